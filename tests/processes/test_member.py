@@ -373,3 +373,43 @@ def test_a_coordinator_of_another_cluster_is_looked_at_for_so_long_and_no_longer
     assert isinstance(error, ClusterUnavailable) and "is of another cluster: as ordered" in str(error)
     member.close()
     coordinator.end()
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_last_word_of_the_connection_before_ends_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another leads, as is seen beside the connection, on which the one before still says "rejoined"."""
+    monkeypatch.setattr(module, "REJOIN_LEAST_S", 1.0)  # the word comes within that
+    connections: queue.Queue[LineConnection] = queue.Queue()
+
+    class Slow(Coordinator):
+        def _on_message(self, connection: LineConnection, message: dict[str, Any]) -> None:
+            super()._on_message(connection, message)
+            if message["type"] in ("join", "rejoin"):
+                connections.put(connection)
+
+    coordinator, ends = Slow(lambda connection, number: connection.send(WELCOME)), queue.Queue[BaseException]()
+    words = queue.Queue[messages.FromCoordinator]()
+    member = join(coordinator, on_end=ends.put, on_control=words.put)
+    first = connections.get(timeout=LIMIT_S)
+    coordinator.server.call_soon(first.close)
+    slow = connections.get(timeout=LIMIT_S)  # it hears "rejoined" only when it is to look for another
+    member._on_closed("another leads now")
+    coordinator.server.call_soon(lambda: slow.send({"type": "rejoined", "life": 1}))
+    assert isinstance(words.get(timeout=LIMIT_S), messages.Rejoined)
+    found = connections.get(timeout=LIMIT_S)
+    coordinator.server.call_soon(lambda: found.send({"type": "rejoined", "life": 1}))
+    assert isinstance(words.get(timeout=LIMIT_S), messages.Rejoined)
+    assert ends.empty() and member._sought_s is None
+    member.close()
+    coordinator.end()
+
+
+def test_where_nobody_looks_any_more_the_membership_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes wrong in the thread that looks for a coordinator would vanish with it, and the member train on alone."""
+    coordinator, ends = Coordinator(lambda connection, number: connection.send(WELCOME)), queue.Queue[BaseException]()
+    member = join(coordinator, on_end=ends.put)
+    monkeypatch.setattr(member, "_rejoin", lambda reason: {}[reason])
+    member._on_closed("as ordered")
+    assert isinstance(ends.get(timeout=LIMIT_S), KeyError)
+    member.close()
+    coordinator.end()

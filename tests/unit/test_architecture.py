@@ -4,7 +4,7 @@
     cycles       none at run time, deferred imports included, and none for types but through the root
     step rule    only `StepRule` changes the numbers of a slot's steps
     seams        `torch.distributed.rpc` in transport/rpc.py only; environment variables read in spec/settings.py only;
-                 private names of torch, TorchRec and FBGEMM in compat.py only
+                 private names of torch, TorchRec and FBGEMM in compat.py only; threads begin in runtime/threads.py
     pure rules   no threads, clocks, sockets or torch.distributed
     names        a docstring of at most 40 lines, absolute imports, no `utils`
 
@@ -416,6 +416,17 @@ def test_only_the_seam_knows_rpc() -> None:
 
 def test_only_the_seams_know_private_names() -> None:
     assert not offenders(lambda name, tree: private_names(tree) if name not in PRIVATE_SEAMS else ())
+
+
+def plain_threads(tree: ast.AST) -> list[str]:
+    """Threads whose end by an exception nobody hears of."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [f"line {call.lineno}: {ast.unparse(call)[:60]}" for call in calls if last_name(call.func) == "Thread"]
+
+
+def test_where_a_thread_fails_somebody_hears_of_it() -> None:
+    assert not offenders(lambda _, tree: plain_threads(tree))
+    assert plain_threads(ast.parse("threading.Thread(target=work).start()"))
 
 
 def test_only_settings_read_the_environment() -> None:

@@ -24,7 +24,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,6 +37,7 @@ from torch_ecrec.bench.places import Here, OnHosts
 from torch_ecrec.protocol import wire
 from torch_ecrec.runtime import allocator
 from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.sockets import SocketTransport
 
@@ -148,7 +148,7 @@ def answer_bare_calls(host: str, store: TCPStore) -> None:
             sock.recv_into(memory, size, socket.MSG_WAITALL)
             sock.sendall(length)
 
-    threading.Thread(target=answer, daemon=True).start()
+    Worker(answer, "answers", log_error).start()
 
 
 def _push(size: int) -> wire.Push:
@@ -204,7 +204,8 @@ class Pair:
     def _answer(self, process: subprocess.Popen[str]) -> dict[str, Any]:
         found: queue.SimpleQueue[str] = queue.SimpleQueue()
         assert process.stdout is not None
-        threading.Thread(target=lambda out=process.stdout: found.put(out.readline()), daemon=True).start()
+        out = process.stdout
+        Worker(lambda: found.put(out.readline()), "answers", log_error).start()
         try:
             line = found.get(timeout=LIMIT_S)
         except queue.Empty as error:

@@ -16,6 +16,7 @@ from typing import Any
 from torch_ecrec.bench.recovery_processes import CaseWatch, Stopped
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.observe import events
+from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.testing.hosts import Host
 from torch_ecrec.transport.control import ControlClient
 from torch_ecrec.transport.etcd import Leader
@@ -51,7 +52,7 @@ class OutageWatch(CaseWatch):
         self.tick: Callable[[], None] = lambda: None
         self._client: ControlClient | None = None
         self._over = threading.Event()
-        self._asking = threading.Thread(target=self._ask, name="outage-watch", daemon=True)
+        self._asking = Worker(self._ask, "outage-watch", log_error)
 
     # what arrives -------------------------------------------------------------------------------
 
@@ -134,7 +135,7 @@ class OutageWatch(CaseWatch):
         return begin_s, begin_s + seconds
 
     def __enter__(self) -> OutageWatch:
-        self._host.within(lambda: follow(self._where, self._over, lambda: self.leader, self._on_other))
+        self._host.within(lambda: follow(self._where, self._over, lambda: self.leader, self._on_other, log_error))
         self._asking.start()
         return self
 

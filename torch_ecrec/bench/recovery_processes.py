@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from torch_ecrec.bench.recovery_figures import Steps
 from torch_ecrec.demo.report import Record
 from torch_ecrec.observe import events
 from torch_ecrec.processes.children import tail
+from torch_ecrec.runtime.threads import Worker, log_error
 
 START_LIMIT_S = 240.0  # to the first step, and
 START_LIMIT_S_PER_GB = 60.0
@@ -84,7 +86,7 @@ class Workers:
                         start_new_session=True,  # Ctrl-C reaches us, and we end them
                     )
                 self._processes.append(process)
-                threading.Thread(target=self._read, args=[trainer, process], daemon=True).start()
+                Worker(functools.partial(self._read, trainer, process), f"trainer {trainer}", log_error).start()
         except BaseException:
             self.close()
             raise

@@ -41,6 +41,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torch_ecrec.bench import workload
+from torch_ecrec.runtime.threads import Worker, log_error
 
 POOL_BATCHES = {True: 512, False: 32}  # the pool is so many batches long, by whether ids follow Zipf's law
 SCATTER = 2_654_435_761  # a prime: rank * SCATTER % rows is a permutation
@@ -83,7 +84,7 @@ class Orders:
     def __init__(self) -> None:
         self._changed = threading.Condition()  # guards _pause_after
         self._pause_after: int | None = None
-        threading.Thread(target=self._read, name="orders", daemon=True).start()
+        Worker(self._read, "orders", log_error).start()
 
     def _read(self) -> None:
         with open(0, closefd=False) as lines:  # not sys.stdin: its lock is taken when the interpreter ends

@@ -24,13 +24,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,6 +47,7 @@ from torch_ecrec.processes.children import await_end, descendants
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.runtime import allocator
 from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
 
@@ -207,7 +208,7 @@ class Group:
             assert out is not None
             lines[i] = out.readline()
 
-        readers = [threading.Thread(target=read, args=(i,), daemon=True) for i in range(len(self.workers))]
+        readers = [Worker(functools.partial(read, i), f"worker {i}", log_error) for i in range(len(self.workers))]
         deadline = time.monotonic() + limit_s
         for reader in readers:
             reader.start()

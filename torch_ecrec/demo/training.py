@@ -33,6 +33,7 @@ from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss
 from torch_ecrec.processes.children import reasons, tail, torchrun
 from torch_ecrec.processes.supervisor import Supervisor
+from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.transport.control import ControlClient
 
@@ -161,7 +162,7 @@ class DemoRun:
     def _on_closed(self, reason: str) -> None:
         with self._lock:
             if not self._over:
-                threading.Thread(target=self._watch_again, args=(reason,), daemon=True).start()
+                Worker(lambda: self._watch_again(reason), "watch", log_error).start()
 
     def _watch_again(self, reason: str) -> None:
         """The coordinator is gone: another one may be on its way."""

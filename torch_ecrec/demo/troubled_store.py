@@ -24,6 +24,8 @@ import threading
 import time
 from pathlib import Path
 
+from torch_ecrec.runtime.threads import Worker, log_error
+
 SIZE_BYTES = 4 << 30  # of the file system; what is not used takes no memory
 DELAY_S = 0.4
 POLL_S = 0.1
@@ -79,7 +81,7 @@ class TroubledStore:
         elif kind == "slow-store":
             self._mark(_FAN_MARK_ADD)
             self._over.clear()
-            self._watcher = threading.Thread(target=self._give_leave, name="slow store", daemon=True)
+            self._watcher = Worker(self._give_leave, "slow store", log_error)
             self._watcher.start()
         else:
             self._store.rename(self._away)

@@ -19,7 +19,6 @@ import copy
 import itertools
 import logging
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -66,6 +65,7 @@ from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.trainer_state import TrainerState, check_optimizers
 from torch_ecrec.nn.unsharded import COLLECTIONS, configs_of
 from torch_ecrec.runtime.checks import plain, take_bool, take_int, take_str
+from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings
 
@@ -500,7 +500,7 @@ def _leave(session: EmbeddingBackend | None) -> None:
     from torch_ecrec.processes import launch
 
     if isinstance(session, Session) and not sys.is_finalizing():
-        threading.Thread(target=launch.abandon, args=[session], name="abandoned", daemon=True).start()
+        Worker(lambda: launch.abandon(session), "abandoned", log_error).start()
 
 
 def _connect(

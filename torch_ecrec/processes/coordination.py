@@ -8,7 +8,6 @@ import logging
 import math
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from torch_ecrec.processes.supervisor import POLL_S, START_S, STAYS
 from torch_ecrec.protocol.bounds import TransportName
 from torch_ecrec.runtime.addresses import family_of
 from torch_ecrec.runtime.lifetime import freeze, on_signals
+from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.storage.looks import LIMIT_S, Looks
@@ -267,8 +267,9 @@ class _Coordinator:
             led=0 if self._office is None else self._office.led,
         )
         if again:
-            work = (checkpoint, began_with)
-            threading.Thread(target=self._look_for, args=work, name="look for a checkpoint", daemon=True).start()
+            Worker(
+                lambda: self._look_for(checkpoint, began_with), "look for a checkpoint", self._cannot_look_on
+            ).start()
 
     def _look_for(self, checkpoint: CheckpointSettings, began_with: str) -> None:
         """A thread of one that takes the place of another: finds what the cluster begins with if nobody is left who
@@ -294,6 +295,11 @@ class _Coordinator:
                 continue
             break
         self._do_soon(lambda: self._router.begin_with(begins, life, time.monotonic()))
+
+    def _cannot_look_on(self, error: BaseException) -> None:
+        """Whoever joins would wait for ever for what is looked for."""
+        log.error("the look for a checkpoint ended: %r", error, exc_info=error)
+        self._refuse(f"the look for a checkpoint to begin with ended: {error!r}")
 
     def _say_trouble(self, why: str) -> None:
         log.warning("is there a checkpoint to begin with, if nobody is left who trains? %s", why)

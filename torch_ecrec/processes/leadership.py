@@ -15,6 +15,7 @@ from collections.abc import Callable
 from torch_ecrec.coordinator.election import RETRY_S, Candidate, Standing
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.runtime.addresses import text_of
+from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.spec.settings import new_run
 from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Last, Leader, parse_place
 
@@ -160,16 +161,16 @@ class Office:
             return RETRY_S
 
         def keep() -> None:
-            try:
-                while not self._ends.wait(step()):
-                    if self._candidate.standing is not Standing.LEADING:
-                        on_fenced()
-                        return
-            except Exception:  # the seam: it would vanish with this thread, and the process act no more, for ever
-                log.exception("the lead at %s cannot be kept", self._elect)
-                on_fenced()
+            while not self._ends.wait(step()):
+                if self._candidate.standing is not Standing.LEADING:
+                    on_fenced()
+                    return
 
-        self._thread = threading.Thread(target=keep, name="lead", daemon=True)
+        def on_error(error: BaseException) -> None:
+            log.error("the lead at %s cannot be kept", self._elect, exc_info=error)
+            on_fenced()
+
+        self._thread = Worker(keep, "lead", on_error)
         self._thread.start()
 
     def _step(self) -> float:

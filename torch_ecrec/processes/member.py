@@ -31,6 +31,7 @@ from torch_ecrec.protocol.build import own_build
 from torch_ecrec.protocol.messages import BadMessage
 from torch_ecrec.protocol.wire import A, Outcome, Request
 from torch_ecrec.runtime import shared
+from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import STANDS_S, Settings
 from torch_ecrec.transport.control import ControlClient, NoAnswer
@@ -139,13 +140,13 @@ class Member:
         self._hello = {**hello, "birth": uuid.uuid4().hex}
         try:
             self._where = whereabouts(settings.join)
-            follow(self._where, self._over, self._connected_with, self._on_closed)
+            follow(self._where, self._over, self._connected_with, self._on_closed, self.on_error)
             generations = self._join()
         except BaseException:
             self.close()
             raise
         generations.start()
-        threading.Thread(target=self._stay_connected, name="rejoin", daemon=True).start()
+        Worker(self._stay_connected, "rejoin", self.on_error).start()
         transport = cast(Transport, self.transport)  # there since the welcome
         figures = lambda: figures_of(transport, report())  # noqa: E731
         self._beats.begin(self.tell, transport.unreachable, figures, self._sign)
@@ -345,20 +346,22 @@ class Member:
 
     def _rejoin(self, reason: str) -> None:
         """Finds the coordinator again, or the one that is started in its place, and tells it what is known here."""
-        if self._sought_s is None:
-            self._sought_s, self._sought_for_s = time.monotonic(), self.settings.give_up_s
+        since_s = self._sought_s  # a last word on the connection before may end that search, not this one
+        if since_s is None:
+            since_s = self._sought_s = time.monotonic()
+            self._sought_for_s = self.settings.give_up_s
             log.warning("%s: no connection with the coordinator (%s); goes on, and looks for it", self.name, reason)
         else:  # whoever is there may end each connection at once
             self._over.wait(REJOIN_MOST_S if self._stranger else REJOIN_LEAST_S)
         give_up_s, stands_s = self.settings.give_up_s, self.settings.standstill_s or STANDS_S
         while True:
-            for_s, silent = time.monotonic() - self._sought_s, False
+            for_s, silent = time.monotonic() - since_s, False
             try:
                 if for_s < self._sought_for_s:
                     control = self._connect(min(LOOK_S, LOOK_PART * give_up_s))
                     break
             except ClusterUnavailable as error:
-                for_s, silent = time.monotonic() - self._sought_s, isinstance(error, NoAnswer)
+                for_s, silent = time.monotonic() - since_s, isinstance(error, NoAnswer)
             self._note_silence(silent and for_s < stands_s, stands_s - for_s)
             if self._hears_nothing:
                 self._sought_for_s = for_s + give_up_s
@@ -519,7 +522,7 @@ class GenerationFollower:
 
     def start(self) -> None:
         """From now on it joins what it was asked to, also what came before."""
-        threading.Thread(target=self._follow, name="generations", daemon=True).start()
+        Worker(self._follow, "generations", self._on_error).start()
 
     def take(self, word: messages.Generation) -> None:
         """The coordinator asks for a generation. Raises BadMessage: this member is not in it, or somebody is twice."""
@@ -553,8 +556,6 @@ class GenerationFollower:
                 self._tell(messages.InGeneration(wanted.generation))
             except ClusterUnavailable as error:
                 log.warning("%s: %s", self._name, error)  # the coordinator forms the next one
-            except Exception as error:  # the seam: this thread has no caller
-                self._on_error(error)
 
 
 def join_message(**hello: Any) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch_ecrec.errors import CheckpointError
 from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.protocol.messages import Renewal
 from torch_ecrec.records.positions import Bytes, Positions
+from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.storage.ahead import read_ahead
 from torch_ecrec.storage.catalog import Catalog
@@ -48,8 +49,8 @@ class FileReader:
     ) -> FileReading:
         """See `CheckpointReader`."""
         reading = FileReading(self._run, take, done, failed)
-        work = (renewal, job, slot, reading)
-        threading.Thread(target=_work, args=work, name=f"slot {slot} of a checkpoint", daemon=True).start()
+        work = functools.partial(_work, renewal, job, slot, reading)
+        Worker(work, f"slot {slot} of a checkpoint", log_error).start()
         return reading
 
 

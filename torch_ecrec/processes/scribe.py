@@ -21,6 +21,7 @@ from torch_ecrec.coordinator.checkpointing import Finished, Restorable, attempt_
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
+from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.server.capture import Portion
 from torch_ecrec.spec.job import JobSpec, SlabSpec
 from torch_ecrec.storage.catalog import Catalog
@@ -73,7 +74,7 @@ class FileScribe:
         """See `Scribe`."""
         writing, before = FileWriting(self._run, next_portion, dense, done, failed), self._threads.get(slot)
         work = functools.partial(self._work, order, slot, slabs, before, writing)
-        threading.Thread(target=work, name=f"checkpoint of slot {slot}", daemon=True).start()
+        Worker(work, f"checkpoint of slot {slot}", log_error).start()
         return writing
 
     def _work(
@@ -265,7 +266,7 @@ class FileLedger:
         self._encoding = Encoding.of(dict(settings.encoding))
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sizes: list[tuple[bool, int]] = []  # of this run's checkpoints: whether full, bytes
-        threading.Thread(target=self._serve, name="ledger", daemon=True).start()
+        Worker(self._serve, "ledger", log_error).start()
 
     def _serve(self) -> None:
         while True:
@@ -378,7 +379,7 @@ class FileLedger:
             looking.end(None, why)
 
         self._work.put(work)
-        threading.Thread(target=looking.watch, name="ledger's watch", daemon=True).start()
+        Worker(looking.watch, "ledger's watch", log_error).start()
 
     def _candidates(self, run: str, began_with: messages.Restored | None) -> Iterator[tuple[Catalog, Manifest]]:
         """Newest first; see `newest`."""

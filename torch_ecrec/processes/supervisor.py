@@ -37,6 +37,7 @@ from torch_ecrec.processes.fork_server import ForkServer, is_available
 from torch_ecrec.runtime.addresses import parse_host, text_of
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.runtime.lifetime import belongs_here, tell_to_end
+from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import new_run
 from torch_ecrec.transport.control import request
@@ -128,7 +129,7 @@ class Supervisor:
             for _ in range(code.slots + spares):
                 self._raise_if_told()
                 self.start_server()
-            self._supervising = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
+            self._supervising = Worker(self._supervise, "supervisor", self._on_error)
             self._supervising.start()
         except BaseException:
             self.close()
@@ -202,7 +203,7 @@ class Supervisor:
                 for line in out:  # it leads the cluster of members that have found it: so is the next one to
                     self._run = str(json.loads(line)["run"])
 
-        threading.Thread(target=read, name="address", daemon=True).start()
+        Worker(read, "address", log_error).start()
         deadline_s = time.monotonic() + START_S
         while True:
             with contextlib.suppress(queue.Empty):
@@ -246,6 +247,11 @@ class Supervisor:
                 else:
                     self._on_server_end(life)
             self._start_due()
+
+    def _on_error(self, error: BaseException) -> None:
+        """Nobody would start again what ends: so all ends, and is seen to."""
+        log.error("who ends is not started again any more: %r", error, exc_info=error)
+        self.ended = ClusterError.exit_code
 
     def _on_server_end(self, life: _Life) -> None:
         code = life.child.returncode

@@ -33,6 +33,7 @@ from types import FrameType
 from typing import Protocol
 
 from torch_ecrec.runtime.cores import ran_s
+from torch_ecrec.runtime.threads import Worker, log_error
 
 INTERRUPTED = 130  # the exit code
 LOOK_S = 0.25
@@ -70,7 +71,7 @@ def end_with_parent(tells: bool) -> None:
                     _handler(signal.SIGINT, None)  # at once: it has waited for whoever is to be waited for
         os._exit(0)
 
-    threading.Thread(target=watch, name="parent", daemon=True).start()
+    Worker(watch, "parent", log_error).start()
 
 
 def _say_whose_it_is(number: int, frame: FrameType | None) -> None:
@@ -202,7 +203,7 @@ def end_if_it_hangs(thread: threading.Thread, knows: Callable[[], bool], limit_s
             del frames, found
             time.sleep(LOOK_S)
 
-    threading.Thread(target=watch, name="hanging", daemon=True).start()
+    Worker(watch, "hanging", log_error).start()
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Generator, Iterator
 from typing import TypeVar
 
+from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.storage.looks import LIMIT_S, answer_of
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ def read_ahead(items: Iterator[T], most: int, where: str = "the store") -> Gener
         except BaseException as error:  # the end of the items, too: who asked for them hears of it
             found.put((None, error))
 
-    threading.Thread(target=draw, name="reads ahead", daemon=True).start()
+    Worker(draw, "reads ahead", log_error).start()
     try:
         while True:
             item, error = answer_of(found, where, LIMIT_S, log.warning, "nothing")

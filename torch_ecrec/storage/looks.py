@@ -7,11 +7,11 @@ answer_of    what a thread that reads has found: `ahead.py`, too
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from torch_ecrec.errors import StoreUnavailable
+from torch_ecrec.runtime.threads import Worker, log_error
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class Looks(Generic[T]):
         """
         if self._pending < MOST:
             self._pending += 1
-            threading.Thread(target=self._work, name="look at a store", daemon=True).start()
+            Worker(self._work, "look at a store", log_error).start()
         answer = answer_of(self._answers, self._where, self._limit_s, self._tell)
         self._pending -= 1
         if isinstance(answer, Exception):

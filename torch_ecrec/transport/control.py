@@ -46,6 +46,7 @@ import msgspec
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.runtime.addresses import family_of, text_of
 from torch_ecrec.runtime.lifetime import belongs_here
+from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.transport.liveness import NO_WAY, Address, probe
 
 Message = dict[str, Any]
@@ -475,7 +476,7 @@ class ControlClient:
         self._sending = threading.Lock()  # keeps lines whole
         self._closed = False  # by `close`; only grows
         self._reason = "the coordinator closed the connection"  # told when the connection ends
-        self._reader = threading.Thread(target=self._read, name="control-client", daemon=True)
+        self._reader = Worker(self._read, "control-client", log_error)
         self._reader.start()
 
     def send(self, message: Message) -> None:

@@ -35,6 +35,7 @@ from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.protocol.build import own_build
 from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
 from torch_ecrec.protocol.wire import A, Answer, Failed, Malformed, Outcome, Refused, Request, Unknown
+from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.transport.complaints import Complaints
 from torch_ecrec.transport.reachability import Tries
 from torch_ecrec.transport.rendezvous import LEAST_TIMEOUT_S, Rendezvous, World, check_name, first_line, remaining
@@ -372,7 +373,7 @@ class Transport(Way):
         with self._gate:
             self._closed = True
         if getattr(self._callback, "runs", False):
-            threading.Thread(target=self.close, name="close", daemon=False).start()  # waited for at the end
+            Worker(self.close, "close", self._report, daemon=False).start()  # waited for at the end
             return
         with self._joining:
             self._leave()

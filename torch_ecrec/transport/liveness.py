@@ -18,12 +18,12 @@ import contextlib
 import errno
 import signal
 import socket
-import threading
 import time
 
 from torch_ecrec.runtime.addresses import family_of
 from torch_ecrec.runtime.lifetime import COMPUTES as SAYS_COMPUTES
 from torch_ecrec.runtime.lifetime import belongs_here
+from torch_ecrec.runtime.threads import Worker, log_error
 
 Address = tuple[str, int]
 GONE, UNREACHABLE, ALIVE, COMPUTES = "gone", "unreachable", "alive", "computes"
@@ -70,7 +70,7 @@ class SignOfLife:
 
         self._answers = unlocked.Answers()
         belongs_here(self)
-        threading.Thread(target=self._serve, name="sign of life", daemon=True).start()
+        Worker(self._serve, "sign of life", log_error).start()
 
     def turn(self, well: bool) -> None:
         """The thread of the heartbeats has its turn. `well`: as far as it sees, nothing here hangs."""

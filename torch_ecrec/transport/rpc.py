@@ -37,6 +37,7 @@ from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
 from torch_ecrec.protocol.wire import Ok, Refused
 from torch_ecrec.runtime.addresses import interface_of
 from torch_ecrec.runtime.lifetime import belongs_here
+from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.spec.settings import set_unless_set
 from torch_ecrec.transport.generations import Handler, Transport
 from torch_ecrec.transport.reachability import Place, open_sockets, refusing
@@ -172,11 +173,8 @@ class RpcTransport(Transport):
             self._refusing.close()
 
     def _look(self) -> None:
-        try:
-            while not self._ended.wait(LOOK_S):
-                self._tries.look(open_sockets(), time.monotonic(), in_doubt=True)
-        except Exception as error:  # the seam: it would vanish with this thread
-            self._report(error)
+        while not self._ended.wait(LOOK_S):
+            self._tries.look(open_sockets(), time.monotonic(), in_doubt=True)
 
     def _open(self, world: World, shared: Store, said: Sequence[str], deadline_s: float) -> None:
         generation, rank = world.generation, world.members.index(self.name)
@@ -192,7 +190,7 @@ class RpcTransport(Transport):
         places = {name: place_of(text) for name, text in zip(world.members, said, strict=True)}
         self._tries.follow(places, places[self.name][0])
         if self._looks is None:
-            self._looks = threading.Thread(target=self._look, name="tries", daemon=True)
+            self._looks = Worker(self._look, "tries", self._report)
             self._looks.start()
 
     def _shut(self) -> None:

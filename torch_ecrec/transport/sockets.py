@@ -42,6 +42,7 @@ from torch_ecrec.protocol.wire import Failed, Ok, Unknown
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.addresses import family_of, own_host
 from torch_ecrec.runtime.lifetime import belongs_here
+from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.transport.control import tune
 from torch_ecrec.transport.door import HELLO, KEY_BYTES, Door
 from torch_ecrec.transport.frames import MAGIC, Frame, FrameReader, OtherBuild, is_between_hosts
@@ -372,7 +373,7 @@ class SocketTransport(Transport):
                 with self._gate:
                     self._threads.discard(threading.current_thread())
 
-        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread = Worker(run, name, self._report)
         with self._gate:  # who joins them must not find one that has not started
             thread.start()
             self._threads.add(thread)

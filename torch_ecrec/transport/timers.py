@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from torch_ecrec.runtime.lifetime import belongs_here
+from torch_ecrec.runtime.threads import Worker
 
 END_S = 5.0
 
@@ -27,7 +28,7 @@ class Timers:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = Worker(self._run, name, on_error)
         self._thread.start()
         atexit.register(self.close)
         belongs_here(self)

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.runtime.addresses import parse_address, text_of
+from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.transport.control import request
 from torch_ecrec.transport.etcd import FORM, EtcdKeys, EtcdUnavailable, Leader, parse_place
 
@@ -164,7 +165,11 @@ def is_followed(mine: Leader | None, leads: Leader | None) -> bool:
 
 
 def follow(
-    where: Whereabouts, over: threading.Event, connected: Callable[[], Leader | None], on_other: Callable[[str], None]
+    where: Whereabouts,
+    over: threading.Event,
+    connected: Callable[[], Leader | None],
+    on_other: Callable[[str], None],
+    on_error: Callable[[BaseException], object],
 ) -> None:
     """On a thread of its own, until it is over: where another leads than a connection is with, says so. The host of one
     that led may be gone, or its process may hang: neither ends a connection.
@@ -172,6 +177,7 @@ def follow(
     Args:
         connected: with whom there is a connection; None: there is none.
         on_other: gets the reason to give it up.
+        on_error: gets why nobody looks any more.
     """
 
     def watch() -> None:
@@ -182,4 +188,4 @@ def follow(
                 on_other(f"the coordinator at {text_of(leads.address)} leads now")
 
     if where.changes:
-        threading.Thread(target=watch, name="leader", daemon=True).start()
+        Worker(watch, "leader", on_error).start()

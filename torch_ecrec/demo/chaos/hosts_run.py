@@ -14,6 +14,7 @@ from torch_ecrec.demo.chaos.hosted import COORDINATORS, HostedCluster, lacking
 from torch_ecrec.demo.chaos.run import ChaosRun
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.demo.training import Cluster, Trainers
+from torch_ecrec.runtime.threads import log_error
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.testing.hosts import Host, Hosts
 from torch_ecrec.transport.control import ControlClient
@@ -91,7 +92,7 @@ class HostsRun(ChaosRun):
     @contextlib.contextmanager
     def start_trainers(self, cluster: Cluster) -> Iterator[Trainers]:
         self._watches_from.within(
-            lambda: follow(self._where, self._over_event, lambda: self._leader, self._on_other_leader)
+            lambda: follow(self._where, self._over_event, lambda: self._leader, self._on_other_leader, log_error)
         )
         with self._hosted.trainers(self.arguments.trainers, self.arguments.max_restarts, self.script()) as trainers:
             yield trainers

@@ -1,0 +1,41 @@
+"""Threads of this package: where one's work raises, somebody hears of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+
+class Worker(threading.Thread):
+    """A thread for some work, which `start` begins.
+
+    Args:
+        work: what it does.
+        name: of the thread.
+        on_error: gets what the work raised, on that thread. It has no caller: else the work would end unnoticed, and
+            with it all that it was there for. `log_error`, where nobody waits for it.
+        daemon: the process may end before the work has.
+    """
+
+    def __init__(
+        self, work: Callable[[], None], name: str, on_error: Callable[[BaseException], object], daemon: bool = True
+    ) -> None:
+        super().__init__(name=name, daemon=daemon)
+        self._work, self._on_error = work, on_error
+
+    def run(self) -> None:
+        """Does the work."""
+        try:
+            self._work()
+        except Exception as error:  # the seam: nobody else would hear of it
+            self._on_error(error)
+        finally:
+            del self._work, self._on_error  # as a plain thread drops them: they may keep much
+
+
+def log_error(error: BaseException) -> None:
+    """For `Worker`: to the log, with the stack."""
+    log.error("thread %s ended: %r", threading.current_thread().name, error, exc_info=error)
