@@ -4,9 +4,12 @@ The oracles: the records before the export; and a model that loads the same fold
 """
 
 import contextlib
+import dataclasses
 import io
 import json
+import pickle
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -399,6 +402,41 @@ def test_a_folder_that_was_cut_off_or_is_none(saved: Saved, tmp_path: Path) -> N
     shutil.copytree(saved.folder, copy)
     (copy / part).write_bytes(data)
     assert "cannot be read, it was altered" in refused_folder(saved, tmp_path / "altered", copy)
+
+
+class Harm:
+    """What a pickle may say, and whoever reads it calls."""
+
+    def __init__(self, told: Path) -> None:
+        self.told = told
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.told,)
+
+
+def test_metadata_of_a_stranger_runs_nothing(saved: Saved, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    copy = tmp_path / "dcp"
+    shutil.copytree(saved.folder, copy)
+    metadata = pickle.loads((copy / ".metadata").read_bytes())
+    for harm in (Harm(told), {"planner": Harm(told)}):
+        (copy / ".metadata").write_bytes(pickle.dumps(dataclasses.replace(metadata, planner_data=harm)))
+        assert "which DCP never writes: nothing was run" in refused_folder(saved, tmp_path, copy)
+        assert not told.exists()
+    (copy / ".metadata").write_bytes(pickle.dumps(OrderedDict()))
+    assert "its .metadata is a <class 'collections.OrderedDict'>" in refused_folder(saved, tmp_path, copy)
+    pickle.loads(pickle.dumps(Harm(told)))
+    assert told.exists(), "a plain reader would have run it"
+
+
+def test_metadata_that_points_out_of_its_folder(saved: Saved, tmp_path: Path) -> None:
+    copy = tmp_path / "dcp"
+    shutil.copytree(saved.folder, copy)
+    metadata = pickle.loads((copy / ".metadata").read_bytes())
+    for at in ("../secret", "/etc/passwd"):
+        places = {key: dataclasses.replace(place, relative_path=at) for key, place in metadata.storage_data.items()}
+        (copy / ".metadata").write_bytes(pickle.dumps(dataclasses.replace(metadata, storage_data=places)))
+        assert f"{at!r} for a file, which is not in the folder" in refused_folder(saved, tmp_path, copy)
 
 
 def test_parts_that_leave_something_out(saved: Saved, tmp_path: Path) -> None:

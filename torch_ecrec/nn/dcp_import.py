@@ -12,8 +12,7 @@ of the job: `describing.py` writes that, and `dcp_export.py` adds it. What goes 
     all else                   not: `Imported.absent` names it, and the script loads it from the folder, as before
 
 It is a checkpoint of step 0: DCP does not say how many steps optimizers of tables have made, and TorchRec begins to
-count anew, too. Memory is a portion of records, also where DCP has a table in one chunk: chunks are mapped. `.metadata`
-in the folder is a pickle, which torch reads: import what you trust.
+count anew, too. Memory is a portion of records, also where DCP has a table in one chunk: chunks are mapped.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from torch_ecrec.compat import FakeTensorMode
@@ -40,6 +38,7 @@ from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.nn import imported
 from torch_ecrec.nn.columns import Found, found_in
 from torch_ecrec.nn.dcp_export import DESCRIPTION
+from torch_ecrec.nn.dcp_metadata import place_within, read_metadata
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.records.schema import Field
 from torch_ecrec.runtime.checks import require
@@ -163,13 +162,9 @@ class Folder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._reader = path, FileSystemReader(path)
-        try:
-            self._metadata: Any = self._reader.read_metadata()
-            found = self._metadata.state_dict_metadata
-            self._places = self._metadata.storage_data
-        except Exception as error:  # whatever a pickle that is none, or was cut off, raises
-            raise CheckpointError(f"{path} is no folder of torch.distributed.checkpoint: {error!r}") from error
+        self.path = path
+        self._metadata: Any = read_metadata(path)
+        found, self._places = self._metadata.state_dict_metadata, self._metadata.storage_data
         self.tensors: dict[str, TensorStorageMetadata] = {
             name: one for name, one in found.items() if isinstance(one, TensorStorageMetadata)
         }
@@ -280,7 +275,7 @@ class Chunk:
 
     def _read(self) -> Tensor:
         what = f"{self._name}{list(self.offsets)}"
-        path = self._folder.path / self._place.relative_path
+        path = place_within(self._folder.path, self._place.relative_path)
         dtype = self._folder.dtype_of(self._name)
         try:
             size = path.stat().st_size

@@ -1,0 +1,67 @@
+"""`.metadata` of a folder of `torch.distributed.checkpoint` (DCP), read so that nothing runs that a stranger put there.
+
+The file is a pickle, and a pickle names functions that are called as it is read. Here it may name what DCP itself
+writes (`ALLOWED`), and nothing else: `torch.load(weights_only=True)` has the same rule for tensors.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from torch_ecrec.errors import CheckpointError
+
+ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata"),
+        *("TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},  # older folders
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(name for name, one in vars(torch).items() if isinstance(one, torch.dtype))},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},  # the same, as Python 3.13 spells it
+    "collections": {"OrderedDict"},
+}
+"""By module: what a `.metadata` may name."""
+
+
+class _Reader(pickle.Unpickler):
+    """Builds what `ALLOWED` names. Raises CheckpointError: something else is named."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in ALLOWED.get(module, ()):
+            raise CheckpointError(f"its .metadata names {module}.{name}, which DCP never writes: nothing was run")
+        if module == "pathlib._local":
+            module = "pathlib"
+        return super().find_class(module, name)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """What DCP says of a folder.
+
+    Raises:
+        CheckpointError: it is no folder of DCP, or names what DCP never writes.
+    """
+    try:
+        with open(folder / ".metadata", "rb") as file:
+            found = _Reader(file).load()
+    except Exception as error:  # whatever a pickle that is none, was cut off, or was made to do harm raises
+        raise CheckpointError(f"{folder} is no folder of torch.distributed.checkpoint: {error}") from error
+    if not isinstance(found, Metadata):
+        raise CheckpointError(
+            f"{folder} is no folder of torch.distributed.checkpoint: its .metadata is a {type(found)}"
+        )
+    return found
+
+
+def place_within(folder: Path, said: object) -> Path:
+    """Where a file of the folder is, as its metadata says. Raises CheckpointError: not in the folder."""
+    if not isinstance(said, str) or PurePath(said).is_absolute() or ".." in PurePath(said).parts:
+        raise CheckpointError(f"{folder}: its metadata has {said!r} for a file, which is not in the folder")
+    return folder / said
