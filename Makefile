@@ -9,6 +9,8 @@ SHELL := /bin/bash
 
 PYTHON ?=
 ARGS ?=
+# Which tests run of those that take turns (tests/support/sampling.py).
+TURN ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -42,7 +44,7 @@ export LOADED
 help:
 	@echo "make setup      .venv with the pinned set, the package (editable), the kernels compiled"
 	@echo "make demo       train a DLRM, kill a server, compare with the undisturbed run   ARGS=\"--steps 60 ...\""
-	@echo "make test       the test suite                                                  ARGS=\"-k layout ...\""
+	@echo "make test       the test suite, minutes (TURN=N: another share of it; all)      ARGS=\"tests/unit/test_codec.py ...\""
 	@echo "make test-slow  what is marked slow: the same faults in their whole width (hours)  ARGS=\"-k simulation ...\""
 	@echo "make lint       ruff: rules and format      make fmt   ruff: repair both"
 	@echo "make type       mypy, strict                make docs  links of the documents resolve"
@@ -56,10 +58,10 @@ demo: setup
 	@$(BIN)/torch-ecrec demo $(ARGS)
 
 test: setup
-	@$(BIN)/python -m pytest $(WORKERS) $(ARGS)
+	@$(BIN)/python -m pytest $(WORKERS) $(if $(TURN),--turn $(TURN)) $(ARGS)
 
 test-slow: setup
-	@$(BIN)/python -m pytest $(WORKERS) -m slow $(ARGS)
+	@$(BIN)/python -m pytest $(WORKERS) -m slow $(if $(TURN),--turn $(TURN)) $(ARGS)
 
 lint: $(VENV)/.installed
 	@$(BIN)/ruff check .

@@ -25,6 +25,7 @@ import hypothesis
 import psutil
 import pytest
 from places import ROOT
+from sampling import SLOW_LIMIT_S, SLOW_TURNS, TAKE_TURNS, kept
 
 from torch_ecrec.processes.fork_server import ForkServer
 from torch_ecrec.spec.settings import ask_name_servers_briefly
@@ -42,28 +43,40 @@ hypothesis.settings.register_profile("explore", deadline=None, print_blob=True, 
 hypothesis.settings.load_profile("ci")
 
 
-def pytest_configure() -> None:
-    """Ctrl-C counts, for the tests' children too, also where a shell that started this in the background ignores it."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Ctrl-C counts, for the tests' children too, also where a shell that started this in the background ignores it.
+
+    Workers of pytest-xdist are told the turn: to them all tests are named.
+    """
+    if not hasattr(config, "workerinput"):
+        turn = _turn(config)
+        config.option.turn = "all" if turn is None else str(turn)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-TURNS = 32
-"""So many runs with `--turn` visit all slow tests but those that may take longer than `TURN_LIMIT_S` each."""
-TURN_LIMIT_S = 1800.0
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--turn N`: of the slow tests, those whose turn it is; N is the day of the year, say.
+    """`--turn N`: of the tests that take turns (`support/sampling.py`) those of turn N; "all": all of them.
 
     `--default-dtype float64`: tests run as if their script had set it; processes that they start have their own.
     """
-    parser.addoption("--turn", type=int, help=f"of the slow tests, every {TURNS}th, a different one for each N")
+    parser.addoption("--turn", help="which tests run of those that take turns: a number, or all")
     parser.addoption("--default-dtype", default="float32", help="torch's, while a test runs; float64, say")
 
 
+def _turn(config: pytest.Config) -> int | None:
+    """None: all run. Where nothing is said: turn 0 of all tests, and all of those that are named, and of slow ones."""
+    turn = config.getoption("--turn")
+    if turn is None:
+        named = config.args_source is pytest.Config.ArgsSource.ARGS or config.option.keyword
+        return None if named or config.option.markexpr != "not slow" else 0
+    if turn != "all" and not str(turn).isdecimal():
+        raise pytest.UsageError(f"--turn is a number or all, got {turn!r}")
+    return None if turn == "all" else int(turn)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the slow tests whose turn it is not.
+    """Leaves out the tests whose turn it is not.
 
     Raises:
         pytest.UsageError: a test's name is another in each process (the text of a set, of an object at an address),
@@ -71,7 +84,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if changing := [item.nodeid for item in items if "set({" in item.nodeid or " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"names that are not the same in every process, give them `ids`: {changing}")
-    turn = config.getoption("--turn")
+    turn = _turn(config)
     if turn is None:
         return
 
@@ -79,10 +92,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark = item.get_closest_marker("timeout")
         return mark.args[0] if mark is not None else 0.0
 
-    in_turns = [item for item in items if item.get_closest_marker("slow") and limit_s(item) <= TURN_LIMIT_S]
-    kept = {id(item) for item in sorted(in_turns, key=lambda item: item.nodeid)[turn % TURNS :: TURNS]}
-    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
-    items[:] = [item for item in items if id(item) in kept]
+    def takes_turns(item: pytest.Item) -> bool:
+        file = item.path.relative_to(ROOT / "tests").as_posix()
+        return file in TAKE_TURNS and not item.get_closest_marker("smoke")
+
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    turned = [item for item in slow if limit_s(item) <= SLOW_LIMIT_S]
+    of_turn = sorted(turned, key=lambda item: item.nodeid)[turn % SLOW_TURNS :: SLOW_TURNS]
+    others = [item for item in items if not item.get_closest_marker("slow")]
+    stay = {id(item) for item in (*of_turn, *kept(others, turn, lambda item: item.nodeid, takes_turns))}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in stay])
+    items[:] = [item for item in items if id(item) in stay]
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -199,6 +199,7 @@ def all_servers_and_a_trainer(running: Supervisor, trainers: Trainers) -> None:
     kill(trainers.children[1:])
 
 
+@pytest.mark.smoke
 @pytest.mark.timeout(3 * LIMIT_S)
 @pytest.mark.parametrize(
     "who",

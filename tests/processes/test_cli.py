@@ -68,6 +68,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "warm", start)
 
 
+@pytest.mark.smoke
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize("command", ["demo", "up", "coordinator"])
 @pytest.mark.parametrize(
@@ -142,6 +143,7 @@ def test_bad_data(
     assert not Path("out", "result.json").exists()
 
 
+@pytest.mark.smoke
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize(
     ("arguments", "says"),
@@ -197,6 +199,7 @@ print("loaded", code, [name for name in {slow} if name in sys.modules])
 """
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("words", "code"),
     [

@@ -140,6 +140,7 @@ def check(results: list[dict[str, Any]], undisturbed: list[dict[str, Any]], pari
     assert results[0]["digest"] == undisturbed[0]["digest"], "records differ"
 
 
+@pytest.mark.smoke
 def test_the_undisturbed_run(undisturbed: list[dict[str, Any]]) -> None:
     assert re.fullmatch("[0-9a-f]{64}", undisturbed[0]["digest"])
     assert len({result["lookups"] for result in undisturbed}) == TRAINERS, "they train on different rows"
@@ -156,6 +157,7 @@ def listen_at_loopback_only(running: Cluster) -> None:
     assert len(pids) == 7 and all(ips == {"127.0.0.1"} for ips in places.values()), places
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_killed_server_is_replaced_and_comes_back_as_a_spare(
     tmp_path: Path, undisturbed: list[dict[str, Any]], transport: str

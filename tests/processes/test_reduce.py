@@ -23,6 +23,7 @@ AS_IN_TORCHREC = {"gradient_as_bucket_view": True, "broadcast_buffers": False, "
 SIZES = [1, 2, 3, 4, 5, 100, 1000, 1001, 3001]
 
 
+@pytest.mark.smoke
 def test_three_trainers(tmp_path: Path) -> None:
     forked.call(three_trainers, TRAINERS, str(tmp_path), limit_s=LIMIT_S)
 

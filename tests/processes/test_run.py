@@ -80,6 +80,7 @@ def test_the_end_of_it_is_the_end_of_the_trainers(tmp_path: Path, number: signal
         assert not alive and len(gone) == 2
 
 
+@pytest.mark.smoke
 @pytest.mark.timeout(2 * LIMIT_S)
 def test_it_returns_what_torchrun_does_and_each_run_is_a_launch_of_its_own(tmp_path: Path) -> None:
     launches = set()

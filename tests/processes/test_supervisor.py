@@ -135,6 +135,7 @@ def test_pauses_grow_to_a_limit() -> None:
     assert pauses == sorted(pauses) and pauses[:2] == [0.0, 0.0] and set(pauses[8:]) == {30.0}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("how", [pytest.param("1", marks=pytest.mark.slow), "-9"])
 def test_a_coordinator_that_fails_is_replaced(tmp_path: Path, how: str) -> None:
     """Killed, or ended by a mistake of its own: its members find the next one where it was."""

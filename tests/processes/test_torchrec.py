@@ -236,5 +236,6 @@ def run_example(trainer: int, folder: str) -> None:
     assert sessions[0].closed == 1 and sorted(sessions[0].snapshots) == list(range(1, 12))
 
 
+@pytest.mark.smoke
 def test_two_trainers(tmp_path: Path) -> None:
     forked.call(two_trainers, 2, str(tmp_path))

@@ -30,6 +30,7 @@ from torch_ecrec.transport.local import CRASH_COORDINATOR, CRASHES, LOSSES, Line
 # the undisturbed run ------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_nothing_but_the_seed_decides_the_bits():
     """Neither slots, k, r, protection, spares nor the order of messages; so the oracle is one and the same."""
     first = undisturbed(TWO_ONE, 4)
@@ -83,6 +84,7 @@ RECOVERIES = {
 WHOLLY = ("trainers may be lost as well",)  # the others are its variants
 
 
+@pytest.mark.smoke
 @WIDTHS
 @pytest.mark.parametrize("name", RECOVERIES)
 def test_every_fault_at_every_message_of_a_run_with_a_loss(name, every):

@@ -1,0 +1,66 @@
+"""Which tests run when all are asked for: the suite is larger than anybody wants to wait for, so they take turns.
+
+    make test                      the tests of turn 0: some minutes
+    make test TURN=5               those of turn 5
+    make test TURN=all             all but the slow ones: about an hour
+    make test ARGS=tests/unit/test_records.py     what is named runs as a whole
+
+`TURNS` turns visit everything; CI takes another one with each commit. Most tests run in every turn. Those of the files
+`TAKE_TURNS`, which sweep, or start processes, run in one of them each, but for what is marked `smoke`.
+
+The tests that are marked slow take turns of their own, `SLOW_TURNS`, with `-m slow --turn N`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+TURNS = 8
+SLOW_TURNS = 32
+"""So many visit all slow tests but those that may take longer than `SLOW_LIMIT_S` each."""
+SLOW_LIMIT_S = 1800.0
+
+SWEEPS = (  # runs of the simulated cluster, hundreds of them
+    *("captures", "cuts", "damaged_captures", "early_loads", "identities", "import_restores", "links", "lives"),
+    *("loading", "lost_hosts", "models", "moves", "mutations", "overwrites", "partial", "partial_saves", "power"),
+    *("random_kills", "restores", "restores_early", "scrubbing", "silence", "simulation", "slow", "warmed"),
+)
+PROCESSES = (  # clusters of real processes, or many of them
+    *("bench_hosts", "bench_recovery", "bench_scaling", "chaos_hosts", "checkpointing", "checkpoints", "clean_end"),
+    *("cli", "cluster", "columns", "coordinator_end", "drain", "exit_codes", "flips", "given_numbers_run"),
+    *("hanging_store", "hangs", "held_lock", "host_clusters", "hostile", "hosts", "ipv6", "killed_early", "lifetime"),
+    *("membership", "oracle_model_parallel", "oracle_optim", "oracle_pipelines", "oracle_sequences"),
+    *("oracle_shardings", "real_loops", "reduce", "rehearsal", "run", "second_jobs", "shadows", "signals"),
+    *("slow_server", "standbys", "supervisor", "table_optimizers", "told_to_end", "torchrec", "unclosed", "unlocked"),
+)
+OTHERS = ("accrual", "codec", "defaults", "election_explored", "layout", "optimizers", "pipelines")
+TAKE_TURNS = {
+    *(f"simulated/test_{name}.py" for name in SWEEPS),
+    *(f"processes/test_{name}.py" for name in PROCESSES),
+    *(f"unit/test_{name}.py" for name in OTHERS),
+}
+"""Below `tests`: the files whose tests take more than half a minute of a core together."""
+
+T = TypeVar("T")
+
+
+def kept(tests: Sequence[T], turn: int, name: Callable[[T], str], takes_turns: Callable[[T], bool]) -> list[T]:
+    """The tests of a turn, in their order.
+
+    Args:
+        name: of a test, with its case in brackets: "tests/unit/test_codec.py::test_fold[4-2]".
+        takes_turns: whether it does not run every time.
+    """
+    cases: dict[str, list[T]] = defaultdict(list)
+    for test in tests:
+        cases[name(test).partition("[")[0]].append(test)
+    out = set()
+    for function, those in cases.items():
+        first = turn + zlib.crc32(function.encode())  # so that a turn has as much as another
+        for number, test in enumerate(those):
+            if takes_turns(test) and (number + first) % TURNS:
+                out.add(id(test))
+    return [test for test in tests if id(test) not in out]

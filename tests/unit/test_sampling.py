@@ -1,0 +1,19 @@
+"""Tests take turns, and nothing is forgotten."""
+
+from places import ROOT
+from sampling import TAKE_TURNS, TURNS, kept
+
+
+def test_some_turns_visit_everything_and_each_has_about_as_much() -> None:
+    names = [f"tests/a.py::test_{i}" for i in range(200)] + [f"tests/b.py::test[{i}]" for i in range(100)]
+    always = {"tests/a.py::test_7", "tests/b.py::test[3]"}
+    turns = [kept(names, turn, str, lambda name: name not in always) for turn in range(TURNS)]
+    assert set().union(*turns) == set(names)
+    assert sum(map(len, turns)) == len(names) + len(always) * (TURNS - 1), "each once, but for what always runs"
+    assert all(always <= set(turn) and sorted(turn, key=names.index) == turn for turn in turns)
+    assert all(len(names) / TURNS / 2 < len(turn) < 2 * len(names) / TURNS for turn in turns)
+    assert kept(names, TURNS, str, lambda name: name not in always) == turns[0]
+
+
+def test_what_takes_turns_is_there() -> None:
+    assert not [name for name in sorted(TAKE_TURNS) if not (ROOT / "tests" / name).exists()]
