@@ -42,7 +42,7 @@ RESTORED_S = 5.0  # from processes that have imported all to the end of the firs
 
 
 def durations(block: Block) -> list[float]:
-    """Seconds of each step."""
+    """How many seconds each step took."""
     return [end - begin for begin, end in pairwise([block["begin_s"], *block["ends_s"]])]
 
 
@@ -94,7 +94,7 @@ def figures(block: Block, samples: int) -> dict[str, float | None]:
 
 
 def spreads(blocks: Blocks, samples: int) -> dict[str, dict[str, dict[str, float] | None]]:
-    """Of each way, median, least and most of each figure over its blocks; None where no block has it."""
+    """Returns the median, least and most of each figure of each way over its blocks; None where no block has it."""
     result: dict[str, dict[str, dict[str, float] | None]] = {}
     for way, some in blocks.items():
         found = [figures(block, samples) for block in some]
@@ -256,7 +256,7 @@ def _beside_theirs(by_way: Mapping[str, Mapping[str, Any]]) -> list[dict[str, An
 
 
 def plot(shape: str, blocks: Blocks, samples: int, path: Path) -> None:
-    """Of each way's last block, throughput step by step, with the time of a checkpoint shaded."""
+    """Draws the throughput of each way's last block, step by step, with the time of a checkpoint shaded."""
     import matplotlib
 
     matplotlib.use("Agg")

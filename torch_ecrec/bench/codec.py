@@ -122,7 +122,7 @@ class Isal:
 
 
 def _addresses(array: Bytes) -> NDArray[np.int64]:
-    """Of array[0], array[1], ..."""
+    """Returns the addresses of array[0], array[1], ..."""
     return array.ctypes.data + array.strides[0] * np.arange(len(array), dtype=np.int64)
 
 
@@ -232,7 +232,7 @@ def _row(
 def _measure_sums(
     what: str, code: LinearCode, width: int, place: str, pool: Pool, isal: Isal | None, repeats: int
 ) -> dict[str, Any]:
-    """Encode or decode."""
+    """Measures how fast our code, and its rivals, encode or decode."""
     take = pool.window(place, code.k, width)
     sources = take()
     copy = np.empty_like(sources)
@@ -304,7 +304,7 @@ def _measure_fold(
 def measure(
     codes: Sequence[tuple[int, int]], widths: Sequence[int], pool: Pool, isal: Isal | None, repeats: int
 ) -> list[dict[str, Any]]:
-    """All rows, fold first."""
+    """Measures all rows of the table; folds come first."""
     rows = []
     for what in ("fold", "encode", "decode"):
         for k, r in codes:

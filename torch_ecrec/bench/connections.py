@@ -222,7 +222,7 @@ class Pair:
         return self._answer(process)
 
     def cpu_s(self) -> list[float]:
-        """Of each, so far."""
+        """Returns the seconds of CPU time that each process has taken so far."""
         return [self.ask(which, {"cpu": True})["cpu_s"] for which in range(len(NAMES))]
 
 

@@ -80,7 +80,7 @@ class Job:
 
     @property
     def failures_per_s(self) -> float:
-        """Of any slot."""
+        """How often per second any slot fails."""
         return len(self.failures) / (self.hours * HOUR_S)
 
     def steps_of(self, seconds: float, what: str) -> int:

@@ -51,7 +51,7 @@ class Outcome:
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
-    """All cases, references first."""
+    """Returns all cases; those that others are compared with come first."""
     short, long = arguments.steps, arguments.long_steps
     found: list[Case] = []
     for optimizer in arguments.optimizers:

@@ -74,7 +74,8 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def deltas_of(clicks: Clicks, steps: int, batch: int, rows: int, dim: int) -> Iterator[tuple[Positions, Bytes]]:
-    """Of each step of training, the ids (U,) of the rows that it changes, ascending, and their deltas (U, B)."""
+    """Yields, for each step of training, the ids (U,) of the rows that it changes, ascending, and their deltas (U,
+    B)."""
     torch.manual_seed(0)
     model, spec, count = Model(dim), optimizer(OPTIMIZER), CATEGORIES * rows
     shard = Shard(spec.schema(dim), count, 0, sealed=False)
@@ -111,7 +112,7 @@ def _as_words(array: Bytes) -> int:
 
 
 def _left(arrays: Sequence[Bytes]) -> int:
-    """Bytes that are sent."""
+    """Returns how many bytes are sent."""
     return sum(len(array) if (packed := pack(array)) is None else len(packed) for array in arrays)
 
 

@@ -102,11 +102,11 @@ class Way:
 
     @property
     def total(self) -> float:
-        """Overhead."""
+        """The whole overhead: the sum of its parts."""
         return self.saves + self.down + self.again
 
     def to_row(self) -> dict[str, Any]:
-        """As people read it."""
+        """Returns the row of the table, as people read it."""
         return {
             "way": self.name,
             "overhead %": 100 * self.total,

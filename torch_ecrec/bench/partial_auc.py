@@ -68,7 +68,8 @@ class Training:
 
     @staticmethod
     def of(arguments: argparse.Namespace, job: Job, interval_s: float, trained: int) -> Training:
-        """Of so many rows, with saves as often as in the emulation. Raises ValueError, TypeError for what cannot be."""
+        """Makes the workload of so many rows, with saves as often as in the emulation. Raises ValueError, TypeError for
+        what cannot be."""
         for name in ("seeds", "epochs", "batch_size", "rows_per_table"):
             require_int(name, getattr(arguments, name), 1)
         steps = arguments.epochs * (trained // arguments.batch_size)
@@ -83,7 +84,7 @@ class Training:
 
 
 class Model(nn.Module):
-    """DLRM, without its tables."""
+    """DLRM without its tables."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -124,7 +125,7 @@ class Tables:
         return rows_U, torch.from_numpy(inverse.reshape(all_NC.shape))
 
     def lookup(self, rows_U: Positions) -> Tensor:
-        """(U, D) float32."""
+        """Returns the weights of some rows, (U, D) float32."""
         weights = np.empty((len(rows_U), self._dim), np.float32)
         for index, slot in enumerate(self.slots):
             mine = rows_U % self._slots == index
@@ -214,5 +215,5 @@ def _row(way: str, areas: Sequence[float], exact: Sequence[float], lost: Sequenc
 
 
 def _deviation(values: Sequence[float]) -> float | None:
-    """Of a sample; None of a single one."""
+    """Returns the standard deviation of a sample; None for a single number."""
     return float(np.std(values, ddof=1)) if len(values) > 1 else None

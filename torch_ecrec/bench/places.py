@@ -66,7 +66,7 @@ class Here:
         return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(trainers)}
 
     def start_trainer(self, rank: int, command: Sequence[str], **more: Any) -> subprocess.Popen[str]:
-        """Arguments: `more` of `subprocess.Popen`."""
+        """Starts a trainer. Arguments: `more` of `subprocess.Popen`."""
         return subprocess.Popen(command, text=True, **more)
 
     def bytes_sent(self) -> int:

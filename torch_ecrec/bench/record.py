@@ -65,7 +65,7 @@ def header() -> dict[str, Any]:
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    """Median, least and most."""
+    """Returns the median, the least and the most."""
     ordered = sorted(values)
     return {"median": statistics.median(ordered), "min": ordered[0], "max": ordered[-1]}
 

@@ -452,7 +452,7 @@ def _codec(contents: Contents, pictures: set[str]) -> list[str]:
 
 
 def _table_of(name: str, titles: Mapping[str, str], contents: Contents) -> list[str]:
-    """Of a benchmark that is shown whole: where it ran, and its table."""
+    """Returns the section of a benchmark that is shown whole: where it ran, and its table."""
     if name not in contents:
         return [_missing(name, name)]
     content = contents[name]

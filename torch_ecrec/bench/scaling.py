@@ -326,7 +326,7 @@ class Sweeper:
         self.failed = False
 
     def figures(self, point: Point) -> dict[str, Any] | None:
-        """Of a point; None if it was left out."""
+        """Returns the figures of a point; None if it was left out."""
         if point not in self.done:
             self.done[point] = self._try(point)
         return self.done[point]

@@ -226,7 +226,7 @@ class Group:
 
     @property
     def trainer_pids(self) -> list[int]:
-        """The trainers' processes."""
+        """The pids of the trainers' processes."""
         return [pid for worker in self.workers for pid in (worker.pid, *descendants(worker.pid))]
 
     @property

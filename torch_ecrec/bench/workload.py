@@ -182,7 +182,8 @@ def distributed(shape: Shape, backend: str, seed: int, device: torch.device = CP
 
 
 def optimizers(model: nn.Module) -> list[Optimizer]:
-    """Of what does not step in its backward: the dense part's first, then that of tables, if it is there."""
+    """Returns the optimizers of what does not step in its backward: the dense part's first, then that of tables, if it
+    is there."""
     sparse = [value for part in model.modules() if isinstance(part, SparseRows) for value in part.parameters()]
     known = {id(value) for value in sparse}
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))

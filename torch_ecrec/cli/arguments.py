@@ -35,7 +35,7 @@ def host(text: str) -> str:
 
 
 def add_host(parser: argparse.ArgumentParser) -> None:
-    """Where a coordinator listens."""
+    """Adds the argument that says where a coordinator listens."""
     parser.add_argument(
         "--host",
         type=host,

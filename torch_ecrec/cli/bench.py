@@ -46,6 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser, benchmark: str | None = None)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the benchmark."""
+    """Runs the benchmark that was named."""
     arguments.out.mkdir(parents=True, exist_ok=True)
     return int(_module_of(arguments.bench).run(arguments))

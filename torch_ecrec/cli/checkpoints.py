@@ -109,7 +109,7 @@ class _Found:
 
     @staticmethod
     def look(catalog: Catalog, verify: bool) -> _Found:
-        """Reads all, to verify."""
+        """Reads a whole checkpoint, to verify it."""
         from torch_ecrec.storage.saves import Saves
 
         saves = Saves(catalog.location)
@@ -136,11 +136,11 @@ class _Found:
 
     @functools.cached_property
     def steps(self) -> dict[str, str]:
-        """Of each checkpoint, by name."""
+        """Returns the steps of each checkpoint, by name."""
         return {one.id: str(one.done) for one in self.listing.whole}
 
     def saves_on(self, name: str) -> list[Save]:
-        """Those on a checkpoint."""
+        """Returns the prioritised saves on a checkpoint."""
         return [one for one in self.saves.whole if one.base == name]
 
     def adrift(self) -> list[Save]:
@@ -310,7 +310,7 @@ def _as_text(url: str, found: _Found, now_s: float) -> str:
 
 
 def _row(found: _Found, one: Manifest | Save, kind: str, name: str, now_s: float) -> list[str]:
-    """Of the table: a checkpoint, or a prioritised save on one."""
+    """Returns a row of the table: a checkpoint, or a prioritised save on one."""
     from torch_ecrec.observe.text import size
 
     base = "-" if one.base is None else found.steps.get(one.base, f"{one.base} (not there)")

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains, disturbed and undisturbed."""
+    """Trains, disturbed and undisturbed, and compares."""
     require_torchrec()
     from torch_ecrec.demo.run import run_demo
 

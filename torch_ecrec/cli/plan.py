@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the plan."""
+    """Prints what failures, and guards against them, cost."""
     from torch_ecrec.overhead.model import HOUR_S, NEVER_S, Costs
     from torch_ecrec.overhead.report import draw, measured, to_json, to_text
 

@@ -38,7 +38,7 @@ from torch_ecrec.runtime.tensors import as_array, as_tensor
 
 
 class Wait(Protocol):
-    """`Session._wait`."""
+    """A function that waits until a condition holds, as `Session._wait` does."""
 
     def __call__(self, condition: Callable[[], bool], what: str, patient: bool = False) -> None: ...
 
@@ -55,7 +55,8 @@ class Checkpoint(Protocol):
         """Why its records are not those of then, bit for bit; None: they are."""
 
     def shares(self, trainers: int) -> list[list[int]]:
-        """Of each trainer, how many rows of each slab it reads, together all there are: the same for who asks."""
+        """Returns how many rows of each slab each trainer reads. Together they are all that there are; all who ask get
+        the same."""
 
     def records(self, trainer: int, trainers: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Every record of a trainer's share once, a block at a time: slab, rows (U,) int64, records (U, B) uint8."""

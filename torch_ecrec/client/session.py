@@ -387,7 +387,7 @@ class Session:
         self._tell(messages.Progress(self.trainer, figures.pop("step", 0), figures))
 
     def close(self) -> None:
-        """Leaves the cluster. Idempotent."""
+        """Leaves the cluster. May be called again."""
         if not self._closed:
             self._closed = True
             self._on_close()

@@ -178,7 +178,7 @@ def pack(values: Bytes) -> Bytes | None:
 
 
 def least_packed_bytes(size: int) -> int:
-    """Of so many bytes: fewer are not their packed form."""
+    """Returns how many bytes the packed form of so many bytes has at least: fewer are not their packed form."""
     groups, rest = divmod(size, GROUP_BYTES)
     return groups * (1 + GROUP) + rest
 

@@ -76,7 +76,7 @@ def _doubled(target: Any, builder: Any, words: Any) -> Any:
 
 
 def _power(lane: int, more: int = 0) -> int:
-    """2^(16 l + more)."""
+    """Returns 2^(16 l + more) in the field of seals."""
     return POWERS[(LANES * lane + more) % 255]
 
 

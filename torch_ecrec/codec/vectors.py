@@ -31,7 +31,8 @@ def pick(builder: Any, vector: Any, first: int, count: int) -> Any:
 
 
 def features(target: Any) -> set[str]:
-    """Of the CPU that Numba compiles for. They are part of the key under which it caches a kernel."""
+    """Returns the features of the CPU that Numba compiles for. They are part of the key under which it caches a
+    kernel."""
     return set(target.codegen().magic_tuple()[2].split(","))
 
 

@@ -124,7 +124,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def _parse(text: NDArray[np.uint8], path: str, lines_before: int, rows_per_table: int) -> Clicks:
-    """Parses whole lines."""
+    """Parses the lines of a block that ends with a whole line."""
 
     def fail(line: int, problem: str) -> ValueError:
         return ValueError(f"{path}, line {lines_before + line + 1}: {problem}")

@@ -49,7 +49,7 @@ def pieces(trained: list[tuple[int, float]], start_s: float) -> list[tuple[bool,
 
 
 def draw_steps(result: dict[str, Any], path: Path) -> None:
-    """Writes the picture."""
+    """Draws the steps, and writes the picture."""
     arguments, kills = result["arguments"], result["kills"]
     slots, start_s = arguments["servers"], result["step_times_s"][0]
     list_inches = 0.1 + 0.24 * len(kills) if len(kills) > 1 else 0.0

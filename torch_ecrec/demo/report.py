@@ -355,7 +355,7 @@ class Record:
                 self.rebuilt[slot] = figures["rebuilt"]
 
     def _mark(self, what: str, time_s: float, role: str = "trainer", after: str = "kill_s") -> list[Kill]:
-        """Of the kills of a role, those that did not have this time yet, and have that one."""
+        """Marks the kills of a role that did not have this time yet, and have that one."""
         kills = [k for k in self.kills if k.role == role and getattr(k, what) is None and getattr(k, after) is not None]
         for kill in kills:
             setattr(kill, what, time_s)

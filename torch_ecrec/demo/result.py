@@ -18,7 +18,7 @@ PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "numba
 
 
 def versions() -> dict[str, str]:
-    """Of this package, of Python, and of the libraries that are installed."""
+    """Returns the versions of this package, of Python, and of the libraries that are installed."""
     found = {"torch_ecrec": torch_ecrec.__version__, "python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

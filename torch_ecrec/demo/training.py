@@ -60,11 +60,11 @@ def example() -> tuple[str, Path]:
 
 
 class Process(Protocol):
-    """Of `subprocess.Popen`, what is needed of a coordinator."""
+    """What is needed of a coordinator's process: a part of `subprocess.Popen`."""
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The number of the process."""
 
 
 class Cluster(Protocol):
@@ -82,11 +82,11 @@ class Cluster(Protocol):
 
     @property
     def coordinator(self) -> Process:
-        """The one that leads."""
+        """The process of the coordinator that leads."""
 
     @property
     def children(self) -> Sequence[Process]:
-        """Its processes."""
+        """The processes of the cluster."""
 
     def __enter__(self) -> Self: ...
 
@@ -302,7 +302,7 @@ class DemoRun:
 
     @property
     def _log(self) -> Path:
-        """What the trainers say."""
+        """Returns the file for what the trainers say."""
         return self.logs / "trainers.log"
 
     def on_tick(self) -> None:

@@ -89,7 +89,7 @@ class ErasureCodedEmbeddingBagCollection(ServedModule[KeyedTensor]):
 
 @ShardedFusedEmbeddingBagCollection.register
 class ErasureCodedFusedEmbeddingBagCollection(ErasureCodedEmbeddingBagCollection):
-    """Of a `FusedEmbeddingBagCollection`: the servers run the optimizer that it was made with."""
+    """A sharded `FusedEmbeddingBagCollection`: the servers run the optimizer that it was made with."""
 
     @property
     def unsharded_module_type(self) -> type[FusedEmbeddingBagCollection]:

@@ -99,7 +99,7 @@ class Found:
         return self.said is None and self.placed is not None and self.trainers == 1
 
     def plain(self) -> dict[str, Any]:
-        """As dicts and lists."""
+        """Returns it as dicts and lists."""
         return msgspec.to_builtins(self)  # type: ignore[no-any-return]
 
     @staticmethod

@@ -97,7 +97,7 @@ class Coverage:
 
     @property
     def left(self) -> list[str]:
-        """What is TorchRec's: paths."""
+        """Returns the paths of the modules that are left to TorchRec."""
         return [*self.unprotected, *self.dense]
 
     def check(self, unprotected: str) -> None:

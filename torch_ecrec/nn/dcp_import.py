@@ -184,7 +184,7 @@ class Folder:
         return {path: found for path, found in said if found is not None}
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Of a tensor's numbers."""
+        """Returns the dtype of a tensor's numbers."""
         dtype: torch.dtype = self.tensors[name].properties.dtype
         return dtype
 
@@ -255,7 +255,7 @@ class Chunk:
 
     @property
     def bounds(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What it has."""
+        """The part of the tensor that it has: offsets, then sizes."""
         return self.offsets, self.sizes
 
     @property
@@ -439,7 +439,7 @@ def _dense(folder: Folder, found: FoundTensors, described: Description, tables_o
 
 
 def _state_place(name: str, dense: dict[str, Tensor]) -> tuple[str, str] | None:
-    """Of whose optimizer a tensor is, and what it is there; None: of none."""
+    """Returns whose optimizer a tensor belongs to, and what it is there; None: it is none of an optimizer."""
     _, state, rest = f".{name}".partition(_STATE)
     if not state:
         return None

@@ -265,7 +265,7 @@ class State:
     columns: dict[str, Found]  # by path of a module with tables: the order of its features
 
     def buffers(self, part: int) -> dict[str, Tensor]:
-        """A trainer's, by name."""
+        """Returns the buffers of a trainer, by name."""
         found: dict[str, Tensor] = values.decode(self.whole[part], device="cpu")["buffers"]
         return found
 
@@ -495,12 +495,12 @@ def buffers_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _replicated(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """By path."""
+    """Yields the modules that all trainers have alike, with their paths."""
     return ((path, module) for path, module in model.named_modules() if isinstance(module, Replicated))
 
 
 def tables_of(model: nn.Module) -> dict[str, tuple[str, str]]:
-    """Of all tables on the servers, what TorchRec's state dicts call them: who exports a checkpoint has no model."""
+    """Returns what TorchRec's state dicts call the tables on the servers: who exports a checkpoint has no model."""
     return {
         job_name: (f"{path}.{key}" if path else key, name)
         for path, module in with_tables(model).items()
@@ -529,7 +529,7 @@ _Place = str | tuple[int, int]  # a parameter: its name in the model, or else it
 
 
 def _owned(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[_Place]]:
-    """Of every group, what its parameters are called."""
+    """Returns, for every group, what its parameters are called."""
     return [
         [names.get(id(parameter), (g, j)) for j, parameter in enumerate(group["params"])]
         for g, group in enumerate(optimizer.param_groups)

@@ -41,7 +41,8 @@ Place = tuple[str, str]
 
 @dataclass(eq=False)
 class _Given:
-    """Of one place: the user's tensor, and the same memory for as long as the user, or a write, keeps it."""
+    """What was given out at one place: the user's tensor, and the same memory for as long as the user, or a write,
+    keeps it."""
 
     place: Place
     version: int

@@ -51,7 +51,7 @@ class LocalShards:
 
 
 def shards_of(model: nn.Module, paths: Iterable[str]) -> dict[str, nn.Module]:
-    """Of the modules at these paths, those that TorchRec has sharded."""
+    """Returns those of the modules at these paths that TorchRec has sharded."""
     modules = dict(model.named_modules())
     return {path: modules[path] for path in paths if isinstance(modules.get(path), ShardedModule)}
 

@@ -190,7 +190,7 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
         yield from (name for name, _ in self.named_buffers(prefix))
 
     def replicated_state(self) -> dict[str, Any]:
-        """The maps."""
+        """Returns the maps, which all trainers have alike."""
         return self._remapping.state()
 
     def load_replicated_state(self, state: Mapping[str, Any]) -> None:
@@ -200,7 +200,7 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
 
 @ShardedManagedCollisionEmbeddingBagCollection.register  # `isinstance` in tests, pipelines and scripts
 class ErasureCodedManagedCollisionEmbeddingBagCollection(ManagedModule):
-    """Of a `ManagedCollisionEmbeddingBagCollection`."""
+    """A sharded `ManagedCollisionEmbeddingBagCollection`."""
 
     @property
     def unsharded_module_type(self) -> type[ManagedCollisionEmbeddingBagCollection]:
@@ -209,7 +209,7 @@ class ErasureCodedManagedCollisionEmbeddingBagCollection(ManagedModule):
 
 @ShardedManagedCollisionEmbeddingCollection.register
 class ErasureCodedManagedCollisionEmbeddingCollection(ManagedModule):
-    """Of a `ManagedCollisionEmbeddingCollection`."""
+    """A sharded `ManagedCollisionEmbeddingCollection`."""
 
     @property
     def unsharded_module_type(self) -> type[ManagedCollisionEmbeddingCollection]:

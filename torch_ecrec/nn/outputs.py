@@ -23,7 +23,7 @@ _DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 
 
 def as_output_dtype(value: Any) -> torch.dtype:
-    """Of a value of `output_dtype`; None is float32.
+    """Returns the dtype that a value of `output_dtype` means; None is float32.
 
     Raises:
         ValueError: it is another one, or none of TorchRec's or FBGEMM's.
@@ -38,7 +38,8 @@ def as_output_dtype(value: Any) -> torch.dtype:
 def output_dtype(
     table: str, parameter: nn.Parameter, fused_params: Mapping[str, Any], planned: Mapping[str, Any]
 ) -> torch.dtype:
-    """Of a table. In TorchRec's order: a plan's, that of an attached optimizer's arguments, the sharder's.
+    """Returns the output dtype of a table. In TorchRec's order: a plan's, that of an attached optimizer's arguments,
+    the sharder's.
 
     Args:
         table: its name, for errors.

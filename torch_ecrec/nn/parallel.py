@@ -276,7 +276,7 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
         return self.session.step - 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As in TorchRec."""
+        """Runs the wrapped model, as in TorchRec."""
         if torch.is_grad_enabled() and self.training:
             self._before_training(args, kwargs)
         outputs = super().forward(*args, **kwargs)
@@ -320,7 +320,7 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
 
     @property
     def session(self) -> EmbeddingBackend:
-        """The backend."""
+        """The connection with the cluster."""
         return self._step.session
 
     @property

@@ -137,6 +137,6 @@ class StandIns(nn.ModuleDict):
 
 
 def are_trained(parameters: Iterable[TableParameter]) -> list[bool]:
-    """Of each whether it has `requires_grad`: asked for in every step."""
+    """Returns for each table whether it has `requires_grad`: this is asked for in every step."""
     with NoTorchFunction():
         return [parameter.requires_grad for parameter in parameters]

@@ -27,7 +27,7 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 
 
 def random_states() -> dict[str, Any]:
-    """Of Python, NumPy, torch, and its CUDA devices."""
+    """Returns the states of the generators of Python, NumPy, torch, and its CUDA devices."""
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()
@@ -99,7 +99,7 @@ class Generators:
         return Generators(found)
 
     def states(self) -> dict[str, Any]:
-        """Of all of them, as values that nobody changes later."""
+        """Returns the states of all generators, as values that nobody changes later."""
         return random_states() | {path: state_of(thing) for path, thing in self._own.items()}
 
     def set_(self, states: Mapping[str, Any]) -> None:
@@ -115,7 +115,7 @@ def _is_whole(value: object) -> bool:
 
 
 def state_of(thing: Any) -> Any:
-    """Of a generator, or the epoch of a sampler."""
+    """Returns the state of a generator, or the epoch of a sampler."""
     if isinstance(thing, torch.Generator):
         return thing.get_state()
     if isinstance(thing, np.random.Generator):
@@ -128,7 +128,7 @@ def state_of(thing: Any) -> Any:
 
 
 def set_state_of(thing: Any, state: Any) -> None:
-    """Inverse of `state_of`."""
+    """Sets a state again that `state_of` has returned."""
     if isinstance(thing, torch.Generator):
         thing.set_state(state)
     elif isinstance(thing, np.random.Generator):

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class Stateful(Protocol):
-    """As in `torch.distributed.checkpoint.stateful`."""
+    """An object with a state, as in `torch.distributed.checkpoint.stateful`."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -201,7 +201,7 @@ class Reader(Iterator[Any]):
     # the loop's side ------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """A pass."""
+        """Draws the batches of one pass."""
         return Pass(self)
 
     def __next__(self) -> Any:
@@ -328,7 +328,7 @@ class Reader(Iterator[Any]):
         return batch
 
     def _state(self) -> bytes | None:
-        """Of a reader that has one, as of now: what it gives may change later."""
+        """Returns the state of a reader that has one, as of now: what it gives may change later."""
         return encode(self._reader.state_dict(), "reader") if isinstance(self._reader, Stateful) else None
 
     def _begin(self, current: Pass) -> None:

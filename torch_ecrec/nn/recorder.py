@@ -65,7 +65,7 @@ class _Warnings(logging.Handler):
         self._writer = writer
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Notes it."""
+        """Notes an event."""
         self._writer.write(Warned(record.getMessage()))
 
 
@@ -86,7 +86,7 @@ class Recorder:
         self._batch = 0  # checksum of the forwards of this step
 
     def on_forward(self, batch: object) -> None:
-        """A training forward begins."""
+        """Notes that a training forward begins."""
         self._batch = zlib.crc32(checksum_of(batch).to_bytes(4, "little"), self._batch)
 
     def on_pushed(self, step: int, rows: Sequence[Tensor], gradients: Sequence[Tensor], rates: Sequence[float]) -> None:
@@ -177,7 +177,7 @@ class Recorded:
 
 
 def _crc(tensors: Iterable[Tensor]) -> int:
-    """CRC-32 of all bytes."""
+    """Returns the CRC-32 of all bytes."""
     total = 0
     for tensor in tensors:
         total = zlib.crc32(memoryview(bytes_of(tensor.cpu()).numpy()), total)  # type: ignore[arg-type]
@@ -185,7 +185,7 @@ def _crc(tensors: Iterable[Tensor]) -> int:
 
 
 def _attached(state: Mapping[str, bytes]) -> dict[str, int]:
-    """Of what `TrainerState.encoded` gave: name -> checksum."""
+    """Returns a checksum for each name that `TrainerState.encoded` gave."""
     found = {}
     for key, value in state.items():
         name = key if key in PARTS_OF_STATE else f"{trace.ATTACHED}`{key.removeprefix('stateful/')}`"

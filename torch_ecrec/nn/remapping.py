@@ -157,7 +157,7 @@ class Remapping:
         return {table: rows_N for table, rows_N in found.items() if rows_N is not None and len(rows_N)}
 
     def checksum(self, tables: Mapping[str, Any]) -> int:
-        """Of the maps of some tables."""
+        """Returns a checksum of the maps of some tables."""
         total = 0
         for table in tables:
             for buffer in self._modules[table].state_dict().values():

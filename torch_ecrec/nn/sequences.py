@@ -94,7 +94,7 @@ class ErasureCodedEmbeddingCollection(ServedModule[dict[str, JaggedTensor]]):
 
 @ShardedFusedEmbeddingCollection.register
 class ErasureCodedFusedEmbeddingCollection(ErasureCodedEmbeddingCollection):
-    """Of a `FusedEmbeddingCollection`: the servers run the optimizer that it was made with."""
+    """A sharded `FusedEmbeddingCollection`: the servers run the optimizer that it was made with."""
 
     @property
     def unsharded_module_type(self) -> type[FusedEmbeddingCollection]:

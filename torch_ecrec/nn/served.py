@@ -180,7 +180,7 @@ class ServedModule(
         """As `Slice.bags`: unique slab rows of the ids, and how they become this module's output."""
 
     def give_out_as(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Of some tables the dtype that their embeddings come out as, see `outputs.py`; float32 of the others."""
+        """Gives out the embeddings of some tables in a dtype, see `outputs.py`; those of the others in float32."""
         self._dtypes = dict(dtypes)
         self._arrange()
 

@@ -56,5 +56,5 @@ class TableField:
         return self._state.read(self._name, self._field)
 
     def load_state_dict(self, values: Tensor) -> None:
-        """Of the shape that `state_dict` gives, sharded in any way, or whole (then trainer 0's counts)."""
+        """Loads what has the shape that `state_dict` gives, sharded in any way, or whole (then trainer 0's counts)."""
         self._state.load(self._name, self._field, values)

@@ -77,7 +77,7 @@ class Shares:
 
 
 def shape_of(value: Tensor) -> tuple[int, ...]:
-    """Of the whole tensor. Not `value.shape`, of which torch warns for a `ShardedTensor`."""
+    """Returns the shape of the whole tensor. Not `value.shape`, of which torch warns for a `ShardedTensor`."""
     return tuple(value.metadata().size if isinstance(value, ShardedTensor) else value.shape)
 
 

@@ -55,7 +55,7 @@ class Table:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its weights, in state dicts as on the servers."""
+        """The dtype of its weights, in state dicts as on the servers."""
         return DTYPES[self.schema.weights]
 
 

@@ -239,7 +239,7 @@ class SparseStep:
         return most
 
     def agree_on_written(self, names: Set[str]) -> Set[str] | None:
-        """Of all trainers' names of tables that they have written into, in state dicts, those that any of them names.
+        """Returns the names of the tables that any trainer has written into, in state dicts.
 
         Returns:
             None if not all trainers ask: others train, and have no state dict. Nobody has written anything then.
@@ -252,7 +252,7 @@ class SparseStep:
         return None if flags is None else {name for name, flag in zip(tables, flags, strict=True) if flag}
 
     def _agree(self, what: str, flags: list[int], alike: str = "") -> list[int]:
-        """Of each flag the greatest of all trainers.
+        """Returns the greatest value of each flag over all trainers.
 
         Args:
             alike: what else must be the same on all of them, for the message, too.

@@ -52,7 +52,7 @@ class TablesState:
         step.on_pushed.append(self._given.on_trained)
 
     def key_of(self, name: str) -> str:
-        """Of a table's weights in the module's state dict: `embedding_bags.t.weight`."""
+        """Returns the key of a table's weights in the module's state dict: `embedding_bags.t.weight`."""
         return f"{self._folder}.{name}.weight"
 
     @property
@@ -87,7 +87,8 @@ class TablesState:
         return made
 
     def _tie_of(self, name: str, field: Field) -> Tie | None:
-        """Of the weights of the first table, which stand for the collection; None: of others."""
+        """Returns the tie of the weights of the first table, which stand for the collection; None for those of
+        others."""
         if field.name != WEIGHT or name != next(iter(self.tables)):
             return None
         return Tie(self._columns, {table: self.key_of(table) for table in self.tables})
@@ -290,6 +291,6 @@ def portions_of(table: Table, parts: Iterable[Part]) -> Iterator[Part]:
 
 
 def dtype_of(field: Field) -> torch.dtype:
-    """Of its numbers."""
+    """Returns the dtype of its numbers."""
     dtype: torch.dtype = getattr(torch, field.dtype)
     return dtype

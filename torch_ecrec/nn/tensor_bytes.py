@@ -28,7 +28,7 @@ class TensorsOut:
         self._known: dict[int, int] = {}  # id of a tensor in `tensors` -> offset
 
     def add(self, tensor: Tensor) -> int:
-        """Where its bytes begin."""
+        """Adds a tensor, and returns where its bytes begin."""
         offset = self._known.get(id(tensor))
         if offset is None:
             offset = self._known[id(tensor)] = self.bytes
@@ -51,7 +51,8 @@ class TensorsIn:
         self._left = len(stream)
 
     def bytes_at(self, offset: int, size: int) -> Tensor:
-        """Of one tensor. Raises ValueError if they are not there, or more are taken together than there are."""
+        """Returns the bytes of one tensor. Raises ValueError if they are not there, or more are taken together than
+        there are."""
         self._left -= size  # tensors do not overlap: a few bytes that say otherwise would fill all memory
         if self._left < 0:
             raise ValueError(f"tensors of more than {len(self.stream)} bytes in as many")

@@ -84,12 +84,12 @@ class Costs:
 
     @property
     def failures_per_s(self) -> float:
-        """Of any one host."""
+        """How often per second any one host fails."""
         return self.hosts / self.mtbf_s
 
     @property
     def disasters_per_s(self) -> float:
-        """Of all hosts together."""
+        """How often per second more fails than is repaired, over all hosts together."""
         return 1 / self.all_mtbf_s
 
 
@@ -117,7 +117,7 @@ class Overhead:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The whole overhead: the sum of its parts."""
         return self.guard + self.again + self.down
 
 
@@ -259,7 +259,7 @@ def _percent(share: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """As people say it."""
+    """Returns a duration as people say it."""
     if math.isinf(seconds):
         return "never"
     for unit, length_s in (("years", 365.25 * DAY_S), ("days", DAY_S), ("h", HOUR_S), ("min", 60.0)):

@@ -84,12 +84,12 @@ class Enumerator(EmbeddingEnumerator):
 
     @property
     def servers(self) -> Servers:
-        """As given."""
+        """The servers, as they were given."""
         return self._servers
 
     @property
     def trainers(self) -> int:
-        """Their number."""
+        """The number of trainers."""
         return self._world_size
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
@@ -197,7 +197,7 @@ class Enumerator(EmbeddingEnumerator):
         )
 
     def _estimate(self, option: ShardingOption) -> None:
-        """Of each trainer: what is in it, and how long it takes."""
+        """Estimates, for each trainer, what is in its memory and how long a step takes."""
         cost, topology, trainers = self.served[option.fqn].cost, self._topology, self._world_size
         ids, width = self._ids(option), 4 * option.tensor.shape[1]
         outputs = option.batch_size * option.num_inputs if option.is_pooled else ids
@@ -246,5 +246,5 @@ def costs_of(plan: Sequence[ShardingOption], served: Mapping[str, Served]) -> di
 
 
 def total(served: Mapping[str, Served]) -> Cost:
-    """Of all of them."""
+    """The costs of all tables together."""
     return sum((one.cost for one in served.values()), Cost())

@@ -56,7 +56,7 @@ class Servers:
 
     @property
     def number_bytes(self) -> int:
-        """Of a weight, or of a gradient's number, in a message."""
+        """Returns how many bytes a weight, or a number of a gradient, has in a message."""
         return NUMBER_BYTES[self.wire]
 
     @property
@@ -67,7 +67,7 @@ class Servers:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one table or of several. Bytes.
+    """What one table costs, or several together, in bytes.
 
     Args:
         records, parities, logs: on all servers together.
@@ -88,7 +88,7 @@ class Cost:
 
     @property
     def memory(self) -> int:
-        """On all servers."""
+        """Bytes of memory on all servers together."""
         return self.records + self.parities + self.logs
 
 

@@ -49,7 +49,7 @@ class Report(stats.EmbeddingStats):
 
     @property
     def lines(self) -> list[str]:
-        """Of the report that was made last."""
+        """The lines of the report that was made last."""
         return list(self._stats_table)
 
     def _get_shard_stats(

@@ -49,7 +49,7 @@ class Child(Protocol):
 
     @property
     def returncode(self) -> int | Any:
-        """What `poll` said last."""
+        """What `poll` has said last."""
 
     @property
     def stdin(self) -> IO[Any] | None:

@@ -145,7 +145,7 @@ class _Coordinator:
         self._acting.do(action)
 
     def _do_soon(self, action: Callable[[], None]) -> None:
-        """From any thread."""
+        """Runs an action on the coordinator's thread. May be called from any thread."""
         self._server.call_soon(lambda: self._do(action))
 
     @property
@@ -182,7 +182,7 @@ class _Coordinator:
         return self._fenced and not self._ends.told
 
     def _stand(self, office: Office) -> bool:
-        """Whether it leads."""
+        """Stands by until this process leads, and returns whether it does."""
 
         def end() -> None:
             self._ends.told = True

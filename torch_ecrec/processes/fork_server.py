@@ -116,7 +116,7 @@ class Forked:
             signal.pidfd_send_signal(self._pidfd, number)
 
     def end_with(self, code: int) -> None:
-        """Notes its exit code."""
+        """Notes the exit code of a child."""
         self.returncode = code
         self.let_go()
 
@@ -305,7 +305,7 @@ class ForkServer:
             _is_readable(sock.fileno(), LOOK_S)
 
     def _last_words(self) -> str:
-        """Of the fork server that has died."""
+        """Returns the last words of the fork server that has died."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(ANSWER_S)

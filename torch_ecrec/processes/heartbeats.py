@@ -66,7 +66,7 @@ class Pulse:
         self._back = True
 
     def _wanted_s(self) -> float:
-        """Of both threads; that another one has the node counts as computing."""
+        """Returns for how many seconds both threads have wanted a core. While another one has the node, that counts."""
         return sum(map(wanted_s, (self._timers.thread_id, self._node().turn_of)))
 
 

@@ -94,7 +94,7 @@ class Nodes:
 
     @property
     def own_address(self) -> str:
-        """Of this host."""
+        """Returns the address of this host."""
         return parse_host(self.address) if self.address else address_towards(self.meeting[0])
 
 

@@ -80,12 +80,12 @@ class FileReading:
             calls[0](lambda: None if self.cancelled else calls[1](slab, positions_N, records_NB))
 
     def finish(self) -> None:
-        """All were given."""
+        """Says that all records were given."""
         if (calls := self._calls) is not None:
             calls[0](lambda: None if self.cancelled else calls[2]())
 
     def fail(self, reason: str) -> None:
-        """They cannot be had."""
+        """Says that the records cannot be had, and why."""
         if (calls := self._calls) is not None:
             calls[0](lambda: None if self.cancelled else calls[3](reason))
 

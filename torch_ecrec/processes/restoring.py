@@ -163,7 +163,7 @@ class StoredCheckpoint:
         return self._ask(lambda: self._catalog.read(self._restored.folder))
 
     def _ask(self, ask: Callable[[], T], limit_s: float | None = None) -> T:
-        """Of a store that may hang."""
+        """Asks a store that may hang."""
         return Looks(ask, self._restored.url, LIMIT_S if limit_s is None else limit_s, log.warning).look()
 
     @property
@@ -181,7 +181,7 @@ class StoredCheckpoint:
         return f"weights are those of checkpoint {manifest.id}, rounded to {', '.join(map(str, bits))} bits"
 
     def shares(self, trainers: int) -> list[list[int]]:
-        """Of each trainer, how many rows of each slab it reads: by the layout of the cluster that wrote them."""
+        """Returns how many rows of each slab each trainer reads, by the layout of the cluster that wrote them."""
         slots_of = self._slots_of(trainers)
         if slots_of is None:
             nothing = [0] * len(self._layouts)

@@ -173,11 +173,11 @@ class FileWriting:
             return None
 
     def finish(self, entry: PartEntry) -> None:
-        """The part is durable."""
+        """Says that the part is durable."""
         self._inside(lambda slot: slot.done(entry.to_json()))
 
     def fail(self, reason: str) -> None:
-        """It will not be."""
+        """Says that the part will not be durable, and why."""
         self._inside(lambda slot: slot.failed(reason))
 
     def _inside(self, what: Callable[[_Slot], None]) -> None:
@@ -228,7 +228,7 @@ class _Looking:
         self._beat_s = time.monotonic()
 
     def beat(self) -> None:
-        """Something was read."""
+        """Notes that something was read."""
         self._beat_s = time.monotonic()
 
     def end(self, found: Restorable | None, why: str) -> None:

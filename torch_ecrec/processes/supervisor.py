@@ -137,7 +137,7 @@ class Supervisor:
 
     @property
     def join(self) -> str:
-        """HOST:PORT of the coordinator."""
+        """The coordinator's address, HOST:PORT."""
         return text_of(self.address)
 
     @property

@@ -35,7 +35,7 @@ _BOUNDS = ("gt", "ge", "lt", "le", "multiple_of", "pattern", "min_length", "max_
 
 @dataclass(frozen=True)
 class Build:
-    """Of this process, or of one that has told it.
+    """What two builds must have alike: of this process, or of one that has told it.
 
     Attributes:
         version: of the package.
@@ -71,7 +71,7 @@ class Build:
 
 
 def own_build(vocabulary: Vocabulary = WIRE) -> Build:
-    """This process's."""
+    """Returns the build of this process."""
     return Build(torch_ecrec.__version__, _digests(vocabulary))
 
 

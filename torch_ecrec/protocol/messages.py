@@ -77,7 +77,7 @@ class OtherBuild(BadMessage):
 
 
 class Said(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
-    """Base: a message."""
+    """Base class of all messages of the control channel."""
 
 
 NO_HOST = ""  # of a slot that waits for one

@@ -102,7 +102,7 @@ class Gathering:
         return not answer.more
 
     def all(self) -> Snapshots:
-        """As one answer."""
+        """All pieces together, as one answer."""
         keys = sorted(self.parts)
         headers, payloads = [self.parts[key][0] for key in keys], [self.parts[key][1] for key in keys]
         return Snapshots([step for step, _ in keys], [trainer for _, trainer in keys], headers, payloads)

@@ -129,7 +129,7 @@ class SlotWaits:
         return self._servers.asked([host for slot in slots if (host := self._host_of(slot))], self._now_s())
 
     def answered(self, one: Round, slot: int) -> None:
-        """A slot has answered."""
+        """Notes that a slot has answered."""
         if (host := self._host_of(slot)) is not None:
             self._servers.answered(one, host, self._now_s())
 

@@ -50,7 +50,7 @@ def check(condition: bool, message: str) -> None:
 
 
 class Judge:
-    """Of the messages of a job.
+    """Judges the messages of one job: whether their values can be.
 
     Args:
         job: what is trained.

@@ -78,7 +78,7 @@ class _Message(Struct, array_like=True, tag=True, forbid_unknown_fields=True, gc
 
 
 class Answer(_Message):
-    """Base of all answers."""
+    """Base class of all answers."""
 
 
 class Refused(Answer):

@@ -97,7 +97,8 @@ def blockwise(step: Any, halves: bool = False) -> Any:
 
 @kernel(error_model="numpy")
 def sum_of_squares(values_UD: Any, i: Any, dim: Any) -> Any:
-    """Of the first `dim` values of row i: lane l of 8 adds the elements l, l + 8, l + 16, ... in order, then a tree.
+    """Returns the sum of squares of the first `dim` values of row i: lane l of 8 adds the elements l, l + 8, l + 16,
+    ... in order, then a tree.
 
     The lanes are added as ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)).
     """

@@ -239,7 +239,7 @@ class Captured:
 
     @property
     def is_over(self) -> bool:
-        """All was given."""
+        """Whether all was given."""
         return self.next >= len(self._marks_P)
 
     def let_go(self) -> None:

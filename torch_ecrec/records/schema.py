@@ -75,12 +75,12 @@ class Schema:
     @staticmethod
     @cache  # an optimizer asks for it in every step
     def of(dim: int, state: tuple[StateField, ...] = (), weights: str = "float32") -> Schema:
-        """Of a table with `dim` weights of a dtype in a row and an optimizer with this state."""
+        """Makes the schema of a table that has `dim` weights of a dtype in a row, and an optimizer with this state."""
         return Schema((Field(WEIGHT, dim, dtype=weights), *(field.of(dim) for field in state)))
 
     @property
     def dim(self) -> int:
-        """Weights in a record."""
+        """How many weights a record has."""
         return self.fields[0].values
 
     @property
@@ -105,12 +105,12 @@ class Schema:
 
     @cached_property
     def width(self) -> int:
-        """Numbers in a record."""
+        """How many numbers a record has."""
         return sum(field.values for field in self.fields)
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of a record."""
+        """How many bytes a record has."""
         return sum(field.nbytes for field in self.fields)
 
     def field(self, name: str) -> Field:

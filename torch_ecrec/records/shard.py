@@ -110,17 +110,17 @@ class Shard:
 
     @property
     def sealed(self) -> bool:
-        """Whether seals are kept."""
+        """Whether this shard keeps seals."""
         return self._seals is not None
 
     @property
     def data_bytes(self) -> int:
-        """Memory of data records."""
+        """Bytes of memory of the data records."""
         return self._data_PB.nbytes
 
     @property
     def parity_bytes(self) -> int:
-        """Memory of parity records."""
+        """Bytes of memory of the parity records."""
         return self._parity_QB.nbytes
 
     def captured(self, marks_P: MarksOf) -> Captured:
@@ -333,7 +333,7 @@ class Shard:
     # seals --------------------------------------------------------------------------------------
 
     def _touch(self, parity: bool, positions_U: Positions) -> None:
-        """These have changed."""
+        """Notes that these records have changed."""
         if self.touched is not None:
             self.touched.note(parity, positions_U)
 

@@ -158,7 +158,7 @@ def traces(files: Iterable[Sequence[Record]]) -> dict[int, Trace]:
 
 
 def _names(mine: Values | None, other: Values | None, left_out: frozenset[str]) -> tuple[str, ...]:
-    """Of values that are not the same in both, where both are there."""
+    """Returns the names of values that are not the same in both, where both are there."""
     if mine is None or other is None:
         return ()
     names = [name for name in {**mine, **other} if name not in left_out and mine.get(name) != other.get(name)]
@@ -255,7 +255,7 @@ def _cause(name: str) -> str:
 
 
 def equal(steps: int, trainers: int, killed: Sequence[int], left_out: Iterable[str] = ()) -> Verdict:
-    """Nothing differs."""
+    """Whether nothing differs."""
     restarts = f"{len(killed)} restart{'s' * (len(killed) != 1)}"
     lines = [
         f"EQUAL: {steps} steps of {trainers} trainer{'s' * (trainers != 1)}, {restarts}"
@@ -330,7 +330,7 @@ def verdict(
     steps: int | None,
     left_out: frozenset[str] = frozenset(),
 ) -> Verdict:
-    """Of a run that was disturbed.
+    """Returns the verdict on a run that was disturbed.
 
     Args:
         calm, other: the undisturbed run, and this one; both have come to their end.

@@ -24,7 +24,7 @@ Stamp = tuple[int, int, int]  # when a file was written, its size, its number
 
 @dataclass(frozen=True)
 class Output:
-    """Of one run.
+    """What one run has printed and saved.
 
     Attributes:
         printed: of each trainer, of each of its lives, the lines on its standard output.
@@ -36,7 +36,7 @@ class Output:
 
     @property
     def lines(self) -> int:
-        """How many were printed."""
+        """How many lines were printed."""
         return sum(len(lines) for lives in self.printed.values() for lines in lives)
 
 

@@ -54,7 +54,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def text_of(address: tuple[str, int]) -> str:
-    """The inverse of `parse_address`."""
+    """Returns the text of an address: the inverse of `parse_address`."""
     return f"{in_url(address[0])}:{address[1]}"
 
 
@@ -64,7 +64,7 @@ def in_url(host: str) -> str:
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """Of an IP address."""
+    """Returns the address family of an IP address, as sockets name it."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 

@@ -36,7 +36,7 @@ def _sum(address: Any, count: Any, sums_L: Any) -> Any:
 
 
 def sum_of_bytes(address: int, count: int) -> int:
-    """Of so many bytes at an address that is a multiple of 4. Not checked: that they are there.
+    """Returns the sum of so many bytes at an address that is a multiple of 4. Not checked: that they are there.
 
     By address, since a tensor that was once an array of NumPy cannot be resized any more.
     """

@@ -46,7 +46,7 @@ class Idle:
         self.seconds = 0.0
 
     def look(self) -> float:
-        """Seconds, by now."""
+        """Looks again, and returns for how many seconds it has not computed by now."""
         now_s, wanted_s = time.monotonic(), self._ask()
         looked_s, before_s = self._before or (now_s, wanted_s)
         passed_s = min(now_s - looked_s, 2 * self._pause_s)  # not while this process was stopped

@@ -72,7 +72,7 @@ def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def source_files() -> list[Path]:
-    """Of all that may be inside a kernel, in a fixed order."""
+    """Returns the source files of all that may be inside a kernel, in a fixed order."""
     rooms = (path for room in ROOMS for path in (PACKAGE / room).rglob("*.py"))
     return sorted([*rooms, *(PACKAGE / name for name in FILES)])
 
@@ -136,7 +136,7 @@ class _InTemporary(_Elsewhere):
 
 
 class _Nowhere(_Elsewhere):
-    """Nothing is written."""
+    """A cache that writes nothing."""
 
     def __init__(self, function: Any, file: str) -> None:
         super().__init__(function, file)

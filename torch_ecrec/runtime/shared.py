@@ -156,7 +156,7 @@ class Pool:
 
     @property
     def bytes(self) -> int:
-        """Of all segments, free ones included."""
+        """Bytes of all segments, free ones included."""
         with self._lock:
             self._sort_gone()
             return self._bytes
@@ -271,7 +271,7 @@ def enable(most_bytes: int) -> None:
 
 
 def pool() -> Pool | None:
-    """That of this process."""
+    """Returns the pool of this process; None: it has none."""
     return _pool
 
 

@@ -70,7 +70,7 @@ class OptimizerSpec:
 
     @property
     def optimizer(self) -> SparseOptimizer:
-        """What the servers run."""
+        """The optimizer that the servers run for this table."""
         return optimizer(self.kind)
 
 
@@ -166,7 +166,7 @@ class SlabSpec:
 
     @cached_property
     def schema(self) -> Schema:
-        """What a record is."""
+        """The schema of this table's records."""
         return self.optimizer.optimizer.schema(self.dim, self.weights)
 
     def initial(self, seed: int) -> InitialRecords:

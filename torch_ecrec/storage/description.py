@@ -53,7 +53,7 @@ class Description:
     beside: tuple[str, ...] = ()
 
     def encoded(self) -> bytes:
-        """As JSON."""
+        """The description as bytes of JSON."""
         said = _File(
             FORMAT,
             self.job.to_json(),
@@ -94,7 +94,7 @@ class Description:
 
 
 class _Version(Struct):
-    """Of any format."""
+    """The version of a description, which any format of it has."""
 
     format: int
 
@@ -199,7 +199,7 @@ def _before_keys(there: set[str], description: Description, where: str, model: s
 
 
 def _by_end(there: set[str], description: Description) -> dict[Place, list[str]]:
-    """Of each field of optimizer state, the names that end as TorchRec's do."""
+    """Returns, for each field of optimizer state, the names that end as TorchRec's do."""
     ends = {
         f"{description.tables[name][0]}.{description.tables[name][1]}.{of_field}": (name, of_field)
         for name, of_field in _state_of(description.job)

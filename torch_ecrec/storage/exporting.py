@@ -52,7 +52,7 @@ class _Tensor(NamedTuple):
 
 
 def _tensors(job: JobSpec) -> list[_Tensor]:
-    """Of all tables; those of wider numbers first, so that every tensor begins aligned."""
+    """Returns the tensors of all tables. Those of wider numbers come first, so that every tensor begins aligned."""
     found = [
         _Tensor(table, field, field.values * ITEM_BYTES[field.dtype])
         for slab in job.slabs

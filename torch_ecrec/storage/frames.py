@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 def seed_of(nonce: str, number: int) -> int:
-    """Of the hash of a frame: its file's nonce, and which it is."""
+    """Returns the seed of a frame's hash, made of its file's nonce and the frame's number."""
     return xxhash.xxh3_64_intdigest(f"{nonce} {number}".encode())
 
 
@@ -57,7 +57,7 @@ class FrameWriter:
 
     @property
     def digest(self) -> str:
-        """Of all hashes until now."""
+        """The digest of all hashes until now."""
         return self._digest.hexdigest()
 
     def write(self, header: msgspec.Struct, body: Sequence[Any], seed: int | None = None) -> int:
@@ -106,7 +106,7 @@ class FrameReader:
 
     @property
     def digest(self) -> str:
-        """Of all hashes until now."""
+        """The digest of all hashes until now."""
         return self._digest.hexdigest()
 
     def fault(self, reason: str) -> CheckpointError:

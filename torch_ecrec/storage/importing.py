@@ -37,7 +37,7 @@ Dense = Sequence[tuple[list[int], Bytes]]  # of each trainer: header, payload
 
 
 class Source(Protocol):
-    """Where tables come from."""
+    """What an import reads the tables from."""
 
     def rows(self, table: str, field: Field, first: int, last: int) -> Bytes | None:
         """Rows [first, last) of a field, (N, bytes of its numbers) uint8; None: they are zero.
@@ -76,7 +76,7 @@ class TensorSource:
 
 
 def tensors_of(job: JobSpec, found: Found) -> Iterator[tuple[TableSpec, Field, str]]:
-    """Of each table and field that a source has: the tensor's name."""
+    """Returns the name of the tensor for each table and field that a source has."""
     for slab in job.slabs:
         for table in slab.tables:
             for field in slab.schema.fields:

@@ -96,7 +96,7 @@ class Reader(Protocol):
         """Fills contiguous writable memory; returns how many bytes it got: fewer at the end of the file only."""
 
     def close(self) -> None:
-        """Lets go of it."""
+        """Closes the file."""
 
 
 def bytes_of(data: Any) -> memoryview:
@@ -132,7 +132,7 @@ class Location:
         return inner
 
     def read(self, name: str) -> bytes:
-        """A whole file."""
+        """Returns the bytes of a whole file."""
         with self._named(name, "read"):
             return self._store.read(name)
 
@@ -166,7 +166,7 @@ class Location:
             return sorted(self._store.list(folder))
 
     def size(self, name: str) -> int:
-        """Bytes of a file."""
+        """Returns how many bytes a file has."""
         with self._named(name, "look at"):
             return self._store.size(name)
 

@@ -189,12 +189,12 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def bytes(self) -> int:
-        """Of all its parts."""
+        """Bytes of all parts together."""
         return sum(part.bytes for part in self.parts)
 
     @property
     def rows(self) -> int:
-        """Of all its parts."""
+        """Rows of all parts together."""
         return sum(sum(part.rows) for part in self.parts)
 
     @property
@@ -223,7 +223,7 @@ class _Envelope(Struct, forbid_unknown_fields=True):
 
 
 class _Version(Struct):
-    """Of any format, also one that this program does not know."""
+    """The version of a manifest, which any format has, also one that this program does not know."""
 
     format: int
 

@@ -50,7 +50,7 @@ FieldShape = tuple[str, int, bool, str]
 
 
 class Head(Struct, frozen=True, array_like=True, tag="head", forbid_unknown_fields=True):
-    """The first frame."""
+    """The first frame of a part: what it is a part of."""
 
     nonce: str
     records: list[list[FieldShape]]
@@ -140,7 +140,7 @@ class PartWriter:
 
     @property
     def bytes(self) -> int:
-        """Written until now."""
+        """Bytes that were written until now."""
         return self._frames.offset
 
     def write(self, slab: int, rows_N: Positions, records_NB: Bytes) -> int:
@@ -266,7 +266,7 @@ class _Errors:
         quantised.differ_(before_NW, after_ND, table_N, self._largest_T, self._squares_T)
 
     def found(self) -> list[TableError]:
-        """Of each table that has rows here."""
+        """Returns what was found of each table that has rows in this part."""
         figures = zip(self._names, self._largest_T, self._squares_T, self._weights_T, strict=True)
         return [TableError(name, float(most), float(sum_), int(n)) for name, most, sum_, n in figures if n]
 

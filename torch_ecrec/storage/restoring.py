@@ -59,7 +59,7 @@ class _Coverage:
         return fresh_N
 
     def next_older(self) -> None:
-        """One checkpoint was read."""
+        """Goes on with the next older checkpoint, once one was read."""
         self._given |= self._seen
         self._seen[:] = 0
 

@@ -77,12 +77,12 @@ class Save(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def bytes(self) -> int:
-        """Of all its parts."""
+        """Bytes of all parts together."""
         return sum(part.bytes for part in self.parts)
 
     @property
     def rows(self) -> int:
-        """In all its parts."""
+        """Rows in all parts together."""
         return sum(sum(part.rows) for part in self.parts)
 
 
@@ -136,7 +136,7 @@ class Saves:
         at.write_whole(MANIFEST, encode(save))
 
     def names(self) -> list[str]:
-        """Of all that lie there, interrupted ones too."""
+        """Returns the names of all saves that lie there, interrupted ones too."""
         return [name for name in self.location.list() if _FOLDER.match(name)]
 
     def read(self, name: str) -> Save:

@@ -27,7 +27,7 @@ DEVIATIONS = NormalDist().inv_cdf(1.0 - 10.0**-PHI)
 
 
 class Accrual:
-    """Of one that is listened to.
+    """How often somebody is heard of as a rule, and how long a silence is unusual.
 
     Args:
         first_s: the limit until enough is known.
@@ -45,7 +45,7 @@ class Accrual:
 
     @property
     def knows(self) -> bool:
-        """Whether enough is learned."""
+        """Whether enough was heard to know what is usual."""
         return len(self._silences) >= ENOUGH
 
     @property

@@ -14,7 +14,7 @@ LOG_EVERY_S = 10.0  # for each kind
 
 
 class Complaints:
-    """Of one process about others, by kind.
+    """What one process complains of about others, counted by kind.
 
     Args:
         log: where some are told, as warnings.

@@ -344,7 +344,7 @@ class FrameReader:
         self._begin, self._end, self._unsummed = 0, len(rest), 0
 
     def _take(self, size: int) -> memoryview:
-        """Of what is there; to be looked at before more is waited for."""
+        """Takes what is there, to be looked at before more is waited for."""
         taken = self._buffer[self._begin : self._begin + size]
         self._begin += size
         return taken
@@ -413,7 +413,7 @@ def is_between_hosts(sock: socket.socket) -> bool:
 
 
 def _entry(tensor: Tensor) -> _Entry:
-    """Of the table, where it is not packed: its code, its rank and its sizes. Raises TypeError."""
+    """Reads an entry of the table of tensors that are not packed: code, rank and sizes. Raises TypeError."""
     code = _CODES.get(tensor.dtype)
     if code is None:
         raise TypeError(f"a tensor of {tensor.dtype}")

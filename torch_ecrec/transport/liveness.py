@@ -86,7 +86,7 @@ class SignOfLife:
         self._listener.close()
 
     def on_forked(self) -> None:
-        """In a forked child."""
+        """Lets go of the listener in a forked child."""
         self._listener.close()
 
     def close(self) -> None:

@@ -207,7 +207,7 @@ class RpcTransport(Transport):
 
 
 def place_of(said: str) -> Place:
-    """Of what a member has told: where it is to be tried.
+    """Returns where a member is to be tried, as it has told.
 
     Raises:
         ClusterUnavailable: it is no place.

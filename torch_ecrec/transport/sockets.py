@@ -156,7 +156,7 @@ class FrameConnection:
                 self._push()
 
     def flush(self) -> None:
-        """The socket takes more."""
+        """Sends what waits, as the socket takes more."""
         with self._lock:
             if self._watched and not self._ended:
                 self._push()
@@ -325,7 +325,7 @@ class Address:
 
     @staticmethod
     def parse(text: str) -> Address:
-        """Raises ValueError."""
+        """Returns the address that a text means. Raises ValueError: none."""
         host, port, key, name = text.split(" ")
         return Address(host, int(port), bytes.fromhex(key), name)
 

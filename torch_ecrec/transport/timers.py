@@ -46,7 +46,7 @@ class Timers:
 
     @property
     def thread_id(self) -> int:
-        """Of its thread, as the system numbers it."""
+        """The number that the system gives the thread of these timers."""
         return self._thread.native_id or 0
 
     def close(self) -> None:

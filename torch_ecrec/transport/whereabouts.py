@@ -108,7 +108,7 @@ def _keys_of(text: str) -> EtcdKeys:
 
 
 def whereabouts(text: str) -> Whereabouts:
-    """Of `HOST:PORT` or `etcd://...`.
+    """Returns where the coordinator is looked for, given `HOST:PORT` or `etcd://...`.
 
     Raises:
         ValueError: it is neither.

@@ -70,7 +70,7 @@ class World:
         return [slot for slot, (name, _) in enumerate(self.record.places) if self.where.get(name) == host]
 
     def ranks_on(self, host: int) -> list[int]:
-        """Trainers that are there."""
+        """Returns the ranks of the trainers that are on a host."""
         return [rank for rank, name in self.record.trainers.items() if self.where.get(name) == host]
 
     # whom an event may hit ----------------------------------------------------------------------

@@ -195,12 +195,12 @@ class HostedCluster:
 
     @property
     def etcd_addresses(self) -> list[tuple[str, int]]:
-        """Of its clients."""
+        """The addresses at which clients reach the etcds."""
         return [(self.hosts[home].address, ETCD_PORT) for home in self.homes.etcd]
 
     @property
     def children(self) -> list[subprocess.Popen[Any]]:
-        """All processes."""
+        """All processes of the cluster."""
         return [service.process for service in self.services if service.process is not None and service.runs]
 
     def of(self, role: str, host: int | None = None) -> list[Service]:
@@ -218,7 +218,7 @@ class HostedCluster:
 
     @property
     def coordinator(self) -> subprocess.Popen[Any]:
-        """Its process."""
+        """The process of the coordinator."""
         process = self.leader.process
         assert process is not None  # it was started with the rest
         return process
@@ -325,7 +325,7 @@ class Runs:
         return 0 if all(one.done for one in self._cluster.of("run")) else None
 
     def wait(self, timeout: float) -> int:
-        """Raises subprocess.TimeoutExpired."""
+        """Waits for the end. Raises subprocess.TimeoutExpired."""
         until_s = time.monotonic() + timeout
         while time.monotonic() < until_s:
             if (code := self.poll()) is not None:

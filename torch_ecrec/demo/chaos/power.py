@@ -32,7 +32,7 @@ FADED = 0.1  # a loss, of a model that has learned its samples: even guesses hav
 
 
 def median_losses(losses: Sequence[Sequence[float]]) -> tuple[float, float] | None:
-    """Of the first and the last steps, over all trainers; None where there are none."""
+    """Returns the median losses of the first and the last steps, over all trainers; None where there are none."""
     if not losses:
         return None
     first, last = (

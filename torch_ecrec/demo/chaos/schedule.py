@@ -42,7 +42,7 @@ ROLES = {  # of kinds whose name does not end with it
 
 
 def role_of(kind: str) -> str:
-    """What it takes."""
+    """Returns whom an event hits."""
     return ROLES.get(kind, kind.partition("-")[2])
 
 

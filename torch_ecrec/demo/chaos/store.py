@@ -16,7 +16,7 @@ SLOW_OPENS = 5  # that had to wait
 
 @dataclass
 class Trouble:
-    """Of the store, under way.
+    """A trouble of the store that is under way.
 
     Args:
         kind: of `STORE_EVENTS`.
