@@ -34,7 +34,7 @@ from torchrec.schema.utils import is_signature_compatible
 import torch_ecrec
 from torch_ecrec import planner
 from torch_ecrec.nn import bags, managed, sequences, sharder
-from torch_ecrec.nn.server_optimizer import ServerOptimizer
+from torch_ecrec.nn.tables_state import ServerOptimizer
 
 # What is made by DistributedModelParallel, and by nobody else, takes other things to be made of.
 MADE_BY_US = {"__init__"}

@@ -21,8 +21,8 @@ import logging
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Never
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ from torchrec.distributed.types import (
     ShardingPlan,
 )
 
-from torch_ecrec.compat import IncompatibleKeys, tree_leaves
+from torch_ecrec.compat import IncompatibleKeys, ShardedTensor, group_of, tree_leaves
 from torch_ecrec.nn.attachment import Attachment
 from torch_ecrec.nn.attachment_checks import SCHEDULERS
 from torch_ecrec.nn.backend import EmbeddingBackend
@@ -57,10 +57,8 @@ from torch_ecrec.nn.processed import watch_batches
 from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.recorder import recorded
 from torch_ecrec.nn.reduce import OrderedMean
-from torch_ecrec.nn.refused_methods import NO_TRACKER, RefusedMethods
 from torch_ecrec.nn.served import show_tables
 from torch_ecrec.nn.sharder import all_table_specs, columns_of, job_names, output_dtypes, sharders_for
-from torch_ecrec.nn.state_dict_forms import StateDictForms
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.trainer_state import TrainerState, check_optimizers
 from torch_ecrec.nn.unsharded import COLLECTIONS, configs_of
@@ -71,8 +69,13 @@ from torch_ecrec.spec.settings import Settings
 
 log = logging.getLogger(__name__)
 
+NO_TRACKER = (
+    "trackers of TorchRec (`model_tracker_configs`, `init_torchrec_delta_tracker`) look for tables in the trainers, and"
+    " would find none; leave them out"
+)
 
-class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distributed.DistributedModelParallel):
+
+class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
     """Drop-in for `torchrec.distributed.DistributedModelParallel`.
 
     Args:
@@ -318,6 +321,35 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
             self._attached.on_loaded()
         return keys
 
+    def full_state_dict(self) -> dict[str, Any]:
+        """As `state_dict`, with whole tensors on the CPU, on trainer 0; {} on the others. Every trainer calls it.
+
+        For `torch.save`, exports, comparisons. Trainer 0 needs memory for all tables; it asks the servers for them in
+        portions, and the others for nothing.
+        """
+        made = _gathered(self._in_form("whole", self.state_dict))
+        return made if self._step.session.trainer == 0 else {}
+
+    def full_optim_state_dict(self) -> dict[str, Any]:
+        """As `fused_optimizer.state_dict()`, likewise."""
+        made = _gathered(self._in_form("whole", self.fused_optimizer.state_dict))
+        return made if self._step.session.trainer == 0 else {}
+
+    def streamed_state_dict(self) -> dict[str, Any]:
+        """As `state_dict`, for `torch_ecrec.checkpoint`: tables have no rows yet. Every trainer calls it."""
+        return self._in_form("streamed", self.state_dict)
+
+    def streamed_optim_state_dict(self) -> dict[str, Any]:
+        """As `fused_optimizer.state_dict()`, likewise."""
+        return self._in_form("streamed", self.fused_optimizer.state_dict)
+
+    def _in_form(self, form: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        self._step.form = form
+        try:
+            return make()
+        finally:
+            self._step.form = "sharded"
+
     @property
     def session(self) -> EmbeddingBackend:
         """The connection with the cluster."""
@@ -381,6 +413,16 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
         dense = parts_of_dense(*self._dense.content())
         return digest_of(itertools.chain(numbers.values(), dense, parts_of_tables(self.session) if tables else ()))
 
+    def init_torchrec_delta_tracker(self, *_: Any, **__: Any) -> Never:
+        """Refused: it would track nothing."""
+        raise ValueError(NO_TRACKER)
+
+    def reshard(self, changed_shard_to_params: Any, sharded_module_fqn: str | None = None) -> Never:
+        """Refused: no trainer has rows that could move to another one."""
+        raise ValueError(
+            "`reshard` moves tables between trainers, and they are on the servers; `torch-ecrec drain` moves those"
+        )
+
     def _may_load(self) -> bool:
         """Whether a load counts: not between what `attach` has brought back and the first step that follows it."""
         if self._attached is None or self._attached.begun or not self.session.restarted or self.session.step == 1:
@@ -401,6 +443,20 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
         self._check_attached()
         if self._attached is None and self._dense.is_due(self.session.step - 1):
             self._step.hand_over(self._dense.pack)
+
+
+def _gathered(value: Any) -> Any:
+    """A state dict with TorchRec's sharded tensors whole on trainer 0; every trainer calls it."""
+    if isinstance(value, dict):
+        for key in list(value):
+            value[key] = _gathered(value[key])
+    elif isinstance(value, ShardedTensor):
+        metadata = value.metadata()
+        first = dist.get_rank(group_of(value)) == 0
+        whole = torch.empty(metadata.size, dtype=metadata.tensor_properties.dtype, device="cpu") if first else None
+        value.gather(dst=0, out=whole)
+        return whole
+    return value
 
 
 def _environment() -> ShardingEnv:

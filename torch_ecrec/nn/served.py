@@ -46,11 +46,10 @@ from torch_ecrec.nn.lookup import PooledLookup
 from torch_ecrec.nn.pipelines import check_in_sync
 from torch_ecrec.nn.placeholder import StandIns, TableParameter, are_trained
 from torch_ecrec.nn.repeats import Repeats, check_lengths
-from torch_ecrec.nn.server_optimizer import ServerOptimizer
 from torch_ecrec.nn.slices import Bags, Slice, Table
 from torch_ecrec.nn.staging import HostIds, Staging
 from torch_ecrec.nn.step import SparseStep
-from torch_ecrec.nn.tables_state import TablesState
+from torch_ecrec.nn.tables_state import ServerOptimizer, TablesState
 from torch_ecrec.nn.unsharded import Collection, configs_of, draw_weights, folder_of, is_default, pooling_of, weight_of
 
 Output = TypeVar("Output")

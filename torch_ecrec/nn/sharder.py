@@ -7,6 +7,10 @@ the config's bounds, seeded per row. One with an `init_fn`, and one that holds w
 chunks. An `init_fn` runs on the CPU under a random state seeded by the job's seed and the table's name, one table at a
 time.
 
+Of a given plan two things count: wishes for a table, as if `fused_params` had them (`ParameterConstraints(
+output_dtype=DataType.FP16)`), and that TorchRec would leave a table's step to the script's own optimizer, of which
+the user is told. Where rows lie is the servers' business: sharding types, ranks, kernels and caches change no number.
+
 Does not decide where rows live and does not step: see `layout`, and `step.py`.
 """
 
@@ -19,12 +23,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     ModuleSharder,
     ParameterSharding,
     ShardingEnv,
     ShardingPlan,
+    ShardingType,
 )
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -44,7 +50,6 @@ from torch_ecrec.nn.managed import (
     ManagedModule,
 )
 from torch_ecrec.nn.outputs import output_dtype
-from torch_ecrec.nn.planned import entries_of, is_scripts, tell_of_scripts, wishes_of
 from torch_ecrec.nn.sequences import ErasureCodedEmbeddingCollection, ErasureCodedFusedEmbeddingCollection
 from torch_ecrec.nn.served import ServedModule
 from torch_ecrec.nn.slices import DTYPES
@@ -82,7 +87,7 @@ def table_specs(
     for config in configs_of(module):
         check_config(config)
         parameter, weights = weight_of(module, config.name), weights_of(config)
-        wishes = {**(fused_params or {}), **wishes_of((planned or {}).get(config.name))}
+        wishes = {**(fused_params or {}), **_wishes_of((planned or {}).get(config.name))}
         specs.append(
             TableSpec(
                 name=job_names[config.name],
@@ -121,11 +126,11 @@ def all_table_specs(
     scripts: dict[str, str] = {}
     for path, module in modules.items():
         fused_params = _fused_params(model, path, module, sharders)
-        planned = entries_of(plan, path)
+        planned = _entries_of(plan, path)
         made = table_specs(module, names[path], fused_params, planned)
         specs += made
         for config, spec in zip(configs_of(module), made, strict=True):
-            if is_scripts(planned.get(config.name)):
+            if _is_scripts(planned.get(config.name)):
                 scripts[spec.name] = spec.optimizer.kind
         by_default += [
             names[path][config.name]
@@ -139,7 +144,7 @@ def all_table_specs(
             " `fused_params` of a sharder",
             stacklevel=3,
         )
-    tell_of_scripts(scripts, stacklevel=3)
+    _tell_of_scripts(scripts, stacklevel=3)
     return tuple(specs)
 
 
@@ -152,10 +157,10 @@ def output_dtypes(
     """Path -> table -> what its embeddings come out as. Arguments and errors as of `all_table_specs`."""
     found: dict[str, dict[str, torch.dtype]] = {}
     for path, module in modules.items():
-        fused_params, planned = _fused_params(model, path, module, sharders), entries_of(plan, path)
+        fused_params, planned = _fused_params(model, path, module, sharders), _entries_of(plan, path)
         found[path] = {
             config.name: output_dtype(
-                config.name, weight_of(module, config.name), fused_params, wishes_of(planned.get(config.name))
+                config.name, weight_of(module, config.name), fused_params, _wishes_of(planned.get(config.name))
             )
             for config in configs_of(module)
         }
@@ -170,7 +175,7 @@ def columns_of(
 ) -> dict[str, Columns]:
     """Path -> the order in which a collection gives out its features. Arguments as of `all_table_specs`."""
     return {
-        path: Columns(module, path, entries_of(plan, path), _fused_params(model, path, module, sharders))
+        path: Columns(module, path, _entries_of(plan, path), _fused_params(model, path, module, sharders))
         for path, module in modules.items()
     }
 
@@ -433,3 +438,44 @@ def _first_weights(config: BaseEmbeddingConfig, parameter: nn.Parameter, seed: i
         torch.manual_seed(int.from_bytes(digest[:7], "little"))
         config.init_fn(weights)
     return weights
+
+
+# what a given plan says --------------------------------------------------------------------------
+
+_WISHES = ("output_dtype", "stochastic_rounding", "bounds_check_mode")  # as if `fused_params` had them
+
+
+def _entries_of(plan: ShardingPlan | None, path: str) -> Mapping[str, ParameterSharding]:
+    """By table: what a plan says of the collection at a path, or of its wrapper, which plans name instead."""
+    planned: Mapping[str, Any] = plan.plan if plan is not None else {}
+    found = planned.get(path) or planned.get(path.rpartition(".")[0])
+    return found if isinstance(found, EmbeddingModuleShardingPlan) else {}
+
+
+def _wishes_of(entry: ParameterSharding | None) -> dict[str, Any]:
+    """Under the names of `fused_params`, over which TorchRec has them take precedence."""
+    return {name: value for name in _WISHES if (value := getattr(entry, name, None)) is not None}
+
+
+def _is_scripts(entry: ParameterSharding | None) -> bool:
+    """Whether TorchRec would leave the steps of a table to the script's own optimizer."""
+    return entry is not None and (
+        entry.sharding_type == ShardingType.DATA_PARALLEL.value
+        or entry.compute_kernel == EmbeddingComputeKernel.DENSE.value
+    )
+
+
+def _tell_of_scripts(optimizers: Mapping[str, str], stacklevel: int) -> None:
+    """Warns of tables that the script's own optimizer would step with TorchRec.
+
+    Args:
+        optimizers: table -> the one that the servers run.
+    """
+    if optimizers:
+        tables = ", ".join(f"{table} ({optimizer})" for table, optimizer in optimizers.items())
+        warnings.warn(
+            "the plan has tables data-parallel, and TorchRec leaves their steps to an optimizer of the script; the"
+            f" servers hold them like any other, and step them in the backward: {tables}. Attach the optimizer that is"
+            " meant; one of the script does not get them",
+            stacklevel=stacklevel + 1,
+        )
