@@ -24,9 +24,9 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from torch_ecrec.nn.kinds import COLLECTIONS
 from torch_ecrec.nn.parallel import DistributedModelParallel
 from torch_ecrec.nn.sharder import all_table_specs, job_names
-from torch_ecrec.nn.unsharded import COLLECTIONS
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 
 warnings.filterwarnings("ignore", category=DeprecationWarning)

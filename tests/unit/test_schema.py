@@ -34,6 +34,7 @@ from torchrec.schema.utils import is_signature_compatible
 import torch_ecrec
 from torch_ecrec import planner
 from torch_ecrec.nn import bags, managed, sequences, sharder
+from torch_ecrec.nn.kinds import KINDS
 from torch_ecrec.nn.tables_state import ServerOptimizer
 
 # What is made by DistributedModelParallel, and by nobody else, takes other things to be made of.
@@ -57,17 +58,17 @@ PAIRS: list[tuple[type[Any], type[Any], set[str]]] = [
     (DistributedModelParallel, torch_ecrec.DistributedModelParallel, {"init_torchrec_delta_tracker"}),  # refused
     (EmbeddingShardingPlanner, planner.EmbeddingShardingPlanner, MADE_BY_US),  # by name, and without `enumerator`
     (EmbeddingBagCollectionSharder, sharder.ErasureCodedSharder, MADE_BY_US | FUSED | RESHARDS),
-    (EmbeddingCollectionSharder, sharder.ErasureCodedSequenceSharder, MADE_BY_US | FUSED | RESHARDS - {"reshard"}),
-    (FusedEmbeddingBagCollectionSharder, sharder.ErasureCodedFusedSharder, MADE_BY_US | FUSED),
-    (FusedEmbeddingCollectionSharder, sharder.ErasureCodedFusedSequenceSharder, MADE_BY_US | FUSED),
+    (EmbeddingCollectionSharder, sharder.ErasureCodedSharder, MADE_BY_US | FUSED | RESHARDS - {"reshard"}),
+    (FusedEmbeddingBagCollectionSharder, sharder.ErasureCodedSharder, MADE_BY_US | FUSED),
+    (FusedEmbeddingCollectionSharder, sharder.ErasureCodedSharder, MADE_BY_US | FUSED),
     (
         ManagedCollisionEmbeddingBagCollectionSharder,
-        sharder.ErasureCodedManagedCollisionSharder,
+        sharder.ErasureCodedManagedSharder,
         MADE_BY_US | FUSED,
     ),
     (
         ManagedCollisionEmbeddingCollectionSharder,
-        sharder.ErasureCodedManagedCollisionSequenceSharder,
+        sharder.ErasureCodedManagedSharder,
         MADE_BY_US | FUSED | RESHARDS - {"reshard"},
     ),
     (ShardedEmbeddingBagCollection, bags.ErasureCodedEmbeddingBagCollection, MADE_BY_US | BAGS),
@@ -115,6 +116,13 @@ def test_methods_and_parameters_are_torchrecs(theirs: type[Any], ours: type[Any]
     names = names_of(theirs)
     assert len(names) >= 4, "it looks at nothing"
     assert {name for name in names if differs(theirs, ours, name)} == exceptions
+
+
+def test_every_kind_that_is_served_has_a_form_and_a_sharder() -> None:
+    served = {kind.module for kind in KINDS.values() if kind.folder or kind.remaps}
+    assert served == set(sharder.FORMS)
+    backend: Any = None
+    assert {one.module_type for one in sharder.sharders_for(backend, {}, [])} == served
 
 
 def test_a_signature_that_differs_is_seen() -> None:

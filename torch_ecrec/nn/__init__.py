@@ -10,13 +10,12 @@ from torch_ecrec.nn.backend import EmbeddingBackend
 from torch_ecrec.nn.bags import ErasureCodedEmbeddingBagCollection
 from torch_ecrec.nn.parallel import DistributedModelParallel
 from torch_ecrec.nn.sequences import ErasureCodedEmbeddingCollection
-from torch_ecrec.nn.sharder import ErasureCodedSequenceSharder, ErasureCodedSharder
+from torch_ecrec.nn.sharder import ErasureCodedSharder
 
 __all__ = [
     "DistributedModelParallel",
     "EmbeddingBackend",
     "ErasureCodedEmbeddingBagCollection",
     "ErasureCodedEmbeddingCollection",
-    "ErasureCodedSequenceSharder",
     "ErasureCodedSharder",
 ]

@@ -17,11 +17,11 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torch_ecrec.nn.columns import Columns
+from torch_ecrec.nn.kinds import Bags as UnshardedBags
 from torch_ecrec.nn.repeats import Repeats, check_repeats
 from torch_ecrec.nn.served import Context, ServedModule
 from torch_ecrec.nn.slices import Bags, Slice
 from torch_ecrec.nn.step import SparseStep
-from torch_ecrec.nn.unsharded import Bags as UnshardedBags
 
 
 class _Ready(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):

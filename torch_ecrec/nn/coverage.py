@@ -21,29 +21,15 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
-from torchrec.distributed.fused_embedding import FusedEmbeddingCollectionSharder
-from torchrec.distributed.fused_embeddingbag import FusedEmbeddingBagCollectionSharder
-from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
-from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
-from torchrec.distributed.mc_modules import ManagedCollisionCollectionSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardedModule, ShardingPlan, ShardingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, ITEPEmbeddingCollection
-from torchrec.modules.mc_embedding_modules import (
-    BaseManagedCollisionEmbeddingCollection,
-    ManagedCollisionEmbeddingBagCollection,
-    ManagedCollisionEmbeddingCollection,
-)
-from torchrec.modules.mc_modules import ManagedCollisionCollection
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
+from torch_ecrec.nn.kinds import COLLECTIONS, KINDS, Collection
 from torch_ecrec.nn.remapping import why_not_served
-from torch_ecrec.nn.unsharded import COLLECTIONS, Collection, inside_of
+from torch_ecrec.nn.unsharded import inside_of
 
 ERASURE_CODED = "erasure_coded"  # our sharding type
 UNPROTECTED = ("refuse", "snapshot", "allow", "reset")
@@ -56,25 +42,9 @@ UNPROTECTED = ("refuse", "snapshot", "allow", "reset")
     reset     it is TorchRec's; after a loss of trainers it is as the script has made it
 """
 _TWO_WAYS = "the same collection is reached with its ids remapped and without; make it one of them"
-_STOCK: dict[type[nn.Module], type[ModuleSharder[Any]]] = {
-    EmbeddingBagCollection: EmbeddingBagCollectionSharder,
-    FeatureProcessedEmbeddingBagCollection: FeatureProcessedEmbeddingBagCollectionSharder,
-    EmbeddingCollection: EmbeddingCollectionSharder,
-    FusedEmbeddingBagCollection: FusedEmbeddingBagCollectionSharder,
-    FusedEmbeddingCollection: FusedEmbeddingCollectionSharder,
-    ManagedCollisionEmbeddingBagCollection: ManagedCollisionEmbeddingBagCollectionSharder,
-    ManagedCollisionEmbeddingCollection: ManagedCollisionEmbeddingCollectionSharder,
-    ManagedCollisionCollection: ManagedCollisionCollectionSharder,
-}
-"""TorchRec's own sharders for what is served; of others nobody knows what they would do."""
-_FUSED = (FusedEmbeddingBagCollection, FusedEmbeddingCollection)
 _INNER_SHARDERS = ("_ebc_sharder", "_e_sharder", "_mc_sharder")  # of those for wrappers: for what is in them
-_KEPT: tuple[type[nn.Module], ...] = (EmbeddingBagCollection, EmbeddingCollection)
-"""Those of which `local_shards.py` finds all that TorchRec keeps."""
-_REMAPPING: tuple[type[BaseManagedCollisionEmbeddingCollection], ...] = (
-    ManagedCollisionEmbeddingBagCollection,
-    ManagedCollisionEmbeddingCollection,
-)
+_KEPT = tuple(module for module, kind in KINDS.items() if kind.kept)
+_REMAPPING = tuple(module for module, kind in KINDS.items() if kind.remaps)
 
 
 @dataclass(frozen=True)
@@ -170,8 +140,8 @@ def coverage_of(module: nn.Module, plan: ShardingPlan | None, sharders: Sequence
             unprotected[path] = f"the plan leaves its tables to TorchRec: {listed}"
         elif reason is not None:
             unprotected[path] = reason
-        elif isinstance(child, _REMAPPING):
-            inside = child._embedding_module
+        elif isinstance(child, BaseManagedCollisionEmbeddingCollection):
+            inside: Any = child._embedding_module
             if id(child) not in remapped and id(inside) in map(id, served.values()):
                 unprotected[path] = _TWO_WAYS
             elif id(child) not in remapped:
@@ -232,7 +202,7 @@ def _join(path: str, name: str) -> str:
 
 def _is_served(module: nn.Module) -> bool:
     """Whether it is served, or nothing but a wrapper of what is: whatever a plan says of it."""
-    if isinstance(module, _REMAPPING) and type(module) in _REMAPPING:
+    if isinstance(module, BaseManagedCollisionEmbeddingCollection) and type(module) in _REMAPPING:
         return why_not_served(module) is None
     return type(module) in (*COLLECTIONS, FeatureProcessedEmbeddingBagCollection)
 
@@ -242,7 +212,7 @@ def _reason(module: nn.Module, tables_of: set[type[nn.Module]], planned: bool) -
     name = type(module).__name__
     if isinstance(module, ShardedModule):
         return f"{name} is sharded already; give the model as it was before"
-    if isinstance(module, _REMAPPING) and type(module) in _REMAPPING:
+    if isinstance(module, BaseManagedCollisionEmbeddingCollection) and type(module) in _REMAPPING:
         return f"{name}: {why_not_served(module)}"
     for served in (*COLLECTIONS, *_REMAPPING):
         if isinstance(module, served):
@@ -269,16 +239,17 @@ def check_sharders(sharders: Sequence[ModuleSharder[nn.Module]]) -> None:
         ValueError: names the sharder and its wish.
     """
     for sharder in sharders:
-        if sharder.module_type not in _STOCK:
+        kind = KINDS.get(sharder.module_type)
+        if kind is None:
             continue
         name = type(sharder).__name__
-        if type(sharder).shard is not _STOCK[sharder.module_type].shard:
+        if type(sharder).shard is not kind.stock.shard:
             raise ValueError(
                 f"sharder {name} has a `shard` of its own, not TorchRec's for {sharder.module_type.__name__}: the"
                 " servers would not do what it does otherwise; leave it out"
             )
         check_sharders([inner for place in _INNER_SHARDERS if (inner := getattr(sharder, place, None)) is not None])
-        if sharder.module_type in _FUSED and getattr(sharder, "fused_params", None):
+        if kind.fused and getattr(sharder, "fused_params", None):
             warnings.warn(
                 f"`fused_params` of sharder {name} have no effect, as with TorchRec: a fused collection has its own"
                 " optimizer, with which it was made",

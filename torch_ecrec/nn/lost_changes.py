@@ -18,7 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import nn
 from torch.nn.utils import parametrize
 
-from torch_ecrec.nn.unsharded import Collection, configs_of, folder_of, weight_of
+from torch_ecrec.nn.kinds import Collection
+from torch_ecrec.nn.unsharded import configs_of, folder_of, weight_of
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOKS_OF_WEIGHTS = ("_backward_hooks", "_post_accumulate_grad_hooks")

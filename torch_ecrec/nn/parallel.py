@@ -49,6 +49,7 @@ from torch_ecrec.nn.compiled import Compiled
 from torch_ecrec.nn.coverage import Coverage, check_sharders, coverage_of, is_inside
 from torch_ecrec.nn.dense import DenseSnapshot
 from torch_ecrec.nn.digest import digest_of, parts_of_dense, parts_of_tables
+from torch_ecrec.nn.kinds import COLLECTIONS
 from torch_ecrec.nn.local_shards import LocalShards, data_parallel, shards_of
 from torch_ecrec.nn.lost_changes import check_lost_changes
 from torch_ecrec.nn.no_parameters import explain_empty_optimizers
@@ -61,7 +62,7 @@ from torch_ecrec.nn.served import show_tables
 from torch_ecrec.nn.sharder import all_table_specs, columns_of, job_names, output_dtypes, sharders_for
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.trainer_state import TrainerState, check_optimizers
-from torch_ecrec.nn.unsharded import COLLECTIONS, configs_of
+from torch_ecrec.nn.unsharded import configs_of
 from torch_ecrec.runtime.checks import plain, take_bool, take_int, take_str
 from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.job import CodeSpec, JobSpec

@@ -39,7 +39,7 @@ class _Ready(LazyAwaitable[dict[str, JaggedTensor]]):
 
 @ShardedEmbeddingCollection.register  # `isinstance` in tests, pipelines and scripts
 class ErasureCodedEmbeddingCollection(ServedModule[dict[str, JaggedTensor]]):
-    """An `EmbeddingCollection` whose tables are served by erasure-coded servers. Made by `ErasureCodedSequenceSharder`.
+    """An `EmbeddingCollection` whose tables are served by erasure-coded servers. Made by `ErasureCodedSharder`.
 
     Returns a `JaggedTensor` for each feature, with the keys and values of the unsharded module, in the order of
     `columns.py`. Arguments as of `ServedModule`. Where features have batch sizes of their own, each sample gets its

@@ -42,6 +42,7 @@ from torchrec.streamable import Multistreamable
 
 from torch_ecrec.nn.columns import Columns
 from torch_ecrec.nn.dense import WithTables
+from torch_ecrec.nn.kinds import Collection
 from torch_ecrec.nn.lookup import PooledLookup
 from torch_ecrec.nn.pipelines import check_in_sync
 from torch_ecrec.nn.placeholder import StandIns, TableParameter, are_trained
@@ -50,7 +51,7 @@ from torch_ecrec.nn.slices import Bags, Slice, Table
 from torch_ecrec.nn.staging import HostIds, Staging
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.tables_state import ServerOptimizer, TablesState
-from torch_ecrec.nn.unsharded import Collection, configs_of, draw_weights, folder_of, is_default, pooling_of, weight_of
+from torch_ecrec.nn.unsharded import configs_of, draw_weights, folder_of, is_default, pooling_of, weight_of
 
 Output = TypeVar("Output")
 PIPELINED_MOST = 8  # batches that a pipeline has announced and not computed; TorchRec's have up to 3

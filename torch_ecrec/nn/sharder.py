@@ -44,19 +44,17 @@ from torchrec.modules.mc_embedding_modules import (
 
 from torch_ecrec.nn.bags import ErasureCodedEmbeddingBagCollection, ErasureCodedFusedEmbeddingBagCollection
 from torch_ecrec.nn.columns import Columns
+from torch_ecrec.nn.kinds import COLLECTIONS, Collection
 from torch_ecrec.nn.managed import (
     ErasureCodedManagedCollisionEmbeddingBagCollection,
     ErasureCodedManagedCollisionEmbeddingCollection,
-    ManagedModule,
 )
 from torch_ecrec.nn.outputs import output_dtype
 from torch_ecrec.nn.sequences import ErasureCodedEmbeddingCollection, ErasureCodedFusedEmbeddingCollection
-from torch_ecrec.nn.served import ServedModule
 from torch_ecrec.nn.slices import DTYPES
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.table_optimizers import is_named, optimizer_spec
 from torch_ecrec.nn.unsharded import (
-    Collection,
     check_config,
     configs_of,
     inside_of,
@@ -205,62 +203,72 @@ def job_names(modules: Mapping[str, Collection]) -> dict[str, dict[str, str]]:
     }
 
 
+FORMS: dict[type[nn.Module], Callable[..., Any]] = {
+    EmbeddingBagCollection: ErasureCodedEmbeddingBagCollection,
+    EmbeddingCollection: ErasureCodedEmbeddingCollection,
+    FusedEmbeddingBagCollection: ErasureCodedFusedEmbeddingBagCollection,
+    FusedEmbeddingCollection: ErasureCodedFusedEmbeddingCollection,
+    ManagedCollisionEmbeddingBagCollection: ErasureCodedManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection: ErasureCodedManagedCollisionEmbeddingCollection,
+}
+"""The sharded form of each kind of module that is served (`kinds.py`)."""
+
+
 class _OfOneKind(ModuleSharder[Any]):
-    """A sharder of the modules of one class, which its subclass names.
+    """A sharder of the modules of one class.
 
     Args:
+        served: the class, which is in `FORMS`.
         step: shared by all modules that our sharders make.
         names: path of a collection -> table -> its name in the job.
         other: for modules that are not served, or that a plan leaves to TorchRec.
     """
 
-    served: type[Any]
-
     def __init__(
         self,
+        served: type[Any],
         step: SparseStep,
         names: Mapping[str, Mapping[str, str]],
         other: ModuleSharder[Any] | None = None,
     ) -> None:
         super().__init__()
-        self._step, self._names, self._other = step, names, other
+        self._served, self._step, self._names, self._other = served, step, names, other
 
     @property
     def module_type(self) -> type[Any]:
-        return self.served
+        return self._served
 
     def _leave(self, module: Any, *arguments: Any) -> Any:
         if self._other is None:
             raise ValueError(
                 f"the plan leaves {arguments[-1] or 'the model'} to TorchRec, but `sharders` has none for"
-                f" {self.served.__name__}"
+                f" {self._served.__name__}"
             )
         return self._other.shard(module, *arguments)
 
 
-class _TablesSharder(_OfOneKind):
+class ErasureCodedSharder(_OfOneKind):
     """Puts the tables of collections on the servers.
 
     `shard` takes the weights of the original module away if optimizers are attached to them (its parameters are left
     with no rows): they are on the servers. Others end with it.
 
     Args:
-        step, names, other: as of `_OfOneKind`.
+        served, step, names, other: as of `_OfOneKind`.
         outputs: see `output_dtypes`; float32 where nothing is said.
         columns: see `columns_of`; the module's order where nothing is said.
     """
 
-    made: Callable[[Any, SparseStep, Mapping[str, str], torch.device, Columns | None], ServedModule[Any]]
-
     def __init__(
         self,
+        served: type[Any],
         step: SparseStep,
         names: Mapping[str, Mapping[str, str]],
         other: ModuleSharder[Any] | None = None,
         outputs: Mapping[str, Mapping[str, torch.dtype]] | None = None,
         columns: Mapping[str, Columns] | None = None,
     ) -> None:
-        super().__init__(step, names, other)
+        super().__init__(served, step, names, other)
         self._outputs, self._columns = outputs or {}, columns or {}
 
     def shard(
@@ -275,7 +283,7 @@ class _TablesSharder(_OfOneKind):
             return self._leave(module, params, env, device, module_fqn)
         names = self._names[module_fqn or ""]
         columns = self._columns.get(module_fqn or "")
-        sharded = type(self).made(module, self._step, names, device or torch.device("cpu"), columns)
+        sharded = FORMS[self._served](module, self._step, names, device or torch.device("cpu"), columns)
         sharded.module_sharding_plan = params
         sharded.give_out_as(self._outputs.get(module_fqn or "", {}))
         session = self._step.session
@@ -301,48 +309,23 @@ class _TablesSharder(_OfOneKind):
         return ["parameter_server"]
 
 
-class ErasureCodedSharder(_TablesSharder):
-    """Puts the tables of `EmbeddingBagCollection`s on the servers."""
-
-    made, served = ErasureCodedEmbeddingBagCollection, EmbeddingBagCollection
-
-
-class ErasureCodedSequenceSharder(_TablesSharder):
-    """Puts the tables of `EmbeddingCollection`s on the servers."""
-
-    made, served = ErasureCodedEmbeddingCollection, EmbeddingCollection
-
-
-class ErasureCodedFusedSharder(_TablesSharder):
-    """Puts the tables of `FusedEmbeddingBagCollection`s on the servers."""
-
-    made, served = ErasureCodedFusedEmbeddingBagCollection, FusedEmbeddingBagCollection
-
-
-class ErasureCodedFusedSequenceSharder(_TablesSharder):
-    """Puts the tables of `FusedEmbeddingCollection`s on the servers."""
-
-    made, served = ErasureCodedFusedEmbeddingCollection, FusedEmbeddingCollection
-
-
-class _ManagedSharder(_OfOneKind):
+class ErasureCodedManagedSharder(_OfOneKind):
     """Puts the tables of collections with managed collisions on the servers.
 
     Args:
-        step, names, other: as of `_OfOneKind`.
+        served, step, names, other: as of `_OfOneKind`.
         inside: for the collections in them.
     """
 
-    made: Callable[[Any, ServedModule[Any], SparseStep, str], ManagedModule]
-
     def __init__(
         self,
+        served: type[Any],
         step: SparseStep,
         names: Mapping[str, Mapping[str, str]],
-        inside: _TablesSharder,
+        inside: ErasureCodedSharder,
         other: ModuleSharder[Any] | None,
     ) -> None:
-        super().__init__(step, names, other)
+        super().__init__(served, step, names, other)
         self._inside = inside
 
     def shard(
@@ -362,7 +345,7 @@ class _ManagedSharder(_OfOneKind):
                 " not yet elsewhere"
             )
         inside = self._inside.shard(module._embedding_module, params, env, device, path)
-        sharded = type(self).made(module, inside, self._step, module_fqn or "")
+        sharded = FORMS[self._served](module, inside, self._step, module_fqn or "")
         sharded.module_sharding_plan = params
         return sharded
 
@@ -374,18 +357,6 @@ class _ManagedSharder(_OfOneKind):
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         return self._inside.compute_kernels(sharding_type, compute_device_type)
-
-
-class ErasureCodedManagedCollisionSharder(_ManagedSharder):
-    """Puts the tables of `ManagedCollisionEmbeddingBagCollection`s on the servers."""
-
-    made, served = ErasureCodedManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingBagCollection
-
-
-class ErasureCodedManagedCollisionSequenceSharder(_ManagedSharder):
-    """Puts the tables of `ManagedCollisionEmbeddingCollection`s on the servers."""
-
-    made, served = ErasureCodedManagedCollisionEmbeddingCollection, ManagedCollisionEmbeddingCollection
 
 
 def sharders_for(
@@ -404,26 +375,19 @@ def sharders_for(
         columns: see `columns_of`.
     """
     of_others = {sharder.module_type: sharder for sharder in others}
-    plain: list[_TablesSharder] = [
-        made(step, names, of_others.get(made.served), outputs, columns)
-        for made in (
-            ErasureCodedSharder,
-            ErasureCodedSequenceSharder,
-            ErasureCodedFusedSharder,
-            ErasureCodedFusedSequenceSharder,
-        )
-    ]
-    bags, sequences, *_ = plain
-    return [
-        *plain,
-        *(
-            made(step, names, inside, of_others.get(made.served))
-            for made, inside in (
-                (ErasureCodedManagedCollisionSharder, bags),
-                (ErasureCodedManagedCollisionSequenceSharder, sequences),
-            )
-        ),
-    ]
+    plain = {
+        served: ErasureCodedSharder(served, step, names, of_others.get(served), outputs, columns)
+        for served in COLLECTIONS
+    }
+    inside = {
+        ManagedCollisionEmbeddingBagCollection: plain[EmbeddingBagCollection],
+        ManagedCollisionEmbeddingCollection: plain[EmbeddingCollection],
+    }
+    managed = (
+        ErasureCodedManagedSharder(served, step, names, collection, of_others.get(served))
+        for served, collection in inside.items()
+    )
+    return [*plain.values(), *managed]
 
 
 def _first_weights(config: BaseEmbeddingConfig, parameter: nn.Parameter, seed: int, job_name: str) -> Tensor | None:

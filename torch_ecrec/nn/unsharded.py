@@ -6,28 +6,20 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import (
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
     convert_optimizer_type_and_kwargs,
 )
 
+from torch_ecrec.nn.kinds import KINDS, Collection
 from torch_ecrec.runtime.checks import plain_all
-
-Bags: TypeAlias = EmbeddingBagCollection | FusedEmbeddingBagCollection
-Collection: TypeAlias = Bags | EmbeddingCollection | FusedEmbeddingCollection
-COLLECTIONS: tuple[type[nn.Module], ...] = (
-    EmbeddingBagCollection,
-    EmbeddingCollection,
-    FusedEmbeddingBagCollection,
-    FusedEmbeddingCollection,
-)
 
 _WEIGHTS = {DataType.FP32: "float32", DataType.FP16: "float16", DataType.BF16: "bfloat16"}
 _NOT_SERVED = (
@@ -39,19 +31,16 @@ _NOT_SERVED = (
 )
 
 
-def _pools(module: Collection) -> TypeGuard[Bags]:
-    return isinstance(module, (EmbeddingBagCollection, FusedEmbeddingBagCollection))
-
-
 def folder_of(module: Collection) -> str:
     """What a collection calls the module of its tables; their weights are saved as <folder>.<table>.weight."""
-    return "embedding_bags" if _pools(module) else "embeddings"
+    return KINDS[type(module)].folder
 
 
 def own_optimizer(module: Collection) -> Mapping[str, Any] | None:
     """The optimizer that a fused collection was made with, as `fused_params`; None: it has none of its own."""
-    if not isinstance(module, (FusedEmbeddingBagCollection, FusedEmbeddingCollection)):
+    if not KINDS[type(module)].fused:
         return None
+    assert isinstance(module, (FusedEmbeddingBagCollection, FusedEmbeddingCollection))
     converted = convert_optimizer_type_and_kwargs(module.optimizer_type(), module.optimizer_kwargs())
     assert converted is not None  # its constructor refuses what this does not know
     kind, arguments = converted
@@ -65,7 +54,8 @@ def inside_of(path: str) -> str:
 
 def configs_of(module: Collection) -> Sequence[BaseEmbeddingConfig]:
     """Its tables, in their order. Numbers of NumPy's and of tensors (`ids.max() + 1`) are Python's in them."""
-    given = module.embedding_bag_configs() if _pools(module) else module.embedding_configs()
+    bags = isinstance(module, (EmbeddingBagCollection, FusedEmbeddingBagCollection))
+    given = module.embedding_bag_configs() if bags else module.embedding_configs()
     return [_plain_config(config) for config in given]
 
 
