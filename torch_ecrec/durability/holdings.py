@@ -16,7 +16,8 @@ import numpy as np
 from torch_ecrec.codec.linear import LinearCode
 from torch_ecrec.errors import MemoryDamaged
 from torch_ecrec.layout.stripes import Layout
-from torch_ecrec.protocol.step_rule import Standing, StepRule
+from torch_ecrec.protocol.step_rule import StepRule
+from torch_ecrec.protocol.wire import Handed
 from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.records.shard import Shard
 from torch_ecrec.spec.job import JobSpec
@@ -197,11 +198,11 @@ class Holdings:
         """The slot, which was lost, goes on after the last step of this log of its own."""
         self.log = log
 
-    def take_over(self, before: Standing, floor: int) -> None:
-        """The slot goes on as a life that has stopped; its records and parities are here, its log begins anew.
+    def take_over(self, before: Handed, floor: int) -> None:
+        """The slot goes on as a life that has stopped; its log is still to be filled.
 
         Args:
-            before: where that life stood.
+            before: what that life handed over; its records are here already.
             floor: the step that the log begins after.
         """
         self.missing = Missing(self.shards, True)

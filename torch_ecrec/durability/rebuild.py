@@ -154,6 +154,10 @@ class Rebuild:
         self.portions_under_way -= 1
         self._next_portions()
 
+    def on_read(self, count: int) -> None:
+        """So many bytes are read for a repair."""
+        self.unpaid_bytes += count
+
     def on_installed(self, slab: int, parity: bool, positions: np.ndarray, count: int) -> None:
         """None of these is missing any more; `count` of them were."""
         state = self.state[slab, parity]
@@ -196,7 +200,7 @@ class _Repair:
         host, base = self.host, self.group.base
         doubtful = {*host.unhealthy_slots(), *(int(self.layout.member_slot[base, member]) for member in self.damaged)}
         self.plan = repair.plan_repair(self.layout, base, self.group.member, doubtful)
-        self.rebuild.unpaid_bytes += self.plan.read_bytes(len(self.positions), self.width)
+        self.rebuild.on_read(self.plan.read_bytes(len(self.positions), self.width))
         self.folded: dict[int, wire.VersionsAre] = {}
         self.records: dict[int, wire.Records] = {}
         if not self.plan.parities:
