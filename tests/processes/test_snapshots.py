@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,13 +28,14 @@ class Holder:
     """A slot that keeps snapshots, as far as its `SnapshotStore` knows it: in one generation with another one."""
 
     def __init__(self, index: int, trainers: int) -> None:
-        self.index, self.incarnation, self.dead, self.ready = index, 1, False, True
+        self.life, self.dead, self.ready = (index, 1), False, True
+        self.held = SimpleNamespace(job=SimpleNamespace(trainers=trainers), sealed=True)
         self.snapshot_slots = (0, 1)
         self.origin = None
         self.met: list[tuple[int, int]] = []
         self.answers: list[Any] = []
         self.lock = threading.RLock()
-        self.store = SnapshotStore(self, self, index, self.incarnation, trainers)
+        self.store = SnapshotStore(self, self, self)
         self.transport = SocketTransport(str(index), self.handle)
 
     def handle(self, request: Any, reply: Callable[[Any], None]) -> None:

@@ -13,9 +13,9 @@ from test_captures import PLAIN, Checkpointed, check, events, healthy, with_chec
 from thinned import in_turns
 
 from torch_ecrec.coordinator import checkpointing
+from torch_ecrec.durability.scrubber import Scrubber
 from torch_ecrec.records.captured import KEPT, Captured
 from torch_ecrec.server.checkpoints import SlotCheckpoints
-from torch_ecrec.server.scrubber import Scrubber
 
 REASON = "records are damaged, and being repaired; the next checkpoint has them"
 

@@ -62,7 +62,7 @@ class Measured:
         found = {}
         for host in self.cluster.hosts.values():
             for slot in host.slots.values():
-                found[slot.index] = slot.reports.status()
+                found[slot.index] = slot.status()
         return [found[index] for index in sorted(found)]
 
     def train(self) -> None:

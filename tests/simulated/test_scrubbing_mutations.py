@@ -15,9 +15,9 @@ from torch_ecrec.codec import seals
 from torch_ecrec.durability.holdings import Missing
 from torch_ecrec.durability.parity import Parity
 from torch_ecrec.durability.rebuild import Rebuild, _Repair
+from torch_ecrec.durability.scrubber import Scrubber
 from torch_ecrec.protocol import wire
 from torch_ecrec.records.shard import Shard
-from torch_ecrec.server.scrubber import Scrubber
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.testing import simulation
 from torch_ecrec.testing.scenario import LOADS, Scenario
@@ -64,10 +64,10 @@ def readers_are_given_what_is_damaged(patch: pytest.MonkeyPatch) -> None:
     before = Parity.on_fetch
 
     def on_fetch(self: Parity, request: wire.Fetch, reply: Any) -> None:
-        look = self.owner.scrubber.look
-        self.owner.scrubber.look = lambda *_: None  # type: ignore[method-assign]
+        look = self.scrubber.look
+        self.scrubber.look = lambda *_: None  # type: ignore[method-assign]
         before(self, request, reply)
-        self.owner.scrubber.look = look  # type: ignore[method-assign]
+        self.scrubber.look = look  # type: ignore[method-assign]
 
     patch.setattr(Parity, "on_fetch", on_fetch)
 

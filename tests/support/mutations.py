@@ -214,7 +214,7 @@ def no_era(patch):
 
 def no_freeze(patch):
     """Servers go on until they know the step that they go back to."""
-    patch.setattr(slot.Slot, "freeze", lambda self: self.reports.reach())
+    patch.setattr(slot.Slot, "freeze", lambda self: self.tell_reach())
     patch.setattr(service, "TRAINERS_ONLY", ())
 
 

@@ -3,6 +3,7 @@
     ranks        a module imports lower ranks or its own package; deferred imports count, and those for types too
     cycles       none at run time, deferred imports included, and none for types but through the root
     step rule    only `StepRule` changes the numbers of a slot's steps
+    slots        a slot, its process and its parts assign their own fields; a port of theirs names two implementors
     seams        `torch.distributed.rpc` in transport/rpc.py only; environment variables read in spec/settings.py only;
                  private names of torch, TorchRec and FBGEMM in compat.py only; threads begin in runtime/threads.py
     pure rules   no threads, clocks, sockets or torch.distributed
@@ -14,7 +15,7 @@ The checks are themselves checked, on sources that break each rule.
 import ast
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,13 @@ PURE = {
 # Whose imports for types alone may close a circle: the root shows type checkers every public name.
 CIRCLES_FOR_TYPES = {"torch_ecrec"}
 IMPURE = ("asyncio", "concurrent", "multiprocessing", "socket", "subprocess", "threading", "time", "torch.distributed")
+
+# What a slot, its process and its parts are called by who has them.
+SLOTS_AND_PARTS = {
+    *("slot", "_slot", "host", "_host", "held", "_held", "missing"),
+    *("scrubber", "_scrubber", "durability", "snapshots", "_snapshots", "checkpoints", "renewing", "handing"),
+    *("inbox", "applier", "reads", "folds", "rebuild", "adoption", "comparisons", "arrival"),
+}
 
 VAGUE = {"utils", "util", "common", "helpers", "helper", "misc"}
 
@@ -367,20 +375,47 @@ def test_no_import_cycle(for_types: bool) -> None:
     assert found is None, " -> ".join(found or [])
 
 
-def writes_of_steps(tree: ast.AST) -> list[str]:
-    """Assignments to what a `StepRule` keeps, made through whoever has one: `x.rule.applied = 3`."""
+def writes_to(tree: ast.AST, names: Collection[str]) -> list[str]:
+    """Assignments to fields of what has one of these names, made through whoever has it: `x.rule.applied = 3`."""
     found = []
     for node in ast.walk(tree):
         targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else [getattr(node, "target", None)]
         for target in targets if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete) else []:
             for inner in ast.walk(target) if target is not None else ():
-                if isinstance(inner, ast.Attribute) and last_name(inner.value) == "rule":
+                if isinstance(inner, ast.Attribute) and last_name(inner.value) in names:
                     found.append(f"line {inner.lineno}: {ast.unparse(inner)}")
     return found
 
 
 def test_only_the_step_rule_changes_steps() -> None:
-    assert not offenders(lambda _, tree: writes_of_steps(tree))
+    assert not offenders(lambda _, tree: writes_to(tree, {"rule"}))
+
+
+def test_a_slot_and_its_parts_assign_their_own_fields() -> None:
+    """Whoever else has news of them calls a method: each field has one owner."""
+    parts = [part for part in ("server", "durability") if (ROOT / "torch_ecrec" / part).is_dir()]
+    assert len(parts) == 2, "name here what they have become"
+    mine = [name for name in MODULES if unit_of(name) in parts]
+    assert not offenders(lambda _, tree: writes_to(tree, SLOTS_AND_PARTS), mine)
+
+
+def protocols_of(tree: ast.AST) -> list[ast.ClassDef]:
+    """The ports of a module: classes that are a `Protocol`."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return [one for one in classes if any(ast.unparse(base) in ("Protocol", "typing.Protocol") for base in one.bases)]
+
+
+def test_a_port_of_a_slot_names_who_implements_it() -> None:
+    """A port is for two implementors; a part of one class is given that class."""
+    places = re.compile(r"`\w+(?:/\w+)*\.py(?::\w+)?`")
+
+    def errors_of(_: str, tree: ast.Module) -> Iterator[str]:
+        for one in protocols_of(tree):
+            named = set(places.findall(ast.get_docstring(one) or ""))
+            if len(named) < 2:
+                yield f"line {one.lineno}: {one.name} names {len(named)} implementors"
+
+    assert not offenders(errors_of, [name for name in MODULES if unit_of(name) in ("server", "durability")])
 
 
 @pytest.mark.parametrize(
@@ -394,8 +429,14 @@ def test_only_the_step_rule_changes_steps() -> None:
     ],
 )
 def test_a_write_to_the_step_rule_is_found(source: str) -> None:
-    assert writes_of_steps(ast.parse(source))
-    assert not writes_of_steps(ast.parse("self.rule = StepRule()\nx = self.rule.applied\nrule = slot.rule"))
+    assert writes_to(ast.parse(source), {"rule"})
+    assert not writes_to(ast.parse("self.rule = StepRule()\nx = self.rule.applied\nrule = slot.rule"), {"rule"})
+
+
+@pytest.mark.parametrize("source", ["self._slot.ready = True", "self.slot.at, b = 1, 2", "host.frozen |= True"])
+def test_a_write_to_a_slot_is_found(source: str) -> None:
+    assert writes_to(ast.parse(source), SLOTS_AND_PARTS)
+    assert not writes_to(ast.parse("self.slot = slot\nself.ready = slot.ready\nself.slots[1] = slot"), SLOTS_AND_PARTS)
 
 
 def test_no_two_test_files_have_one_name() -> None:

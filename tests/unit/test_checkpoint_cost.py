@@ -24,7 +24,8 @@ class Untouchable:
 
 def made(checkpointing: messages.Checkpointing) -> SlotCheckpoints:
     nothing: Any = Untouchable()
-    return SlotCheckpoints(nothing, SimpleNamespace(checkpointing=checkpointing), nothing, nothing, 1 << 30)  # type: ignore[arg-type]
+    slot: Any = SimpleNamespace(held=nothing)
+    return SlotCheckpoints(slot, SimpleNamespace(checkpointing=checkpointing), nothing, nothing, 1 << 30)  # type: ignore[arg-type]
 
 
 def test_no_checkpoints_no_cost() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -81,12 +82,12 @@ def test_what_is_forgotten_and_what_is_not_sealed_is_not_looked_at() -> None:
 class Owner:
     """In the place of a slot, its host and its scrubber."""
 
-    ready, dead, origin, snapshot_slots = True, False, 0, (0, 1)
+    ready, dead, origin, snapshot_slots, life = True, False, 0, (0, 1), (0, 0)
+    held = SimpleNamespace(job=SimpleNamespace(trainers=2), sealed=True)
 
     def __init__(self) -> None:
         self.damaged: list[tuple[int, int]] = []
         self.asked: list[int] = []
-        self.scrubber = self
 
     def on_snapshot(self, step: int, trainer: int) -> None:
         self.damaged.append((step, trainer))
@@ -106,7 +107,7 @@ class Owner:
 
 def test_a_part_of_a_snapshot_that_changed_is_not_kept_and_another_holder_is_asked() -> None:
     owner: Any = Owner()
-    store = SnapshotStore(owner, owner, 0, 0, 2)
+    store = SnapshotStore(owner, owner, owner)
     payloads = [torch.arange(100, dtype=torch.uint8) for _ in range(2)]
     for trainer in range(2):
         store.on_snapshot(wire.Snapshot(0, 0, 7, trainer, payloads[trainer], [7]), lambda answer: None)

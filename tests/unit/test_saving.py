@@ -123,11 +123,11 @@ def renewing(renewal: Renewal, **host: Any) -> tuple[Renewing, Any, Any, Reader]
         new_log=lambda floor: SimpleNamespace(append=lambda *entry: None),
     )
     ready: list[tuple[int, int]] = []
-    slot = SimpleNamespace(ready=False, dead=False, not_trained=None, going_back_to=None)
-    slot.become_ready = lambda cut, floor, log: ready.append((cut, floor))
+    slot = SimpleNamespace(held=held, ready=False, dead=False)
+    slot.begin_anew = lambda cut, floor, log, done: ready.append((cut, floor))
     slot.give_up = lambda reason: None
     told = SimpleNamespace(reader=reader, **{"frozen": True, "resume_step": 0, "done": 0, "floor": 0, **host})
-    return Renewing(slot, told, held, renewal), told, ready, reader  # type: ignore[arg-type]
+    return Renewing(slot, told, renewal), told, ready, reader  # type: ignore[arg-type]
 
 
 SINCE = [("s10", 10), ("s12", 12), ("s14", 14)]

@@ -37,14 +37,8 @@ from torch_ecrec.errors import CheckpointError
 from torch_ecrec.runtime.tensors import as_array, as_tensor
 
 
-class Wait(Protocol):
-    """A function that waits until a condition holds, as `Session._wait` does."""
-
-    def __call__(self, condition: Callable[[], bool], what: str, patient: bool = False) -> None: ...
-
-
 class Checkpoint(Protocol):
-    """What a cluster begins with."""
+    """What a cluster begins with: `processes/restoring.py:StoredCheckpoint`, `OnShelf` of the simulated trainers."""
 
     @property
     def done(self) -> int:
@@ -70,7 +64,7 @@ class Loading:
 
     Args:
         client: the protocol.
-        wait: returns once a condition holds.
+        wait: returns once a condition holds, as `Session._wait`.
         restarted: the cluster has trained before, or begins with a checkpoint.
         not_exact: says that the run is not, and why.
         checkpoint: that one.
@@ -79,15 +73,18 @@ class Loading:
     def __init__(
         self,
         client: Client,
-        wait: Wait,
+        wait: Callable[[Callable[[], bool], str, bool], None],
         restarted: bool,
         not_exact: Callable[[str], None],
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        self._client, self._wait, self._was_loaded, self._checkpoint = client, wait, restarted, checkpoint
+        self._client, self._wait_for, self._was_loaded, self._checkpoint = client, wait, restarted, checkpoint
         self._not_exact = not_exact
         self._begun = False  # this trainer has begun to load
         self.resumed = False  # the script knows where training goes on
+
+    def _wait(self, condition: Callable[[], bool], what: str, patient: bool = False) -> None:
+        self._wait_for(condition, what, patient)
 
     @property
     def restarted(self) -> bool:

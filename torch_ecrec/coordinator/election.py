@@ -49,7 +49,7 @@ TIME_MOST = COUNTS_MOST - (1 << 56)  # in 2107: a clock that says later leaves r
 
 
 class Keys(Protocol):
-    """What etcd has of a cluster; see `transport/etcd.py:EtcdKeys`."""
+    """What etcd has of a cluster: `transport/etcd.py:EtcdKeys`, `testing/standbys.py:Keys`."""
 
     def look(self) -> tuple[Leader | None, Last]: ...
 

@@ -52,7 +52,7 @@ WHY_LOST = "its connection ended, and its process is gone"
 
 
 class Peer(Protocol):
-    """A connection, as its owner gives it."""
+    """A connection: `transport/control.py:LineConnection`, `testing/membership.py:VirtualConnection`."""
 
     @property
     def peer(self) -> str:

@@ -60,7 +60,7 @@ def example() -> tuple[str, Path]:
 
 
 class Process(Protocol):
-    """What is needed of a coordinator's process: a part of `subprocess.Popen`."""
+    """A process of a cluster: a `Child` of this host, `chaos/hosted.py:Service` of others."""
 
     @property
     def pid(self) -> int:
@@ -68,7 +68,9 @@ class Process(Protocol):
 
 
 class Cluster(Protocol):
-    """What a run needs of its cluster: a `Supervisor`, or one over several hosts. Use as a context manager.
+    """What a run needs of its cluster: a `Supervisor`, or `chaos/hosted.py:HostedCluster`, which is over several hosts.
+
+    Use as a context manager.
 
     Attributes:
         join: what its trainers join.
@@ -94,7 +96,7 @@ class Cluster(Protocol):
 
 
 class Trainers(Protocol):
-    """What starts the trainers, and starts them again, on one host or on several."""
+    """What starts the trainers, and starts them again: torchrun on this host, `chaos/hosted.py:Runs` on several."""
 
     def poll(self) -> int | None:
         """Its exit code; None: it runs."""

@@ -11,42 +11,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Protocol
 
 import numpy as np
 
-from torch_ecrec.durability.holdings import Holdings
-from torch_ecrec.durability.policy import Asks, Pending
+from torch_ecrec.durability.context import HostContext, Pending, SlotContext
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.step_rule import choose_cut
-from torch_ecrec.records.delta_log import DeltaLog
 
 logger = logging.getLogger(__name__)
 
 
-class AdoptingHost(Asks, Protocol):
-    """What an adoption needs of the process that hosts the slot."""
-
-    @property
-    def frozen(self) -> bool:
-        """The trainers were lost, and where they start again is not known yet."""
-
-
-class AdoptingOwner(Protocol):
-    """What an adoption needs of the slot."""
-
-    def become_ready(self, cut: int, floor: int, log: DeltaLog) -> None:
-        """The slot goes on after step `cut`; its log holds the steps `floor + 1 .. cut`."""
-
-    def give_up(self) -> None:
-        """No holder that has caught up knows this slot."""
-
-
 class Adoption:
-    """Of one life of a slot; idle until it begins."""
+    """The adoption of one life of a slot; idle until it begins."""
 
-    def __init__(self, owner: AdoptingOwner, host: AdoptingHost, held: Holdings) -> None:
-        self.owner, self.host, self.held = owner, host, held
+    def __init__(self, slot: SlotContext, host: HostContext) -> None:
+        self.slot, self.host, self.held = slot, host, slot.held
         self.asked: list[Pending] = []
         self.begun = False
 
@@ -70,7 +49,7 @@ class Adoption:
                 if len(reports) == len(holders):
                     cut = choose_cut(reports.values())
                     if cut is None:
-                        self.owner.give_up()
+                        self.slot.give_up()
                     else:
                         self._cut(cut)
 
@@ -104,7 +83,7 @@ class Adoption:
         """Puts this slot's own log together: each holder has the deltas of the records it keeps parity of."""
         held = self.held
         if self._members(logs) < self._members(held.rule.holders):
-            self.owner.give_up()
+            self.slot.give_up()
             return
         floor = min(cut, max(log.floor for log in logs.values()))
         own = held.new_log(floor)
@@ -121,7 +100,7 @@ class Adoption:
             own.append(step, positions, deltas)
         self.asked = []
         logger.info("slot %d: serves, %d recent steps in its log", held.index, cut - floor)
-        self.owner.become_ready(cut, floor, own)
+        self.slot.become_ready(cut, floor, own)
 
     def _members(self, holders: Iterable[int]) -> set[int]:
         """As which members of their stripes this slot has records whose parities are on these holders."""

@@ -15,48 +15,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from torch_ecrec.codec import seals
-from torch_ecrec.durability.holdings import Holdings
-from torch_ecrec.durability.policy import AsksOnce, Looks, Reply
+from torch_ecrec.durability.context import HostContext, Reply, SlotContext
+from torch_ecrec.durability.scrubber import Scrubber
 from torch_ecrec.layout.stripes import StripeGroup
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.wire import Refused
 
 
-class ComparingHost(AsksOnce, Protocol):
-    """What a comparison needs of the process that hosts the slot."""
-
-    @property
-    def history(self) -> tuple[int, bool]:
-        """Changes whenever steps may have been taken back."""
-
-
-class ComparingOwner(Protocol):
-    """What a comparison needs of the slot."""
-
-    @property
-    def ready(self) -> bool:
-        """It serves."""
-
-    @property
-    def dead(self) -> bool:
-        """This life has been replaced."""
-
-    @property
-    def scrubber(self) -> Looks:
-        """Is told of parities that do not fit their stripes."""
-
-
 class Comparisons:
-    """Of one life of a slot, as a holder and as a source."""
+    """The comparisons of one life of a slot, as a holder and as a source."""
 
-    def __init__(self, owner: ComparingOwner, host: ComparingHost, held: Holdings) -> None:
-        self.owner, self.host, self.held = owner, host, held
+    def __init__(self, slot: SlotContext, host: HostContext, scrubber: Scrubber) -> None:
+        self.slot, self.host, self.scrubber, self.held = slot, host, scrubber, slot.held
 
     def begin(self, slab: int, first: int, end: int) -> None:
         """Asks for what is needed to compare the parities from `first` to `end`, which is not one of them."""
@@ -79,7 +54,7 @@ class Comparisons:
         answers: dict[int, wire.Seals] = {}
 
         def done(member: int, answer: wire.Seals | None) -> None:
-            if answer is None or self.owner.dead:
+            if answer is None or self.slot.dead:
                 return  # in the next round
             answers[member] = answer
             now = self.host.history, {source: rule.incarnations[source] for source in sources}
@@ -91,7 +66,7 @@ class Comparisons:
                 left_U[exists] ^= seals.times(coefficient, found.seals.numpy().view(np.uint32))
             wrong_M = positions_U[left_U != 0]
             if len(wrong_M):
-                self.owner.scrubber.on_mismatch(slab, wrong_M)
+                self.scrubber.on_mismatch(slab, wrong_M)
 
         for member, source in enumerate(sources):
             exists = layout.exists(base, member, group.rotations)
@@ -108,7 +83,7 @@ class Comparisons:
     def on_fetch(self, request: wire.FetchSeals, reply: Reply[wire.Seals]) -> None:
         """Seals of data records as of a step."""
         held, positions_U = self.held, request.positions.numpy()
-        if not held.sealed or not self.owner.ready or held.missing.lacks(request.slab, False, positions_U):
+        if not held.sealed or not self.slot.ready or held.missing.lacks(request.slab, False, positions_U):
             reply(Refused("seals are not kept, or records are missing"))
             return
         changes = held.data_changes(request.slab, positions_U, request.step)

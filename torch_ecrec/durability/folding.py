@@ -8,14 +8,15 @@ Shape legend: U records, M of them that changed, B record bytes; lists hold one 
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from torch_ecrec.codec.seals import SealsOf
-from torch_ecrec.durability.holdings import Change, Holdings, with_coefficient
-from torch_ecrec.durability.policy import Looks, Reply
+from torch_ecrec.durability.context import HostContext, Reply, SlotContext
+from torch_ecrec.durability.holdings import Change, with_coefficient
+from torch_ecrec.durability.scrubber import Scrubber
 from torch_ecrec.errors import MemoryDamaged
 from torch_ecrec.layout.stripes import StripeGroup
 from torch_ecrec.protocol import wire
@@ -24,31 +25,12 @@ from torch_ecrec.protocol.wire import Refused
 from torch_ecrec.records.delta_log import DeltaLog
 
 
-class FoldsHost(Protocol):
-    """What folds need of the process that hosts the slot."""
-
-    @property
-    def frozen(self) -> bool:
-        """The trainers were lost, and where they start again is not known yet."""
-
-
-class FoldsOwner(Protocol):
-    """What folds need of the slot."""
-
-    @property
-    def scrubber(self) -> Looks:
-        """Is told of damage."""
-
-    def check_rebuilt(self) -> None:
-        """More is caught up with."""
-
-
 class Folds:
     """Other slots' steps, as far as their parities are on this slot."""
 
-    def __init__(self, owner: FoldsOwner, host: FoldsHost, held: Holdings) -> None:
-        self.owner, self.host, self.held = owner, host, held
-        rule = held.rule
+    def __init__(self, slot: SlotContext, host: HostContext, scrubber: Scrubber) -> None:
+        self.slot, self.host, self.scrubber, self.held = slot, host, scrubber, slot.held
+        held, rule = self.held, self.held.rule
         self.runs = {source: [layout.runs(source, held.index) for layout in held.layouts] for source in rule.sources}
         self.logs = {source: self.new_log(source, 0) for source in rule.folded}
         self.early: dict[int, dict[int, tuple[wire.Fold, Reply[wire.Folded]]]] = {}
@@ -64,6 +46,12 @@ class Folds:
 
         return DeltaLog(len(slabs), floor, held.sealed, name_of, MemoryDamaged)
 
+    def take_over(self, floors: Mapping[int, int], attached: Mapping[int, int]) -> dict[int, DeltaLog]:
+        """Goes on as the folds of a life that has stopped: the logs, still empty, begin after these steps."""
+        self.logs = {source: self.new_log(source, floor) for source, floor in floors.items()}
+        self.attached = dict(attached)
+        return self.logs
+
     # folds ----------------------------------------------------------------------------------------
 
     def on_attach(self, request: wire.Attach, reply: Reply[wire.Attached]) -> None:
@@ -78,7 +66,7 @@ class Folds:
             self.logs[request.source] = self.new_log(request.source, request.base)
         self.attached[request.source] = max(request.source_incarnation, self.attached.get(request.source, 0))
         reply(wire.Attached(rule.folded[request.source]))
-        self.owner.check_rebuilt()
+        self.slot.check_rebuilt()
 
     def on_fold(self, request: wire.Fold, reply: Reply[wire.Folded]) -> None:
         rule, source = self.held.rule, request.source
@@ -92,7 +80,7 @@ class Folds:
             while (turn := self.early.get(source, {}).pop(rule.folded[source] + 1, None)) is not None:
                 self._fold(turn[0])
                 turn[1](wire.Folded(turn[0].step))
-            self.owner.check_rebuilt()
+            self.slot.check_rebuilt()
         elif verdict is FoldVerdict.DUPLICATE:
             reply(wire.Folded(rule.folded[source]))
         elif verdict is FoldVerdict.EARLY:
@@ -196,7 +184,7 @@ class Folds:
             try:
                 log.check(step)
             except MemoryDamaged as damage:  # nobody needs it at once: the new host goes back less far
-                self.owner.scrubber.on_log(f"{damage}; the log of slot {lost} begins after step {step} now")
+                self.scrubber.on_log(f"{damage}; the log of slot {lost} begins after step {step} now")
                 log.forget(step)
                 steps = steps[steps.index(step) + 1 :]
                 break

@@ -17,6 +17,7 @@ from torch_ecrec.codec.linear import LinearCode
 from torch_ecrec.errors import MemoryDamaged
 from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.protocol.step_rule import StepRule
+from torch_ecrec.protocol.wire import Handed
 from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.records.shard import Shard
 from torch_ecrec.spec.job import JobSpec
@@ -192,6 +193,21 @@ class Holdings:
                         initial.of(stripes * layout.k + member),
                         np.full(len(stripes), coefficient, dtype=np.uint8),
                     )
+
+    def go_on(self, log: DeltaLog) -> None:
+        """The slot, which was lost, goes on after the last step of this log of its own."""
+        self.log = log
+
+    def take_over(self, before: Handed, floor: int) -> None:
+        """The slot goes on as a life that has stopped; its log is still to be filled.
+
+        Args:
+            before: what that life handed over; its records are here already.
+            floor: the step that the log begins after.
+        """
+        self.missing = Missing(self.shards, True)
+        self.log = self.new_log(floor)
+        self.rule.take_over(before, floor)
 
     def new_log(self, floor: int = 0) -> DeltaLog:
         """An empty log of the slot's own deltas, after a step."""

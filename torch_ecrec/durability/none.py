@@ -2,42 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from torch_ecrec.durability.holdings import Holdings
-from torch_ecrec.durability.policy import Owner, PeerRequest, Peers, Reply
+from torch_ecrec.durability.context import HostContext, Reply, SlotContext
+from torch_ecrec.durability.policy import Durability, Kept, PeerRequest
+from torch_ecrec.durability.scrubber import Scrubber
 from torch_ecrec.protocol.wire import Answer, Refused
 from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.spec.settings import Settings
 
 
-class Unprotected:
+class Unprotected(Durability):
     """The `Durability` of a slot without protection."""
 
-    def __init__(self, owner: Owner, peers: Peers, held: Holdings, settings: Settings) -> None:
-        self.owner, self.held = owner, held
+    def __init__(self, slot: SlotContext, host: HostContext, scrubber: Scrubber, settings: Settings) -> None:
+        self.slot, self.held = slot, slot.held
 
     @property
     def caught_up(self) -> bool:
         return True
 
-    @property
-    def log_bytes(self) -> int:
-        return 0
-
-    def steps_kept(self) -> dict[str, int]:
-        return {}
+    def kept(self) -> Kept:
+        return Kept()
 
     def on_applied(self, step: int) -> None:
-        self.owner.on_settled(self.held.rule.settled)
+        self.slot.on_settled(self.held.rule.settled)
 
     def adopt(self) -> None:
         """Nobody knows anything of a lost slot; the coordinator stops the cluster when one is lost."""
+
+    def take_over(self, floors: Mapping[int, int], attached: Mapping[int, int]) -> Mapping[int, DeltaLog]:
+        if floors:
+            raise LookupError(f"slot {self.held.index} keeps nothing of slots {[*floors]}: there is no protection")
+        return {}
 
     def connect(self) -> None:
         pass
 
     def restore(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def go_back(self, step: int) -> None:
         pass
 
     def is_missing(self, positions: list[np.ndarray]) -> bool:
@@ -48,27 +58,6 @@ class Unprotected:
 
     def compare(self, slab: int, first: int, end: int) -> None:
         """There are no parities."""
-
-    def freeze(self) -> None:
-        pass
-
-    def go_back(self, step: int) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
-
-    def folds_kept(self) -> tuple[dict[int, DeltaLog], dict[int, int]]:
-        return {}, {}
-
-    def new_fold_log(self, source: int, floor: int) -> DeltaLog:
-        raise LookupError(f"slot {self.held.index} keeps nothing of slot {source}: there is no protection")
-
-    def take_over(self, logs: dict[int, DeltaLog], attached: dict[int, int]) -> None:
-        pass
-
-    def die(self) -> None:
-        pass
 
     def meet(self, slot: int, incarnation: int) -> None:
         self.held.rule.learn(slot, incarnation, self.held.log.floor)

@@ -10,6 +10,7 @@ Shape legend: U records, M of them that changed, B record bytes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import assert_never
 
 import numpy as np
@@ -17,10 +18,12 @@ import torch
 
 from torch_ecrec.durability.adoption import Adoption
 from torch_ecrec.durability.comparing import Comparisons
+from torch_ecrec.durability.context import HostContext, Reply, SlotContext
 from torch_ecrec.durability.folding import Folds
-from torch_ecrec.durability.holdings import Change, Holdings
-from torch_ecrec.durability.policy import Owner, PeerRequest, Peers, Reply
+from torch_ecrec.durability.holdings import Change
+from torch_ecrec.durability.policy import Durability, Kept, PeerRequest
 from torch_ecrec.durability.rebuild import Rebuild
+from torch_ecrec.durability.scrubber import Scrubber
 from torch_ecrec.durability.streams import FoldStream
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.waits import Round
@@ -29,19 +32,20 @@ from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.spec.settings import Settings
 
 
-class Parity:
+class Parity(Durability):
     """The `Durability` of a slot whose records are protected by parities on other slots."""
 
-    def __init__(self, owner: Owner, peers: Peers, held: Holdings, settings: Settings) -> None:
-        self.owner, self.peers, self.held = owner, peers, held
+    def __init__(self, slot: SlotContext, host: HostContext, scrubber: Scrubber, settings: Settings) -> None:
+        self.slot, self.host, self.scrubber, self.held = slot, host, scrubber, slot.held
         self.streams = {
-            holder: FoldStream(held, peers, holder, owner.ready, self._on_folded) for holder in held.rule.holders
+            holder: FoldStream(self.held, host, holder, slot.ready, self._on_folded)
+            for holder in self.held.rule.holders
         }
         self._rounds: dict[int, Round] = {}  # of steps that not all holders have folded
-        self.folds = Folds(owner, peers, held)
-        self.adoption = Adoption(owner, peers, held)
-        self.comparisons = Comparisons(owner, peers, held)
-        self.rebuild = Rebuild(owner, peers, held, self.folds, settings)
+        self.folds = Folds(slot, host, scrubber)
+        self.adoption = Adoption(slot, host)
+        self.comparisons = Comparisons(slot, host, scrubber)
+        self.rebuild = Rebuild(slot, host, scrubber, self.folds, settings)
 
     @property
     def caught_up(self) -> bool:
@@ -49,46 +53,43 @@ class Parity:
         rule = self.held.rule
         return all(rule.is_caught_up(source) for source in rule.sources)
 
-    @property
-    def log_bytes(self) -> int:
-        return sum(log.bytes for log in self.folds.logs.values())
-
-    def steps_kept(self) -> dict[str, int]:
-        return {
-            "fold log": max((log.last - log.floor for log in self.folds.logs.values()), default=0),
-            "early folds": max((len(early) for early in self.folds.early.values()), default=0),
-        }
+    def kept(self) -> Kept:
+        folds = self.folds
+        return Kept(folds.logs, folds.attached, max(map(len, folds.early.values()), default=0))
 
     # the slot's own steps -------------------------------------------------------------------------
 
     def on_applied(self, step: int) -> None:
-        self._rounds[step] = self.peers.waits.begin(self.streams)
+        self._rounds[step] = self.host.waits.begin(self.streams)
         for stream in self.streams.values():
             stream.pump()
-        self.owner.on_settled(self.held.rule.settled)
+        self.slot.on_settled(self.held.rule.settled)
 
     def _on_folded(self, holder: int, before: int, through: int) -> None:
         settled = self.held.rule.settled
         for step in range(before + 1, through + 1):
             if (one := self._rounds.get(step)) is not None:
-                self.peers.waits.answered(one, holder)
+                self.host.waits.answered(one, holder)
                 if step <= settled:
                     del self._rounds[step]
-        self.owner.on_settled(settled)
+        self.slot.on_settled(settled)
 
     def _stop_streams(self) -> None:
         for stream in self.streams.values():
             stream.stop()
         while self._rounds:
-            self.peers.waits.end(self._rounds.popitem()[1])
+            self.host.waits.end(self._rounds.popitem()[1])
 
     # the slot's life ------------------------------------------------------------------------------
 
     def adopt(self) -> None:
         self.adoption.begin()
 
+    def take_over(self, floors: Mapping[int, int], attached: Mapping[int, int]) -> Mapping[int, DeltaLog]:
+        return self.folds.take_over(floors, attached)
+
     def connect(self) -> None:
-        if not self.peers.frozen:
+        if not self.host.frozen:
             for stream in self.streams.values():
                 stream.attach()
 
@@ -103,35 +104,20 @@ class Parity:
         return ""
 
     def compare(self, slab: int, first: int, end: int) -> None:
-        if not self.peers.frozen:
+        if not self.host.frozen:
             self.comparisons.begin(slab, first, end)
 
-    def freeze(self) -> None:
-        """Nothing is sent any more, and what waits for its turn will not get it: those steps may be taken back."""
-        if self.adoption.begun and not self.owner.ready and not self.owner.hopeless:
+    def stop(self) -> None:
+        """What waits for its turn will not get it: those steps may be taken back."""
+        if self.slot.dead:
+            self.adoption.cancel()
+        elif self.adoption.begun and not self.slot.ready and not self.slot.hopeless:
             self.adopt()
         self._stop_streams()
         self.folds.drop_all_early()
 
     def go_back(self, step: int) -> None:
         self.folds.undo_all_after(step)
-
-    def stop(self) -> None:
-        self._stop_streams()
-        self.folds.drop_all_early()
-
-    def folds_kept(self) -> tuple[dict[int, DeltaLog], dict[int, int]]:
-        return self.folds.logs, self.folds.attached
-
-    def new_fold_log(self, source: int, floor: int) -> DeltaLog:
-        return self.folds.new_log(source, floor)
-
-    def take_over(self, logs: dict[int, DeltaLog], attached: dict[int, int]) -> None:
-        self.folds.logs, self.folds.attached = dict(logs), dict(attached)
-
-    def die(self) -> None:
-        self.stop()
-        self.adoption.cancel()
 
     # other slots ----------------------------------------------------------------------------------
 
@@ -142,7 +128,7 @@ class Parity:
         self.folds.drop_early(slot)
         if slot in self.streams:
             self.streams[slot].stop()
-            if self.owner.ready and not self.peers.frozen:
+            if self.slot.ready and not self.host.frozen:
                 self.streams[slot].attach()
 
     def meet_anew(self, slot: int, incarnation: int) -> bool:
@@ -184,13 +170,13 @@ class Parity:
         """Records of one member of some stripes (all with the same base) as of given steps."""
         held, positions = self.held, request.positions.numpy()
         slab, is_parity = request.slab, request.parity
-        if self.owner.ready:
-            self.owner.scrubber.look(slab, is_parity, positions)
+        if self.slot.ready:
+            self.scrubber.look(slab, is_parity, positions)
             damaged = held.missing.damaged.get((slab, is_parity))
             if damaged and (places := [i for i, at in enumerate(positions.tolist()) if at in damaged]):
                 reply(wire.Damaged(torch.tensor(places, dtype=torch.int64, device="cpu")))
                 return
-        if not self.owner.ready or held.missing.lacks(slab, is_parity, positions):
+        if not self.slot.ready or held.missing.lacks(slab, is_parity, positions):
             reply(Refused("not rebuilt yet"))
             return
         changes: list[Change] | None

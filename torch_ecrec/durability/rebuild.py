@@ -19,14 +19,14 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
 
+from torch_ecrec.durability.context import HostContext, SlotContext
 from torch_ecrec.durability.folding import Folds
-from torch_ecrec.durability.holdings import Change, Holdings
-from torch_ecrec.durability.policy import AsksOnce, Looks
+from torch_ecrec.durability.holdings import Change
+from torch_ecrec.durability.scrubber import Scrubber
 from torch_ecrec.layout import repair
 from torch_ecrec.layout.stripes import StripeGroup
 from torch_ecrec.protocol import wire
@@ -39,54 +39,21 @@ PORTIONS_AT_ONCE = 3  # so that a new host and those it reads from work at the s
 NOBODY, REPAIRED, AWAITED = range(3)  # of a missing record: whether its repair is under way, and a request waits for it
 
 
-class RebuildHost(AsksOnce, Protocol):
-    """What a rebuild needs of the process that hosts the slot."""
-
-    @property
-    def history(self) -> tuple[int, bool]:
-        """Changes whenever steps may have been taken back: what was read before then counts for nothing."""
-
-    def unhealthy_slots(self) -> list[int]:
-        """Slots that are lost, or not rebuilt yet."""
-
-    def emit(self, effect: Callable[[], None]) -> None:
-        """Runs `effect` after the node's lock is released."""
-
-
-class RebuildOwner(Protocol):
-    """What a rebuild needs of the slot."""
-
-    @property
-    def dead(self) -> bool:
-        """This life has been replaced."""
-
-    @property
-    def scrubber(self) -> Looks:
-        """Looks for damage."""
-
-    def progress(self) -> None:
-        """Records are there again that somebody waits for."""
-
-    def check_rebuilt(self) -> None:
-        """Less is missing than before."""
-
-
 class Rebuild:
     """The repair of what is missing of a slot.
 
     Args:
-        owner: the slot.
+        slot: which; `slot.held.missing` says what is missing.
         host: the process that hosts it.
-        held: of the slot; `held.missing` says what is missing.
-        folds: of the slot.
+        scrubber: of the slot, as `folds`.
         settings: chunk size and limit of the background rebuild.
     """
 
     def __init__(
-        self, owner: RebuildOwner, host: RebuildHost, held: Holdings, folds: Folds, settings: Settings
+        self, slot: SlotContext, host: HostContext, scrubber: Scrubber, folds: Folds, settings: Settings
     ) -> None:
-        self.owner, self.host, self.held, self.folds, self.settings = owner, host, held, folds, settings
-        self.missing = held.missing
+        self.slot, self.host, self.scrubber, self.folds, self.settings = slot, host, scrubber, folds, settings
+        self.held, self.missing = slot.held, slot.held.missing
         self.state: dict[tuple[int, bool], np.ndarray] = {}  # per position; it counts only where something is missing
         self.portions: deque[tuple[int, bool, int, int]] = deque()
         self.begin_anew()
@@ -154,9 +121,9 @@ class Rebuild:
     def _next_portions(self) -> None:
         """Starts as many portions as may be under way, no faster than the limit allows."""
         rate = self.settings.rebuild_bytes_per_s
-        while not self.owner.dead and not self.pausing and self.portions_under_way < PORTIONS_AT_ONCE:
+        while not self.slot.dead and not self.pausing and self.portions_under_way < PORTIONS_AT_ONCE:
             if not self._start_portion():
-                self.owner.check_rebuilt()
+                self.slot.check_rebuilt()
                 return
             if rate:
                 self.pausing = True
@@ -187,6 +154,10 @@ class Rebuild:
         self.portions_under_way -= 1
         self._next_portions()
 
+    def on_read(self, count: int) -> None:
+        """So many bytes are read for a repair."""
+        self.unpaid_bytes += count
+
     def on_installed(self, slab: int, parity: bool, positions: np.ndarray, count: int) -> None:
         """None of these is missing any more; `count` of them were."""
         state = self.state[slab, parity]
@@ -194,10 +165,10 @@ class Rebuild:
         state[positions] = NOBODY
         mended = self.missing.on_installed(slab, parity, positions, count)
         if mended:
-            self.owner.scrubber.on_mended(mended)
+            self.scrubber.on_mended(mended)
         if is_awaited or self.missing.remaining == 0:
-            self.owner.progress()
-        self.owner.check_rebuilt()
+            self.slot.progress()
+        self.slot.check_rebuilt()
 
 
 class _Repair:
@@ -212,7 +183,7 @@ class _Repair:
         group: StripeGroup,
         then: Callable[[], None] | None = None,
     ) -> None:
-        self.rebuild, self.owner, self.host, self.held = rebuild, rebuild.owner, rebuild.host, rebuild.held
+        self.rebuild, self.slot, self.host, self.held = rebuild, rebuild.slot, rebuild.host, rebuild.held
         self.slab, self.parity = slab, parity
         self.positions, self.group, self.then = positions, group, then
         self.layout = self.held.layouts[slab]
@@ -223,13 +194,13 @@ class _Repair:
         self.begin()
 
     def begin(self) -> None:
-        if self.owner.dead:
+        if self.slot.dead:
             return
         self.attempt += 1
         host, base = self.host, self.group.base
         doubtful = {*host.unhealthy_slots(), *(int(self.layout.member_slot[base, member]) for member in self.damaged)}
         self.plan = repair.plan_repair(self.layout, base, self.group.member, doubtful)
-        self.rebuild.unpaid_bytes += self.plan.read_bytes(len(self.positions), self.width)
+        self.rebuild.on_read(self.plan.read_bytes(len(self.positions), self.width))
         self.folded: dict[int, wire.VersionsAre] = {}
         self.records: dict[int, wire.Records] = {}
         if not self.plan.parities:
@@ -242,7 +213,7 @@ class _Repair:
         attempt, history = self.attempt, self.host.history
 
         def done(answer: A | None) -> None:
-            if attempt != self.attempt or self.owner.dead:
+            if attempt != self.attempt or self.slot.dead:
                 return
             if answer is None or history != self.host.history:
                 self._again()
@@ -273,7 +244,7 @@ class _Repair:
         still = self.held.missing.of(self.slab, self.parity)[self.positions]
         if (gone & still).any():
             self.attempt += 1
-            self.owner.scrubber.on_beyond(self.slab, self.parity, self.positions[gone & still])
+            self.rebuild.scrubber.on_beyond(self.slab, self.parity, self.positions[gone & still])
         else:
             self._again()
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from torch_ecrec.durability.context import HostContext, Pending
 from torch_ecrec.durability.holdings import Holdings
-from torch_ecrec.durability.policy import Asks, Pending
 from torch_ecrec.protocol import wire
 
 
@@ -26,16 +26,16 @@ class FoldStream:
 
     Args:
         held: of the slot.
-        peers: reaches the holder.
+        host: reaches the holder.
         holder: which slot.
         attached: true at the start of a job, when both know all there is.
         folded: called with the holder, and the last steps that it had folded before and has now, whenever it says so.
     """
 
     def __init__(
-        self, held: Holdings, peers: Asks, holder: int, attached: bool, folded: Callable[[int, int, int], None]
+        self, held: Holdings, host: HostContext, holder: int, attached: bool, folded: Callable[[int, int, int], None]
     ) -> None:
-        self.held, self.peers, self.holder, self.attached, self.folded = held, peers, holder, attached, folded
+        self.held, self.host, self.holder, self.attached, self.folded = held, host, holder, attached, folded
         self.sent = 0
         self.under_way: dict[int, Pending] = {}
         self.attaching: Pending | None = None
@@ -65,7 +65,7 @@ class FoldStream:
             self._on_folded(incarnation, answer.folded)
             self.pump()
 
-        self.attaching = self.peers.ask(self.holder, make, done, bound_to=incarnation)
+        self.attaching = self.host.ask(self.holder, make, done, bound_to=incarnation)
 
     def pump(self) -> None:
         """Sends every applied step that the holder was not sent yet."""
@@ -84,7 +84,7 @@ class FoldStream:
         def done(answer: wire.Folded) -> None:
             self._on_folded(incarnation, answer.step)
 
-        self.under_way[step] = self.peers.ask(self.holder, lambda _: fold, done, bound_to=incarnation)
+        self.under_way[step] = self.host.ask(self.holder, lambda _: fold, done, bound_to=incarnation)
 
     def _part(self, step: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The deltas of a step whose parities the holder has: views of the log."""

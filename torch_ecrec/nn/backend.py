@@ -18,6 +18,8 @@ from torch_ecrec.spec.job import JobSpec
 class EmbeddingBackend(Protocol):
     """What the sharded modules need from the servers: one blocking object per trainer.
 
+    `client/session.py:Session` is one, `recorder.py:Recorded` one that notes what is done with it.
+
     Rows are slab rows, int64 on the CPU and unique; lists hold one tensor per slab of `job.slabs`. `arrange` says in
     which order they cost least.
     """

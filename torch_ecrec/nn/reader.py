@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object with a state, as in `torch.distributed.checkpoint.stateful`."""
+    """As in `torch.distributed.checkpoint.stateful`: readers, schedulers and whatever else of users is kept."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

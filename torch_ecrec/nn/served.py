@@ -130,7 +130,7 @@ class ServedModule(
         self.columns.on_changed = self._arrange
         self._state = TablesState(step, self._tables, folder_of(module), self.columns)
         self._optimizer = ServerOptimizer(self._state)
-        step.optimizers.append(self._optimizer)
+        step.optimizers.append((self._optimizer.slabs, self._optimizer))
         self._parameters_of_tables = {
             self._state.key_of(table.name): TableParameter(
                 table.name, table.rows, table.dim, table.dtype, weight_of(module, table.name).requires_grad

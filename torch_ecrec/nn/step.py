@@ -18,11 +18,12 @@ import math
 import weakref
 import zlib
 from collections.abc import Callable, Sequence, Set
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 from torchrec.distributed.comm_ops import get_gradient_division
 
 from torch_ecrec.compat import backward_pass, queue_callback
@@ -30,26 +31,10 @@ from torch_ecrec.errors import NonFiniteGradient
 from torch_ecrec.layout.routing import Parts
 from torch_ecrec.nn.backend import EmbeddingBackend
 from torch_ecrec.nn.shares import Shares
+from torch_ecrec.nn.slices import Table
 from torch_ecrec.runtime.checks import plain, shown
 
 NAN_GRADIENTS = ("raise", "pass")
-
-
-class LearningRates(Protocol):
-    """The optimizer of some tables, as far as a step needs it: group i has the learning rate of `slabs[i]`."""
-
-    slabs: list[int]
-
-    @property
-    def param_groups(self) -> Sequence[Any]:
-        """Groups as in `torch.optim`, each with an `lr`."""
-
-
-class Named(Protocol):
-    """A table, as far as it is told of."""
-
-    @property
-    def job_name(self) -> str: ...
 
 
 class Ticket:
@@ -90,8 +75,8 @@ class SparseStep:
         self.closing = False  # this trainer leaves, others perhaps do not: nothing is done together any more
         self.elsewhere: list[str] = []  # what TorchRec steps in the backward, whatever is refused here
         self.form = "sharded"  # of tables in the state dict that is being made; see `TablesState.read`
-        self.optimizers: list[LearningRates] = []
-        self.frozen: list[Callable[[], Sequence[Named]]] = []  # tables that are looked up and not stepped
+        self.optimizers: list[tuple[Sequence[int], Optimizer]] = []  # group i has the learning rate of slab i of these
+        self.frozen: list[Callable[[], Sequence[Table]]] = []  # tables that are looked up and not stepped
         self.on_pushed: list[Callable[[], None]] = []  # called when the rows of the next step may be asked for
         self._group = group
         self._refuses_nan = nan_gradients == "raise"
@@ -358,8 +343,8 @@ class SparseStep:
             ValueError: tables that share one have several, it is not finite, or another hyperparameter was changed.
         """
         rates: dict[int, float] = {}
-        for optimizer in self.optimizers:
-            for slab, group in zip(optimizer.slabs, optimizer.param_groups, strict=True):
+        for slabs, optimizer in self.optimizers:
+            for slab, group in zip(slabs, optimizer.param_groups, strict=True):
                 for name, value in self.session.job.slabs[slab].optimizer.fixed:
                     if plain(group.get(name, value)) != value:
                         raise ValueError(

@@ -41,7 +41,7 @@ def with_own_path(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Child(Protocol):
-    """A process that this one has had started: what is used of `subprocess.Popen`."""
+    """A process that this one has had started: a `subprocess.Popen`, or `fork_server.py:Forked`."""
 
     @property
     def pid(self) -> int:

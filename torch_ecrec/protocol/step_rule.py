@@ -22,18 +22,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
-
-class Standing(Protocol):
-    """Where a life of a slot stood when it stopped: as the fields of `StepRule`."""
-
-    applied: int
-    acknowledged: int
-    incarnations: list[int]  # by slot
-    folded: dict[int, int]
-    catch_up: dict[int, int]
-    resumable: dict[int, int]
+from torch_ecrec.protocol.wire import Handed
 
 
 class FoldVerdict(enum.Enum):
@@ -107,7 +97,7 @@ class StepRule:
         self.applied = self.acknowledged = cut
         self.confirmed = dict.fromkeys(self.holders, floor)
 
-    def take_over(self, before: Standing, floor: int) -> None:
+    def take_over(self, before: Handed, floor: int) -> None:
         """Goes on as the life before, which has stopped; holders are known to have what is before its log [12]."""
         self.applied, self.acknowledged = before.applied, before.acknowledged
         self.folded, self.catch_up, self.resumable = {**before.folded}, {**before.catch_up}, {**before.resumable}

@@ -9,12 +9,11 @@ Shape legend: U records, B record bytes; lists hold one array per slab.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from torch_ecrec.codec.seals import SealsOf
-from torch_ecrec.durability.holdings import Holdings
+from torch_ecrec.durability.context import SlotContext
 from torch_ecrec.protocol import wire
 from torch_ecrec.records import merge
 from torch_ecrec.records.shard import SealedDeltas
@@ -24,22 +23,15 @@ Changed = tuple[list[np.ndarray], list[np.ndarray], list[SealsOf | None]]
 """By a step, per slab: (U,) positions, (U, B) deltas, and (U,) seals of these, where they are kept."""
 
 
-class IsMissing(Protocol):
-    """Whether any of some data records, (U,) int64 positions of each slab, is missing; with `looked`, or damaged."""
-
-    def __call__(self, positions: list[np.ndarray], looked: bool = False) -> bool: ...
-
-
 class Applier:
     """Applies steps to the records of one slot.
 
     Args:
-        held: of the slot.
-        is_missing: see above.
+        slot: which; it says which records are missing.
     """
 
-    def __init__(self, held: Holdings, is_missing: IsMissing) -> None:
-        self.held, self.is_missing = held, is_missing
+    def __init__(self, slot: SlotContext) -> None:
+        self.slot, self.held = slot, slot.held
         self._merged: tuple[int, list[merge.Merged]] | None = None  # of a step that waits for records
 
     def forget(self) -> None:
@@ -57,7 +49,7 @@ class Applier:
             self._merged = (step, self._merge(pushes))
         merged = self._merged[1]
         positions, changes = [part.positions for part in merged], []
-        if self.is_missing(positions):
+        if self.slot.is_missing(positions):
             return None
         held, iteration = self.held, pushes[0].iteration
         for slab, shard, rate, part in zip(held.job.slabs, held.shards, pushes[0].rates, merged, strict=True):
@@ -76,7 +68,7 @@ class Applier:
         for slab in range(len(held.shards)):
             mine = [load.positions.numpy() for load in loads if load.slab == slab]
             positions.append(_union(mine))
-        if self.is_missing(positions, looked=True):  # what is written over would hide it, and its parity keep it
+        if self.slot.is_missing(positions, looked=True):  # what is written over would hide it, and its parity keep it
             return None
         changes = []
         for slab, (positions_U, shard) in enumerate(zip(positions, held.shards, strict=True)):

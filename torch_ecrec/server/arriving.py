@@ -14,17 +14,18 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from torch_ecrec.durability.holdings import Holdings, Missing
-from torch_ecrec.durability.policy import Asks, Pending
+from torch_ecrec.durability.context import Pending
+from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.layout import repair
 from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.pieces import Gathering, Key, Part
 from torch_ecrec.records.positions import Positions
+from torch_ecrec.server.process import ServerProcess
 from torch_ecrec.spec.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -32,23 +33,6 @@ logger = logging.getLogger(__name__)
 PORTIONS_AT_ONCE = 2  # so that both sides work at the same time
 LITTLE_BYTES = 1 << 20  # of records that have changed: the rest is had at once
 TURNS_MOST = 8  # after which it is had at once in any case: what changes, changes as fast as it is copied
-
-
-class ArrivalHost(Asks, Protocol):
-    """What an arrival needs of the process."""
-
-    @property
-    def era(self) -> int:
-        """Which life of the trainers it is."""
-
-    def emit(self, effect: Callable[[], None]) -> None:
-        """Runs `effect` after the node's lock is released."""
-
-    def later(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Runs `action` after so many seconds."""
-
-    def tell(self, word: messages.OfMember) -> None:
-        """Sends `message` to the coordinator."""
 
 
 class Arrival:
@@ -61,7 +45,7 @@ class Arrival:
         settings: of the process; its limit of moves counts for the first time that all is read.
     """
 
-    def __init__(self, host: ArrivalHost, held: Holdings, word: messages.Move, settings: Settings) -> None:
+    def __init__(self, host: ServerProcess, held: Holdings, word: messages.Move, settings: Settings) -> None:
         self.host, self.held, self.word, self.settings = host, held, word, settings
         self.handed: wire.Handed | None = None
         self.snapshots: dict[Key, Part] = {}
@@ -210,8 +194,5 @@ class Arrival:
         """The slot is here from now on: what its next life has, at the step where the one before has stopped."""
         handed, held = self.handed, self.held
         assert handed is not None and self.arrived
-        held.missing = Missing(held.shards, True)
-        floor = handed.floors[0]
-        held.log = held.new_log(floor)
-        held.rule.take_over(handed, floor)
+        held.take_over(handed, handed.floors[0])
         return held

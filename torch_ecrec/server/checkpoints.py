@@ -18,113 +18,51 @@ A prioritised save (`coordinator/saving.py`) is captured in the same way: of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from torch_ecrec.durability.holdings import Holdings
-from torch_ecrec.durability.policy import Looks
+from torch_ecrec.durability.context import Pending, SlotContext
+from torch_ecrec.durability.scrubber import Scrubber
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.bounds import TEXT_MOST
 from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.records.positions import Bytes, Positions
-from torch_ecrec.server.capture import Capture, Marks, Portion, all_marked, mark_changed_, none_marked
+from torch_ecrec.server.capture import Capture, Marks, all_marked, mark_changed_, none_marked
+from torch_ecrec.server.process import ServerProcess
 from torch_ecrec.server.saving import SlotSavers
 from torch_ecrec.server.snapshots import SnapshotStore
-from torch_ecrec.spec.job import SlabSpec
 
 PINNED_STEPS = 32  # for which the log keeps a step that a checkpoint is due after, if nobody asks for it
 
 
-class Writing(Protocol):
-    """Portions on their way out."""
-
-    def cancel(self) -> None:
-        """Stops; nothing is said any more."""
-
-
-class Scribe(Protocol):
-    """Writes parts of checkpoints, beside the protocol: what it is given to call, it calls inside `Node.run`."""
-
-    def write(
-        self,
-        order: messages.Capture,
-        slot: int,
-        slabs: Sequence[SlabSpec],
-        next_portion: Callable[[int], Portion | None],
-        dense: Sequence[tuple[Key, Part]],
-        done: Callable[[dict[str, Any]], None],
-        failed: Callable[[str], None],
-    ) -> Writing:
-        """Begins to write one slot's part.
-
-        Args:
-            order: where, how fast, and in which form.
-            slot: whose.
-            slabs: of the job: what records look like, whose they are.
-            next_portion: gives the next records, of at most so many bytes; None at their end.
-            dense: parts of the dense model that go with it.
-            done: gets what the manifest has to say of the part, once it is durable.
-            failed: gets the reason, for people.
-        """
-
-
-class CheckpointHost(Protocol):
-    """What this needs of the process that hosts the slot."""
-
-    @property
-    def scribe(self) -> Scribe | None:
-        """None: this process writes no checkpoints."""
-
-    @property
-    def checkpointing(self) -> messages.Checkpointing:
-        """What the coordinator wants."""
-
-
-class CheckpointedSlot(Protocol):
-    """What this needs of its slot."""
-
-    @property
-    def whole(self) -> bool:
-        """It serves, and nothing is missing."""
-
-    @property
-    def scrubber(self) -> Looks:
-        """Looks for damage; tells `on_damage` of it."""
-
-    @property
-    def life(self) -> tuple[int, int]:
-        """Its index and incarnation: how each message about it begins."""
-
-    def tell(self, word: messages.OfMember) -> None:
-        """Tells the coordinator something of this incarnation."""
-
-
 class SlotCheckpoints:
-    """Of one life of a slot.
+    """The part of one life of a slot in checkpoints.
 
     Args:
-        slot, host: see above.
-        held, snapshots: of the slot.
+        slot: which.
+        host: the process that hosts it; says what the coordinator wants, and has the scribe.
+        snapshots: of the slot.
+        scrubber: of the slot; tells `on_damage` of damage.
         memory_bytes: a capture that keeps more, since steps change records faster than it is written, is given up.
     """
 
     def __init__(
         self,
-        slot: CheckpointedSlot,
-        host: CheckpointHost,
-        held: Holdings,
+        slot: SlotContext,
+        host: ServerProcess,
         snapshots: SnapshotStore,
+        scrubber: Scrubber,
         memory_bytes: int,
     ) -> None:
-        self._slot, self._host, self._held, self._snapshots = slot, host, held, snapshots
-        self._memory_bytes = memory_bytes
+        self._slot, self._host, self._held = slot, host, slot.held
+        self._snapshots, self._scrubber, self._memory_bytes = snapshots, scrubber, memory_bytes
         self._pinned: int | None = None  # the log goes back to there
         self._pinned_at = 0  # what was applied then
         self._surveyed = 0  # the checkpoint that is being prepared, or written
         self._capture: Capture | None = None
-        self._writing: Writing | None = None
+        self._writing: Pending | None = None
         self._marks: Marks | None = None  # what has changed since `_since`
         self._since = ""  # a checkpoint that counts; "": there is none
         self._said: messages.OfCheckpoint | None = None  # of the checkpoint that is under way, last
@@ -320,7 +258,7 @@ class SlotCheckpoints:
 
     def _on_broken(self, slab: int, positions_U: Positions) -> None:
         """What the capture gave of these records does not fit their seals: as it was kept, or as they are."""
-        self._slot.scrubber.look(slab, False, positions_U)
+        self._scrubber.look(slab, False, positions_U)
         if self._capture is not None:  # they are whole: nobody was told
             name = self._held.name_of(self._held.index, slab, int(positions_U[0]))
             self._give_up(f"{name} was damaged in memory where it was kept for it; the next checkpoint has it")

@@ -15,65 +15,37 @@ Nothing of a slot is lost by this, nothing is decoded, and no holder has to catc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from torch_ecrec.durability.holdings import Holdings
-from torch_ecrec.durability.policy import Durability, Looks, Reply
+from torch_ecrec.durability.context import Reply, SlotContext
+from torch_ecrec.durability.policy import Durability
+from torch_ecrec.durability.scrubber import Scrubber
 from torch_ecrec.protocol import wire
-from torch_ecrec.protocol.messages import Placement
 from torch_ecrec.protocol.wire import Refused
 from torch_ecrec.records.positions import Positions
 from torch_ecrec.records.touched import Touched
 from torch_ecrec.server.arriving import Arrival
+from torch_ecrec.server.process import ServerProcess
 from torch_ecrec.server.snapshots import SnapshotStore
 
 MoveRequest = wire.FetchChanged | wire.Copy | wire.HandOver
 
 
-class HandingHost(Protocol):
-    """What this needs of the process that hosts the slot."""
-
-    @property
-    def frozen(self) -> bool:
-        """The trainers were lost, and where they start again is not known yet."""
-
-    @property
-    def placement(self) -> Placement | None:
-        """Where every slot lives."""
-
-
-class HandedSlot(Protocol):
-    """What this needs of its slot."""
-
-    ready: bool
-    reported: bool
-    going_back_to: int | None
-    not_trained: int | None
-    snapshots: SnapshotStore
-    durability: Durability
-
-    @property
-    def whole(self) -> bool:
-        """It serves, and nothing is missing."""
-
-    @property
-    def scrubber(self) -> Looks:
-        """Looks for damage."""
-
-    def known_incarnations(self) -> list[int]:
-        """Of every slot, the life that this one listens to."""
-
-    def progress(self) -> None:
-        """Something changed: what waits is tried again."""
-
-
 class Handing:
-    """Of one life of a slot; idle while nobody copies it."""
+    """Gives one life of a slot to another server; idle while nobody copies it."""
 
-    def __init__(self, slot: HandedSlot, host: HandingHost, held: Holdings) -> None:
-        self.slot, self.host, self.held = slot, host, held
+    def __init__(
+        self,
+        slot: SlotContext,
+        host: ServerProcess,
+        scrubber: Scrubber,
+        durability: Durability,
+        snapshots: SnapshotStore,
+    ) -> None:
+        self.slot, self.host, self.held = slot, host, slot.held
+        self.scrubber, self.durability, self.snapshots = scrubber, durability, snapshots
         self.stopped = False
         self._turn = -1
         self._changed = wire.Changed([], [])  # the answer of that turn
@@ -85,7 +57,7 @@ class Handing:
             shard.touched = None
         if self.stopped:
             self.stopped = False
-            self.slot.durability.connect()
+            self.durability.connect()
             self.slot.progress()
 
     def handle(self, request: wire.Request[Any], reply: Reply[wire.Answer]) -> None:
@@ -93,7 +65,7 @@ class Handing:
         placement = self.host.placement
         if not isinstance(request, MoveRequest):
             if isinstance(request, wire.FetchSnapshots):
-                self.slot.snapshots.on_fetch(request, reply)
+                self.snapshots.on_fetch(request, reply)
             else:
                 reply(Refused("the slot moves"))
         elif placement is None or placement.epoch != request.epoch or self.host.frozen:
@@ -132,7 +104,7 @@ class Handing:
 
     def _on_copy(self, request: wire.Copy, reply: Reply[wire.Records]) -> None:
         positions_U = request.positions.numpy()
-        self.slot.scrubber.look(request.slab, request.parity, positions_U)
+        self.scrubber.look(request.slab, request.parity, positions_U)
         if self.held.missing.lacks(request.slab, request.parity, positions_U):
             reply(Refused("missing, or damaged and being repaired"))
         else:
@@ -142,20 +114,20 @@ class Handing:
         slot = self.slot
         data, parities = self._touched(False, take=False), self._touched(True, take=False)
         for slab, (data_U, parities_U) in enumerate(zip(data, parities, strict=True)):
-            slot.scrubber.look(slab, False, data_U)
-            slot.scrubber.look(slab, True, parities_U)
-        if not slot.whole or slot.going_back_to is not None or not slot.snapshots.complete:
+            self.scrubber.look(slab, False, data_U)
+            self.scrubber.look(slab, True, parities_U)
+        if not slot.whole or slot.going_back_to is not None or not self.snapshots.complete:
             reply(Refused("something of it is missing, or not durable yet"))
             return
         if not self.stopped:
             self.stopped = True
-            slot.durability.stop()
+            self.durability.stop()
         reply(self._all(data, parities))
 
     def _all(self, data: list[Positions], parities: list[Positions]) -> wire.Handed:
         slot, held, rule = self.slot, self.held, self.held.rule
-        fold_logs, attached = slot.durability.folds_kept()
-        logs = {held.index: held.log, **dict(sorted(fold_logs.items()))}
+        kept = self.durability.kept()
+        logs = {held.index: held.log, **dict(sorted(kept.logs.items()))}
         entries = [log.get(step) for log in logs.values() for step in range(log.floor + 1, log.last + 1)]
         return wire.Handed(
             applied=rule.applied,
@@ -164,9 +136,9 @@ class Handing:
             incarnations=slot.known_incarnations(),
             folded=dict(rule.folded),
             catch_up=dict(rule.catch_up),
-            attached=dict(attached),
+            attached=dict(kept.attached),
             resumable=dict(rule.resumable),
-            newest=slot.snapshots.most,
+            newest=self.snapshots.most,
             logs=list(logs),
             floors=[log.floor for log in logs.values()],
             steps=[log.last - log.floor for log in logs.values()],
@@ -179,11 +151,11 @@ class Handing:
         )
 
     def take_over(self, arrival: Arrival) -> None:
-        """This life goes on as the one before, which has stopped, on another server."""
-        slot, handed = self.slot, arrival.handed
+        """This life goes on as the one before, which has stopped, on another server: takes its logs and snapshots."""
+        handed = arrival.handed
         assert handed is not None
-        begins = zip(handed.logs[1:], handed.floors[1:], strict=True)
-        logs = {source: slot.durability.new_fold_log(source, floor) for source, floor in begins}
+        floors = dict(zip(handed.logs[1:], handed.floors[1:], strict=True))
+        logs = self.durability.take_over(floors, handed.attached)
         at = 0
         every = (self.held.log, *logs.values())
         for log, count in zip(every, handed.steps, strict=True):
@@ -192,11 +164,7 @@ class Handing:
             ):
                 log.append(log.last + 1, [part.numpy() for part in positions], [part.numpy() for part in deltas])
             at += count
-        slot.durability.take_over(logs, handed.attached)
-        slot.snapshots.take_over(arrival.snapshots, handed.newest)
-        slot.not_trained = handed.not_trained
-        slot.ready = slot.reported = True
-        slot.durability.connect()
+        self.snapshots.take_over(arrival.snapshots, handed.newest)
 
     def _records(self, parity: bool, positions: Sequence[Positions]) -> list[torch.Tensor]:
         shards = self.held.shards

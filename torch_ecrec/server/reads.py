@@ -8,45 +8,21 @@ Shape legend: U records, D embedding dim, W numbers in a record; lists hold one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
-
-import numpy as np
 import torch
 
-from torch_ecrec.durability.holdings import Holdings
-from torch_ecrec.durability.policy import Looks, Reply
+from torch_ecrec.durability.context import Reply, SlotContext
+from torch_ecrec.durability.scrubber import Scrubber
 from torch_ecrec.protocol import wire
-from torch_ecrec.protocol.wire import Answer
 from torch_ecrec.records.halves import numbers_of
 from torch_ecrec.records.quantised import quantise
 from torch_ecrec.runtime.tensors import as_tensor
 
 
-class ReadersSlot(Protocol):
-    """What readers need of the slot."""
-
-    @property
-    def whole(self) -> bool:
-        """It serves, and nothing is missing."""
-
-    @property
-    def scrubber(self) -> Looks:
-        """Looks for damage."""
-
-    def is_missing(self, positions: list[np.ndarray], looked: bool = False) -> bool:
-        """Whether any of these data records, (U,) int64 positions of each slab, is missing; if so, they come next.
-        With `looked`, whether any is damaged, too."""
-
-    def park(self, attempt: Callable[[], Answer | None], reply: Reply[Any]) -> None:
-        """Answers now if `attempt` yields an answer, else when it first does."""
-
-
 class Reads:
     """Lookups and exports of one slot."""
 
-    def __init__(self, slot: ReadersSlot, held: Holdings) -> None:
-        self.slot, self.held = slot, held
+    def __init__(self, slot: SlotContext, scrubber: Scrubber) -> None:
+        self.slot, self.scrubber, self.held = slot, scrubber, slot.held
 
     def on_lookup(self, request: wire.Lookup, reply: Reply[wire.Rows | wire.Forgotten]) -> None:
         """Weights as they are after the step before the request's."""
@@ -81,7 +57,7 @@ class Reads:
 
         def attempt() -> wire.Records | wire.Forgotten | None:
             if request.parity:
-                self.slot.scrubber.look(request.slab, True, positions)
+                self.scrubber.look(request.slab, True, positions)
                 whole = self.slot.whole and all(step >= request.step for step in rule.folded.values())
                 parity = held.shards[request.slab].gather(positions, parity=True) if whole else None
                 return None if parity is None else wire.Records(torch.from_numpy(parity))

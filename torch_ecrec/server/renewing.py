@@ -12,111 +12,27 @@ What was trained between the checkpoint and that step is lost in its records, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 import msgspec
 import numpy as np
 
-from torch_ecrec.durability.holdings import Holdings
+from torch_ecrec.durability.context import Pending, SlotContext
 from torch_ecrec.protocol.bounds import TEXT_MOST
 from torch_ecrec.protocol.messages import Renewal
-from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.records.positions import Bytes, Positions
-from torch_ecrec.spec.job import JobSpec
-
-
-class Reading(Protocol):
-    """Records on their way."""
-
-    def cancel(self) -> None:
-        """Nobody wants them any more; nothing is said after it."""
-
-
-class CheckpointReader(Protocol):
-    """Reads checkpoints, beside the protocol: what it is given to call, it calls inside `Node.run`."""
-
-    def read(
-        self,
-        renewal: Renewal,
-        job: JobSpec,
-        slot: int,
-        take: Callable[[int, Positions, Bytes], None],
-        done: Callable[[], None],
-        failed: Callable[[str], None],
-    ) -> Reading:
-        """Begins to read one slot's records.
-
-        Args:
-            renewal: of which checkpoint.
-            job: whose layout says which records are the slot's.
-            slot: whose.
-            take: gets slab, positions (N,) int64, records (N, B) uint8; each record once.
-            done: called once all were given.
-            failed: gets the reason, for people, in place of `done`.
-        """
-
-
-class RenewingHost(Protocol):
-    """What this needs of the process that hosts the slot."""
-
-    @property
-    def frozen(self) -> bool:
-        """All servers have stopped, and where they go on is not known yet."""
-
-    @property
-    def resume_step(self) -> int:
-        """Where they went on, last: a step of the protocol."""
-
-    @property
-    def done(self) -> int:
-        """Steps of training until then."""
-
-    @property
-    def floor(self) -> int:
-        """A slot that begins anew there can be gone back with to here: a step of the protocol."""
-
-    @property
-    def reader(self) -> CheckpointReader | None:
-        """None: this process reads no checkpoints."""
-
-    @property
-    def renewals(self) -> list[Renewal]:
-        """All of this run."""
-
-
-class RenewedSlot(Protocol):
-    """What this needs of its slot."""
-
-    @property
-    def ready(self) -> bool:
-        """It serves."""
-
-    @property
-    def dead(self) -> bool:
-        """This life has been replaced."""
-
-    not_trained: int | None
-    going_back_to: int | None
-
-    def become_ready(self, cut: int, floor: int, log: DeltaLog) -> None:
-        """The slot goes on after step `cut`; its log holds the steps `floor + 1 .. cut`."""
-
-    def give_up(self, reason: str = "") -> None:
-        """It cannot."""
+from torch_ecrec.server.process import ServerProcess
 
 
 class Renewing:
-    """Of one life of a slot.
+    """How one life of a slot begins anew.
 
     Attributes:
         at: steps of training after which it went on; None: it does not yet.
         failed: why it never will, "" if it may.
     """
 
-    def __init__(self, slot: RenewedSlot, host: RenewingHost, held: Holdings, renewal: Renewal) -> None:
-        self._slot, self._host, self._held, self.renewal = slot, host, held, renewal
-        self._reading: Reading | None = None
+    def __init__(self, slot: SlotContext, host: ServerProcess, renewal: Renewal) -> None:
+        self._slot, self._host, self._held, self.renewal = slot, host, slot.held, renewal
+        self._reading: Pending | None = None
         self._asked: Renewal | None = None  # what is read, or was
         self._read = False
         self._count = 0
@@ -183,6 +99,5 @@ class Renewing:
             nothing = [np.empty((0, shard.schema.nbytes), np.uint8) for shard in held.shards]
             log.append(step, [np.empty(0, np.int64) for _ in held.shards], nothing)
         held.missing.find()
-        self.at, self._slot.not_trained = host.done, cut - host.done
-        self._slot.going_back_to = cut  # if the others went back there, they wait until that is durable here, too
-        self._slot.become_ready(cut, floor, log)
+        self.at = host.done
+        self._slot.begin_anew(cut, floor, log, host.done)

@@ -27,7 +27,7 @@ from torch_ecrec.server.capture import Marks, none_marked
 
 
 class SlotSavers:
-    """Of one life of a slot.
+    """The savers of one life of a slot.
 
     Args:
         held: of the slot, nothing of it missing.

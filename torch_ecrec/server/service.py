@@ -16,17 +16,15 @@ from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.layout.stripes import Layout, layout_of
 from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.messages import Placement
-from torch_ecrec.protocol.waits import SlotWaits
 from torch_ecrec.protocol.wellformed import Judge
 from torch_ecrec.protocol.wire import Answer, Malformed, Refused
 from torch_ecrec.server.arriving import Arrival
-from torch_ecrec.server.checkpoints import Scribe
 from torch_ecrec.server.flipping import flip
-from torch_ecrec.server.renewing import CheckpointReader
+from torch_ecrec.server.process import CheckpointReader, Scribe, ServerProcess
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.transport.node import COMPLAINTS, Node, Port
+from torch_ecrec.transport.node import COMPLAINTS, Port
 
 # Each time that it looks has a price, in messages about parities above all; and the node is busy for 0.1 ms per MB.
 SCRUB_BYTES = 4e6
@@ -35,14 +33,11 @@ FOLDED = (wire.Folded, wire.Attached)  # they say how far a holder is
 TRAINERS_ONLY = (wire.Lookup, wire.Push, wire.Snapshot, wire.Load, wire.Pass, wire.Export, wire.WhoIsAwaited)
 
 
-class Host(Node):
+class Host(ServerProcess):
     """All slots of one server process.
 
     Args:
-        name, port: see `Node`.
-        settings: of the process.
-        scribe: writes checkpoints; None: this process writes none.
-        reader: reads them, for slots that begin anew; None: this process reads none.
+        name, port, settings, scribe, reader: see `ServerProcess`.
     """
 
     def __init__(
@@ -53,23 +48,12 @@ class Host(Node):
         scribe: Scribe | None = None,
         reader: CheckpointReader | None = None,
     ) -> None:
-        super().__init__(name, port, settings.call_timeout_s)
-        self.settings, self.scribe, self.reader = settings, scribe, reader
-        self.checkpointing = messages.Checkpointing()
-        self.saves = messages.Saves()  # prioritised ones that count
+        super().__init__(name, port, settings, scribe, reader)
         self._life: int | None = None  # of the coordinator
         self.job: JobSpec | None = None
-        self.waits = SlotWaits(port.now_s, self.host_of)
         self.slots: dict[int, Slot] = {}
         self.arrivals: dict[int, Arrival] = {}  # slots on their way here
-        self.frozen = False  # the trainers were lost, and where they start again is not known yet
-        self.resume_step = 0  # where the era began
-        self.done = 0  # steps of training until then
-        self.floor = 0  # a slot that begins anew there is the same from here on
-        self.renewals: list[messages.Renewal] = []  # of this run
-        self.origin: int | None = None  # the step that training begins after; None: initial values are being loaded
         self.left: list[int] = []  # trainers that are done: for a coordinator that is started again
-        self.code = LinearCode(1, 0)
         self.layouts: tuple[Layout, ...] = ()
         self.judge: Judge | None = None
 
@@ -128,7 +112,7 @@ class Host(Node):
     def _tell_again(self, life: int) -> None:
         """What a coordinator may have missed, or never heard. `life`: which one it is."""
         for slot in self.slots.values():
-            slot.reports.again()
+            slot.tell_again()
             slot.checkpoints.tell_again(same=life == self._life)
         self._life = life
 
@@ -247,7 +231,7 @@ class Host(Node):
                 if other != index:
                     slot.meet(other, life)
             slot.tell(messages.Ready(*slot.life))
-            slot.reports.reach()
+            slot.tell_reach()
 
     def _holdings(self, job: JobSpec, index: int, incarnation: int, incarnations: list[int], fresh: bool) -> Holdings:
         sealed, restored = self.settings.record_checks != "none", self.judge is not None and self.judge.begins > 0
@@ -321,27 +305,14 @@ class Host(Node):
             slot.scrubber.scrub(max(1, int(due) // len(self.slots)))
         self._scrub_later()
 
-    # for slots ----------------------------------------------------------------------------------
-
-    @property
-    def history(self) -> tuple[int, bool]:
-        """Changes whenever steps may have been taken back: what was read before then counts for nothing."""
-        return self.era, self.frozen
-
-    @property
-    def snapshot_slots(self) -> tuple[int, ...]:
-        """The r + 1 slots whose hosts keep the dense snapshots."""
-        return tuple(range(min(self.code.n - self.code.k + 1, len(self.placement.slots)))) if self.placement else ()
-
-    def unhealthy_slots(self) -> list[int]:
-        return [i for i, place in enumerate(self.placement.slots) if not place.healthy] if self.placement else []
+    # for people -----------------------------------------------------------------------------------
 
     def report(self) -> messages.Report:
         """Figures of every slot; nothing while the host is busy, so that a heartbeat never waits for it."""
         found = [messages.Report()]
 
         def look() -> None:
-            slots = [slot.reports.status() for slot in self.slots.values()]
+            slots = [slot.status() for slot in self.slots.values()]
             found.append(messages.Report(slots=slots, waits=self.waits.take() if slots else None))
 
         self.run_if_idle(look)

@@ -3,6 +3,7 @@
 A slot runs inside its node (`Node.run`), so nothing here locks. It has
 
     held          records, parities, log, and the rule of which steps are applied, folded, acknowledged (`Holdings`)
+    scrubber      looks for records and parities that are damaged (`durability/scrubber.py`)
     durability    makes its steps survive and brings lost records back (`durability/policy.py`); given to it
     inbox         pushes and loads that wait for their step (`inbox.py`)
     applier       what a step does to the records (`apply.py`)
@@ -10,11 +11,10 @@ A slot runs inside its node (`Node.run`), so nothing here locks. It has
     snapshots     parts of the dense model (`snapshots.py`)
     checkpoints   its part in checkpoints (`checkpoints.py`)
     renewing      how it begins anew from one, if it was lost beyond repair (`renewing.py`)
-    reports       what the coordinator is told of it (`reports.py`)
-    scrubber      looks for records and parities that are damaged (`scrubber.py`)
     handing       gives the slot to another server that copies it (`handing.py`)
 
-None of these knows the slot: each says in a port what it needs of it.
+Each of these is given the slot as a `SlotContext` (`durability/context.py`), and the parts above it that it needs. The
+slot alone assigns its fields: a part that has news calls a method.
 
 The way of a gradient: `handle`, `_on_push`, `Inbox.put`, `try_apply`, `Applier.update_`, `merge.merge` and
 `Shard.apply_`, then `Durability.on_applied`, and, when the step has settled, `on_settled`.
@@ -26,42 +26,34 @@ applied, a record was repaired, the slot became ready. Its caller has the time l
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from torch_ecrec.durability.context import Reply, SlotContext
 from torch_ecrec.durability.holdings import Holdings
-from torch_ecrec.durability.policy import PeerRequest, Peers, Policy, Reply
+from torch_ecrec.durability.policy import PeerRequest, Policy
+from torch_ecrec.durability.scrubber import Scrubber
 from torch_ecrec.protocol import messages, wire
+from torch_ecrec.protocol.bounds import Scalar
 from torch_ecrec.protocol.messages import Renewal
 from torch_ecrec.protocol.wire import Answer, Refused
 from torch_ecrec.records.delta_log import DeltaLog
+from torch_ecrec.records.positions import Positions
 from torch_ecrec.server.apply import Applier
 from torch_ecrec.server.arriving import Arrival
-from torch_ecrec.server.checkpoints import CheckpointHost, SlotCheckpoints
-from torch_ecrec.server.handing import Handing, HandingHost, MoveRequest
+from torch_ecrec.server.checkpoints import SlotCheckpoints
+from torch_ecrec.server.handing import Handing, MoveRequest
 from torch_ecrec.server.inbox import Inbox
+from torch_ecrec.server.process import ServerProcess
 from torch_ecrec.server.reads import Reads
-from torch_ecrec.server.renewing import Renewing, RenewingHost
-from torch_ecrec.server.reports import Reports
-from torch_ecrec.server.scrubber import Scrubber
-from torch_ecrec.server.snapshots import SnapshotHost, SnapshotStore
+from torch_ecrec.server.renewing import Renewing
+from torch_ecrec.server.snapshots import SnapshotStore
 from torch_ecrec.server.spoiling import SpoilingApplier
 from torch_ecrec.spec.settings import Settings
 
 
-class SlotHost(Peers, SnapshotHost, CheckpointHost, RenewingHost, HandingHost, Protocol):
-    """What a slot and its parts need of the process that hosts it."""
-
-    @property
-    def era(self) -> int:
-        """Which life of the trainers it is."""
-
-    def tell(self, word: messages.OfMember) -> None:
-        """Sends `message` to the coordinator."""
-
-
-class Slot:
+class Slot(SlotContext):
     """One incarnation of one slot.
 
     Args:
@@ -77,7 +69,7 @@ class Slot:
 
     def __init__(
         self,
-        host: SlotHost,
+        host: ServerProcess,
         held: Holdings,
         policy: Policy,
         settings: Settings,
@@ -85,33 +77,26 @@ class Slot:
         renewal: Renewal | None = None,
         arrival: Arrival | None = None,
     ) -> None:
-        self.host, self.held = host, held
+        super().__init__(held, host, fresh)
+        self.host: ServerProcess = host
         self.index, self.incarnation, self.job = held.index, held.incarnation, held.job
         self.code, self.layouts, self.shards = held.code, held.layouts, held.shards
         self.rule, self.missing = held.rule, held.missing
         self.inbox = Inbox(self.job.trainers)
         self.push_replies: dict[int, list[Reply[wire.Acknowledged]]] = {}
         self.waiting: list[tuple[Callable[[], Any], Reply[Any]]] = []
-        self.ready = fresh
-        self.dead = self.hopeless = False
-        self.reported = fresh  # nothing is missing, and the coordinator knows
-        self.going_back_to: int | None = None  # until that step is durable
-        self.not_trained: int | None = None  # of the steps up to the last applied, as far as they are known
-        self.reports = Reports(self)
-        self.snapshots = SnapshotStore(self, host, self.index, self.incarnation, self.job.trainers, held.sealed)
-        self.durability = policy(self, host, held, settings)
-        self.scrubber = Scrubber(self, held, settings.record_checks == "use")
-        self.applier = (
-            SpoilingApplier(held, self.is_missing, settings.spoil, settings.spoil_step)
-            if settings.spoil_step
-            else Applier(held, self.is_missing)
-        )
-        self.reads = Reads(self, held)
-        self.checkpoints = SlotCheckpoints(self, host, held, self.snapshots, settings.checkpoint_memory_bytes)
-        self.renewing = Renewing(self, host, held, renewal) if renewal is not None else None
-        self.handing = Handing(self, host, held)
+        self.scrubber = Scrubber(self, settings.record_checks == "use", self._mend, self._compare)
+        self.durability = policy(self, host, self.scrubber, settings)
+        self.snapshots = SnapshotStore(self, host, self.scrubber)
+        spoil, at = settings.spoil, settings.spoil_step
+        self.applier = SpoilingApplier(self, spoil, at) if at else Applier(self)
+        self.reads = Reads(self, self.scrubber)
+        most_bytes = settings.checkpoint_memory_bytes
+        self.checkpoints = SlotCheckpoints(self, host, self.snapshots, self.scrubber, most_bytes)
+        self.renewing = Renewing(self, host, renewal) if renewal is not None else None
+        self.handing = Handing(self, host, self.scrubber, self.durability, self.snapshots)
         if arrival is not None:
-            self.handing.take_over(arrival)
+            self._take_over(arrival)
         elif self.renewing is not None:
             self.renewing.begin()
         elif not fresh:
@@ -121,11 +106,6 @@ class Slot:
     def log(self) -> DeltaLog:
         """The deltas of its recent steps."""
         return self.held.log
-
-    @property
-    def whole(self) -> bool:
-        """It serves, and nothing is missing."""
-        return self.ready and self.missing.remaining == 0
 
     # requests -----------------------------------------------------------------------------------
 
@@ -155,7 +135,6 @@ class Slot:
                 raise TypeError(f"`request` must be one to a slot, got {type(request).__name__}")
 
     def park(self, attempt: Callable[[], Answer | None], reply: Reply[Any]) -> None:
-        """Answers now if `attempt` yields an answer, else when it first does."""
         answer = attempt() if self.ready else None
         if answer is None:
             self.waiting.append((attempt, reply))
@@ -163,7 +142,7 @@ class Slot:
             reply(answer)
 
     def progress(self) -> None:
-        """Something changed: applies what can be applied and answers what can be answered."""
+        """Applies what can be applied and answers what can be answered."""
         self.try_apply()
         if not self.ready:
             return
@@ -172,14 +151,17 @@ class Slot:
             self.park(attempt, reply)
 
     def is_missing(self, positions: list[np.ndarray], looked: bool = False) -> bool:
-        """Whether any of these data records is missing (with `looked`, or damaged); if so, they are brought back next.
-
-        Args:
-            positions: of each slab, (U,) int64. They are used next, if none is.
-            looked: it is looked for damage, whatever the settings say.
-        """
         self.scrubber.on_use(positions, looked)
         return self.scrubber.beyond != "" or self.durability.is_missing(positions)
+
+    def _mend(self, slab: int, parity: bool, positions_M: Positions) -> str:
+        """These, (M,) int64 ascending, are damaged; see `Durability.mend`."""
+        if not parity:
+            self.checkpoints.on_damage()
+        return self.durability.mend(slab, parity, positions_M)
+
+    def _compare(self, slab: int, first: int, end: int) -> None:
+        self.durability.compare(slab, first, end)
 
     def _refuse_all(self, reason: str) -> None:
         replies = [reply for _, reply in self.waiting] + [r for rs in self.push_replies.values() for r in rs]
@@ -229,7 +211,7 @@ class Slot:
             self.durability.on_applied(step)
 
     def on_settled(self, through: int) -> None:
-        """Steps up to `through` survive what the policy promises: tells the trainers what counts now."""
+        """Tells the trainers what counts now."""
         if self.rule.acknowledge(through):
             self._answer_pushes()
         self.forget()
@@ -249,10 +231,10 @@ class Slot:
 
     def become_ready(self, cut: int, floor: int, log: DeltaLog) -> None:
         """The new host of a lost slot knows the cut and the slot's own log before it: it serves from now on."""
-        self.held.log = log
+        self.held.go_on(log)
         self.rule.adopt(cut, floor)
         self.ready = True
-        self.reports.ready()
+        self._tell_ready()
         self.inbox.keep_after(cut)
         self._answer_pushes()  # those of steps up to the cut that came while this was not known
         self.durability.connect()
@@ -260,9 +242,22 @@ class Slot:
             self.snapshots.copy_all()
         self.durability.restore()
         self.progress()
-        self.reports.reach()
+        self.tell_reach()
         self.check_rebuilt()
         self.check_durable()
+
+    def begin_anew(self, cut: int, floor: int, log: DeltaLog, done: int) -> None:
+        self.not_trained = cut - done
+        self.going_back_to = cut  # if the others went back there, they wait until that is durable here, too
+        self.become_ready(cut, floor, log)
+
+    def _take_over(self, arrival: Arrival) -> None:
+        """This life goes on as the one before, which has stopped, on another server."""
+        assert arrival.handed is not None
+        self.handing.take_over(arrival)
+        self.not_trained = arrival.handed.not_trained
+        self.ready = self.reported = True
+        self.durability.connect()
 
     def give_up(self, reason: str = "") -> None:
         """No holder that has caught up knows this slot: more is lost than the code repairs."""
@@ -274,12 +269,12 @@ class Slot:
         due = self.whole and not (self.reported or self.dead or self.snapshots.lacks_all)
         if due and self.durability.caught_up:
             self.reported = True
-            self.reports.rebuilt()
+            self._tell_rebuilt()
 
     def die(self) -> None:
         """This incarnation has been replaced: everyone who waits is told to ask again."""
         self.ready, self.dead = False, True
-        self.durability.die()
+        self.durability.stop()
         self.checkpoints.abandon()
         if self.renewing is not None:
             self.renewing.cancel()
@@ -288,7 +283,6 @@ class Slot:
     # other slots --------------------------------------------------------------------------------
 
     def meet(self, slot: int, incarnation: int) -> None:
-        """Another slot has this incarnation, perhaps a new one: the one before is not listened to any more."""
         self.durability.meet(slot, incarnation)
 
     def on_renewal(self, renewal: Renewal) -> None:
@@ -297,22 +291,15 @@ class Slot:
         if any([self.durability.meet_anew(other, life) for other, life in lives]):
             self.reported = False
         if renewal.dense_lost:
-            self.snapshots.lacks_all = False
+            self.snapshots.begin_anew()
         if self.reported:
-            self.reports.rebuilt()  # it was not forgotten what it said before
+            self._tell_rebuilt()  # it was not forgotten what it said before
         self.check_rebuilt()
 
-    def known_incarnations(self) -> list[int]:
-        """Of every slot, the life that this one listens to."""
-        lives = {**self.rule.incarnations, self.index: self.incarnation}
-        return [lives.get(i, 0) for i in range(self.job.code.slots)]
-
     def on_snapshot_kept(self, step: int, done: int) -> None:
-        """A trainer's part of the dense model after a step is here. `done`: steps of training until then."""
         self.checkpoints.on_snapshot(done, self.snapshots.is_whole(step))
 
     def on_snapshots_copied(self) -> None:
-        """No dense snapshot is missing here that other slots may have."""
         self.check_rebuilt()
         self.check_durable()
 
@@ -325,9 +312,9 @@ class Slot:
         self.inbox.clear()
         self.applier.forget()
         self._refuse_all("the trainers were lost")
-        self.durability.freeze()
+        self.durability.stop()
         self.snapshots.check()
-        self.reports.reach()
+        self.tell_reach()
 
     def go_back(self, step: int, done: int) -> None:
         """Takes back every step after `step`, here and in the parities; then makes `step` durable.
@@ -363,16 +350,59 @@ class Slot:
         self.going_back_to = None
         self.tell(messages.Durable(*self.life, self.host.era))
 
-    # reports ------------------------------------------------------------------------------------
+    # what the coordinator is told ---------------------------------------------------------------
 
-    @property
-    def life(self) -> tuple[int, int]:
-        """Index and incarnation: how each message about this slot begins."""
-        return self.index, self.incarnation
+    def _tell_ready(self) -> None:
+        self.tell(messages.Ready(*self.life, None if self.renewing is None else self.renewing.at))
 
-    def tell(self, word: messages.OfMember) -> None:
-        """Tells the coordinator something of this incarnation."""
-        self.host.tell(word)
+    def _tell_rebuilt(self) -> None:
+        """Nothing is missing, as far as this host knows of slots that began anew."""
+        self.tell(messages.Rebuilt(*self.life, len(self.host.renewals)))
+
+    def tell_reach(self) -> None:
+        """Which steps it can go back to, if that is asked for."""
+        if self.host.frozen and self.ready:
+            kept = [(step, *found) for step, found in self.snapshots.found().items()]
+            applied, floor = self.rule.applied, self.log.floor
+            done = None if self.not_trained is None else applied - self.not_trained
+            self.tell(messages.Reach(*self.life, self.host.era, applied, floor, kept, done))
+
+    def tell_again(self) -> None:
+        """Everything the coordinator should know of this incarnation: it may have missed some of it."""
+        self.scrubber.tell_beyond()
+        if self.ready:
+            self._tell_ready()
+            if self.reported:
+                self._tell_rebuilt()
+            self.tell_reach()
+            if not self.host.frozen and self.going_back_to is None:
+                self.tell(messages.Durable(*self.life, self.host.era))
+        elif self.hopeless:
+            self.give_up(self.renewing.failed if self.renewing is not None else "")
+
+    def status(self) -> dict[str, Scalar]:
+        """Figures for `torch-ecrec status`."""
+        rule = self.rule
+        return {
+            "slot": self.index,
+            "incarnation": self.incarnation,
+            "ready": self.ready,
+            "step": self.trained(rule.applied),
+            "acknowledged": self.trained(rule.acknowledged),
+            "watermark": self.trained(rule.watermark),
+            "rebuilt": self.missing.done_fraction,
+            "record_bytes": sum(shard.data_bytes for shard in self.shards),
+            "parity_bytes": sum(shard.parity_bytes for shard in self.shards),
+            "log_bytes": self.log.bytes + self.durability.kept().bytes,
+            "snapshot_bytes": self.snapshots.bytes,
+            "checkpoint_bytes": self.checkpoints.kept_bytes,
+            "saver_bytes": self.checkpoints.saver_bytes,
+            "saver_pick_s": round(self.checkpoints.picked_s, 6),
+            "scrubbed_bytes": self.scrubber.scrubbed_bytes,
+            "scrub_rounds": self.scrubber.rounds,
+            "damaged": self.scrubber.damaged,
+            "mended": self.scrubber.mended,
+        }
 
 
 def _not_trained(before: int | None, step: int, iteration: int | None) -> int | None:

@@ -1,8 +1,8 @@
 """The dense snapshots that a slot keeps: parts of the dense model after a step, one from each trainer.
 
-r + 1 slots keep them (`Host.snapshot_slots`); the others' stores stay empty. A snapshot is *whole* when every trainer's
-part is there. The new host of a slot copies them from another holder, one that is whole itself; so does a holder that
-lacks a part of the snapshot that training starts again from.
+r + 1 slots keep them (`ServerProcess.snapshot_slots`); the others' stores stay empty. A snapshot is *whole* when every
+trainer's part is there. The new host of a slot copies them from another holder, one that is whole itself; so does a
+holder that lacks a part of the snapshot that training starts again from.
 
 Steps before the watermark are forgotten: nobody goes back further.
 
@@ -13,89 +13,34 @@ damaged is not kept any more: another holder's counts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 import xxhash
 from torch import Tensor
 
-from torch_ecrec.durability.policy import AsksOnce, Reply
+from torch_ecrec.durability.context import Reply, SlotContext
+from torch_ecrec.durability.scrubber import Scrubber
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.pieces import Gathering, Key, Part, cut
 from torch_ecrec.protocol.wire import Malformed, Refused
+from torch_ecrec.server.process import ServerProcess
 from torch_ecrec.transport.node import RETRY_S
-
-
-class SnapshotHost(AsksOnce, Protocol):
-    """What a store needs of the process that hosts its slot."""
-
-    @property
-    def snapshot_slots(self) -> tuple[int, ...]:
-        """The r + 1 slots whose hosts keep the dense snapshots."""
-
-    @property
-    def origin(self) -> int | None:
-        """The step that training begins after; None: initial values are being loaded."""
-
-
-class SnapshotsDamaged(Protocol):
-    """Who is told of damage."""
-
-    def on_snapshot(self, step: int, trainer: int) -> None:
-        """A trainer's part of a dense snapshot is damaged; it is not kept any more."""
-
-
-class SnapshotSlot(Protocol):
-    """What a store needs of its slot."""
-
-    @property
-    def ready(self) -> bool:
-        """It serves."""
-
-    @property
-    def dead(self) -> bool:
-        """This life has been replaced."""
-
-    @property
-    def scrubber(self) -> SnapshotsDamaged:
-        """Is told of damage."""
-
-    def known_incarnations(self) -> list[int]:
-        """Of every slot, the life that this one listens to."""
-
-    def meet(self, slot: int, incarnation: int) -> None:
-        """Another slot has this incarnation, perhaps a new one: the one before is not listened to any more."""
-
-    def on_snapshot_kept(self, step: int, done: int) -> None:
-        """A trainer's part of the dense model after a step is here. `done`: steps of training until then."""
-
-    def on_snapshots_copied(self) -> None:
-        """Nothing is missing here any more that other holders may have."""
 
 
 class SnapshotStore:
     """What one incarnation of a slot keeps of the dense model.
 
     Args:
-        slot: whose it is.
+        slot: whose it is. Where its records are sealed, sums of the parts are kept.
         host: reaches other slots.
-        index, incarnation: of the slot.
-        trainers: how many parts a whole snapshot has.
-        summed: sums of them are kept.
+        scrubber: is told of damage.
     """
 
-    def __init__(
-        self,
-        slot: SnapshotSlot,
-        host: SnapshotHost,
-        index: int,
-        incarnation: int,
-        trainers: int,
-        summed: bool = True,
-    ) -> None:
-        self.slot, self.host = slot, host
-        self.index, self.incarnation, self.trainers = index, incarnation, trainers
+    def __init__(self, slot: SlotContext, host: ServerProcess, scrubber: Scrubber) -> None:
+        self.slot, self.host, self.scrubber = slot, host, scrubber
+        self.index, self.incarnation = slot.life
+        self.trainers = slot.held.job.trainers  # a whole snapshot has so many parts
         self.parts: dict[Key, Part] = {}
-        self._summed = summed
+        self._summed = slot.held.sealed
         self._sums: dict[Key, int] = {}  # of some parts that are not kept any more, too
         self.lacks_all = False  # what other holders have is not here yet
         self.most: int | None = None  # the trainers start again after this step: later ones are not taken from others
@@ -128,6 +73,10 @@ class SnapshotStore:
         for key, part in parts.items():
             self._put(key, part)
 
+    def begin_anew(self) -> None:
+        """The dense model is lost everywhere: nobody has anything to copy from."""
+        self.lacks_all = False
+
     def go_back(self, step: int) -> None:
         """Training starts again after `step`: drops what came later, gets what is missing of that step."""
         self.most = step if self.host.origin is not None else 0  # all begin anew: none counts
@@ -142,7 +91,7 @@ class SnapshotStore:
             known = self._sums.get(key)
             if known is not None and (wanted is None or key[0] in wanted) and _sum_of(payload) != known:
                 del self.parts[key], self._sums[key]
-                self.slot.scrubber.on_snapshot(*key)
+                self.scrubber.on_snapshot(*key)
 
     def _put(self, key: Key, part: Part) -> None:
         self.parts[key] = part

@@ -23,10 +23,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from torch_ecrec.durability.holdings import Holdings
+from torch_ecrec.durability.context import SlotContext
 from torch_ecrec.protocol import wire
 from torch_ecrec.records.schema import WEIGHT
-from torch_ecrec.server.apply import Applier, Changed, IsMissing
+from torch_ecrec.server.apply import Applier, Changed
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +38,15 @@ class SpoilingApplier(Applier):
     """Applies all steps but one as they are to be applied.
 
     Args:
-        held, is_missing: as of an `Applier`.
+        slot: as of an `Applier`.
         kind: what is done, see above.
         at: to which step of training.
     """
 
-    def __init__(self, held: Holdings, is_missing: IsMissing, kind: str, at: int) -> None:
-        super().__init__(held, is_missing)
+    def __init__(self, slot: SlotContext, kind: str, at: int) -> None:
+        super().__init__(slot)
         self._kind, self._at = kind, at
-        log.warning("slot %d: step %d will be spoiled on purpose (%s)", held.index, at, kind)
+        log.warning("slot %d: step %d will be spoiled on purpose (%s)", self.held.index, at, kind)
 
     def update_(self, step: int, pushes: Mapping[int, wire.Push]) -> Changed | None:
         """As of an `Applier`, but for the step that is spoiled."""

@@ -22,7 +22,7 @@ import xxhash
 
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.records.positions import Bytes
-from torch_ecrec.storage.location import Reader, Writer, bytes_of
+from torch_ecrec.storage.location import OpenFile, Reader, bytes_of
 from torch_ecrec.storage.manifest import ADVICE
 
 MAGIC = b"ECRB"
@@ -50,7 +50,7 @@ class FrameWriter:
         offset: bytes written; `number`: frames.
     """
 
-    def __init__(self, file: Writer, nonce: str) -> None:
+    def __init__(self, file: OpenFile, nonce: str) -> None:
         self._file, self._nonce = file, nonce
         self._digest = xxhash.xxh3_128()
         self.offset = self.number = 0

@@ -76,21 +76,8 @@ def require_writable(url: str) -> None:
     location.remove(name)
 
 
-class Writer(Protocol):
-    """A file that is being written."""
-
-    def write(self, data: Any) -> int:
-        """Appends contiguous memory (bytes, a memoryview, an array); returns how many bytes that were."""
-
-    def close(self) -> None:
-        """Makes it durable, then visible. Raises CheckpointError; then it is abandoned."""
-
-    def abandon(self) -> None:
-        """Removes what was written. May be called at any time, again, and after `close`, which stands."""
-
-
 class Reader(Protocol):
-    """A file that is being read from its beginning."""
+    """A file that is being read from its beginning: an `OpenFile`, or what `parts.py:_Memory` has read ahead."""
 
     def read_into(self, memory: Any) -> int:
         """Fills contiguous writable memory; returns how many bytes it got: fewer at the end of the file only."""
@@ -141,15 +128,15 @@ class Location:
         with self._named(name, "read"):
             return self._store.read_range(name, offset, count)
 
-    def open_read(self, name: str) -> Reader:
+    def open_read(self, name: str) -> OpenFile:
         """A file, to be read from its beginning."""
         with self._named(name, "read"):
-            return _Guarded(self, name, self._store.open_read(name))
+            return OpenFile(self, name, self._store.open_read(name))
 
-    def open_write(self, name: str) -> Writer:
+    def open_write(self, name: str) -> OpenFile:
         """A new file, or one that takes the place of the one of that name once it is closed."""
         with self._named(name, "write"):
-            return _Guarded(self, name, self._store.open_write(name))
+            return OpenFile(self, name, self._store.open_write(name))
 
     def write_whole(self, name: str, data: bytes) -> None:
         """Writes a small file; when this returns it is durable."""
@@ -209,19 +196,21 @@ class Location:
             raise kind(f"cannot {action} {at}: {said}; {advice}") from error
 
 
-class _Guarded:
-    """A writer or reader, with errors by name."""
+class OpenFile:
+    """A file that is being written, or read from its beginning; a `Reader`. Its errors are told by name."""
 
     def __init__(self, location: Location, name: str, file: Any) -> None:
         self._location, self._name, self._file = location, name, file
 
     def write(self, data: Any) -> int:
+        """Appends contiguous memory (bytes, a memoryview, an array); returns how many bytes that were."""
         with self._location._named(self._name, "write"):
             view = bytes_of(data)
             self._file.write(view)
             return view.nbytes
 
     def read_into(self, memory: Any) -> int:
+        """See `Reader`."""
         with self._location._named(self._name, "read"):
             view, got = bytes_of(memory), 0
             while got < view.nbytes:
@@ -232,16 +221,18 @@ class _Guarded:
             return got
 
     def close(self) -> None:
+        """Makes what was written durable, then visible. Raises CheckpointError; then it is abandoned."""
         with self._location._named(self._name, "write"):
             self._file.close()
 
     def abandon(self) -> None:
+        """Removes what was written. May be called at any time, again, and after `close`, which stands."""
         with self._location._named(self._name, "remove"):
             self._file.abandon()
 
 
 class _Store(Protocol):
-    """What a kind of file system does; any error."""
+    """What a kind of file system does (`_Local`, `_Remote`). Its methods raise any error."""
 
     def below(self, folder: str) -> _Store: ...
 

@@ -24,8 +24,7 @@ from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.server.capture import Portion
-from torch_ecrec.server.checkpoints import Scribe
-from torch_ecrec.server.renewing import CheckpointReader
+from torch_ecrec.server.process import CheckpointReader, Scribe
 from torch_ecrec.spec.job import JobSpec, SlabSpec
 from torch_ecrec.transport.local import VirtualClock
 from torch_ecrec.transport.node import Node

@@ -122,11 +122,13 @@ def knows(slot: Slot | None, other: Slot | None) -> TypeGuard[Slot]:
 
 def steps_kept(slot: Slot) -> dict[str, int]:
     """For how many steps a slot keeps each thing that `BOUNDS` limits."""
+    kept = slot.durability.kept()
     return {
         "log": slot.log.last - slot.log.floor,
         "kept pushes": len(slot.inbox),
         "snapshots": len(slot.snapshots.found()),
-        **slot.durability.steps_kept(),
+        "fold log": kept.steps,
+        "early folds": kept.early,
     }
 
 

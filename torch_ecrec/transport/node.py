@@ -27,7 +27,10 @@ RETRY_MOST_S = 0.5
 
 
 class Port(Protocol):
-    """What a node needs of the world. None of these blocks or raises for network conditions."""
+    """What a node needs of the world: `processes/member.py:Member`, `local.py:LocalPort` in the simulation.
+
+    None of these blocks or raises for network conditions.
+    """
 
     def call(self, peer: str, request: Request[A], timeout_s: float, done: Callable[[Outcome[A]], None]) -> None: ...
 

@@ -29,7 +29,7 @@ PATIENT_S = 5.0  # of all of them together, where etcd is slow: coordinators are
 
 
 class Whereabouts(Protocol):
-    """Where the coordinator is.
+    """Where the coordinator is: `Named` has its address, `Elected` asks etcd.
 
     Attributes:
         changes: it may become another.
@@ -64,7 +64,7 @@ class Named:
 
 
 class Record(Protocol):
-    """What etcd has of who leads; see `EtcdKeys`."""
+    """What etcd has of who leads: `transport/etcd.py:EtcdKeys`, `testing/standbys.py:Keys`."""
 
     def leader(self) -> Leader | None: ...
 

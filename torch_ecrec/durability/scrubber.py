@@ -20,47 +20,28 @@ Shapes: P records of a slab, U of them asked for, M of them damaged.
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 
-from torch_ecrec.durability.holdings import Holdings
-from torch_ecrec.durability.policy import Durability
+from torch_ecrec.durability.context import SlotContext
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.bounds import PLACES_MOST, TEXT_MOST
 from torch_ecrec.records.positions import Positions
-from torch_ecrec.server.checkpoints import SlotCheckpoints
-from torch_ecrec.server.reports import Reports
 
 log = logging.getLogger(__name__)
 
 Place = tuple[str, int, int]  # table, its row (of a parity: the first row of the stripe), member of the stripe
 
 
-class ScrubbedSlot(Protocol):
-    """What this needs of its slot."""
-
-    durability: Durability
-    checkpoints: SlotCheckpoints
-    reports: Reports
-    ready: bool
-    dead: bool
-
-    @property
-    def life(self) -> tuple[int, int]:
-        """Its index and incarnation: how each message about it begins."""
-
-    def tell(self, word: messages.OfMember) -> None:
-        """Tells the coordinator something of this incarnation."""
-
-
 class Scrubber:
-    """Of one life of a slot.
+    """Looks for damage in one life of a slot.
 
     Args:
-        slot: see above.
-        held: of it.
+        slot: whose records and parities they are.
         each_use: records are looked at whenever a step or an evaluation uses them.
+        mend: brings damaged records or parities back, as `Durability.mend`.
+        compare: compares parities with their stripes, as `Durability.compare`.
 
     Attributes:
         scrubbed_bytes: looked at in the background, all rounds together.
@@ -69,8 +50,16 @@ class Scrubber:
         beyond: why the slot has given up; "": it has not.
     """
 
-    def __init__(self, slot: ScrubbedSlot, held: Holdings, each_use: bool) -> None:
-        self._slot, self._held, self._each_use = slot, held, each_use
+    def __init__(
+        self,
+        slot: SlotContext,
+        each_use: bool,
+        mend: Callable[[int, bool, Positions], str],
+        compare: Callable[[int, int, int], None],
+    ) -> None:
+        self._slot, self._held, self._each_use = slot, slot.held, each_use
+        self._mend, self._compare = mend, compare
+        held = self._held
         self._kinds = [(slab, parity) for slab in range(len(held.shards)) for parity in (False, True)]
         self._kind = self._next = 0  # where the round is
         self._used = [np.zeros(shard.data_rows if self._marks else 0, np.bool_) for shard in held.shards]
@@ -140,7 +129,7 @@ class Scrubber:
         if len(found_M):
             self._on_found(slab, parity, found_M)
         if parity:
-            self._slot.durability.compare(slab, first, end)
+            self._compare(slab, first, end)
         elif self._marks:
             self._used[slab][first:end] = False
 
@@ -157,10 +146,8 @@ class Scrubber:
         if not len(positions_M) or self.beyond:
             return
         self.damaged += len(positions_M)
-        if not parity:
-            self._slot.checkpoints.on_damage()
         used = int(self._used[slab][positions_M].sum()) if self._marks and not parity else 0
-        reason = self._slot.durability.mend(slab, parity, positions_M)
+        reason = self._mend(slab, parity, positions_M)
         self._say(slab, parity, positions_M, used, reason, what)
         if reason:
             self._give_up(slab, parity, positions_M, reason)
@@ -184,7 +171,7 @@ class Scrubber:
 
     def _tell_damaged(self, what: str, reason: str) -> None:
         log.warning("slot %d: damaged: %s: %s", self._held.index, what, reason)
-        step = self._slot.reports.trained(self._held.rule.applied)
+        step = self._slot.trained(self._held.rule.applied)
         self._slot.tell(messages.Damaged(*self._slot.life, what, [], 1, 0, step, reason[:TEXT_MOST]))
 
     def on_beyond(self, slab: int, parity: bool, positions_M: Positions) -> None:
@@ -207,7 +194,7 @@ class Scrubber:
 
     def _say(self, slab: int, parity: bool, positions_M: Positions, used: int, reason: str, what: str = "") -> None:
         what, index = what or ("parity" if parity else "record"), self._held.index
-        step = self._slot.reports.trained(self._held.rule.applied)
+        step = self._slot.trained(self._held.rule.applied)
         places = self.places(slab, parity, positions_M[:PLACES_MOST])
         many, table, row, member = len(positions_M), *places[0]
         more = f"; {used} of them were used since they were last seen whole" if used else ""

@@ -1,0 +1,194 @@
+"""What the parts of a slot are given: the slot itself and the process that hosts it, as far as a part may know them.
+
+Both are base classes of the real thing: `SlotContext` of `server/slot.py:Slot`, `HostContext` of
+`server/process.py:ServerProcess`. They lie below the parts, so that these can name them. A part reads what is kept here
+and calls the methods; the slot and the process alone assign their fields.
+
+Everything happens inside the node (`Node.run`), so nothing here locks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from torch_ecrec.durability.holdings import Holdings
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.waits import SlotWaits
+from torch_ecrec.protocol.wire import A, Answer, Refused, Request
+from torch_ecrec.records.delta_log import DeltaLog
+
+Reply = Callable[[A | Refused], None]
+
+
+class Pending(Protocol):
+    """Work under way: a request (`transport/node.py:Exchange`), a part of a checkpoint that is written
+    (`processes/scribe.py`) or read (`processes/part_reader.py`)."""
+
+    def cancel(self) -> None:
+        """Stops it. It is not tried again, and nothing is called for it any more."""
+
+
+class HostContext(ABC):
+    """The server process, as the slots that it hosts know it.
+
+    Attributes:
+        era: which life of the trainers the process takes part in.
+        frozen: whether all servers have stopped and the step at which they go on is not known yet.
+        origin: the step that training begins after; None: initial values are being loaded.
+        waits: notes for whom this process waits.
+    """
+
+    era: int
+    frozen: bool
+    origin: int | None
+    waits: SlotWaits
+
+    @property
+    def history(self) -> tuple[int, bool]:
+        """Changes whenever steps may have been taken back: what was read before then counts for nothing."""
+        return self.era, self.frozen
+
+    @abstractmethod
+    def unhealthy_slots(self) -> list[int]:
+        """Slots that are lost, or not rebuilt yet."""
+
+    @abstractmethod
+    def ask(
+        self,
+        slot: int,
+        make: Callable[[int], Request[A]],
+        done: Callable[[A], None],
+        *,
+        bound_to: int | None = None,
+    ) -> Pending:
+        """Asks a slot, wherever it lives, until it answers; see `transport/node.py:Node.ask`."""
+
+    @abstractmethod
+    def ask_once(self, slot: int, make: Callable[[int], Request[A]], done: Callable[[A | None], None]) -> None:
+        """Asks a slot once; `done` gets its answer, or None if it refused or could not be reached."""
+
+    @abstractmethod
+    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Runs `action` after so many seconds."""
+
+    @abstractmethod
+    def emit(self, effect: Callable[[], None]) -> None:
+        """Runs `effect` after the node's lock is released."""
+
+    @abstractmethod
+    def tell(self, word: messages.OfMember) -> None:
+        """Sends a message to the coordinator."""
+
+
+class SlotContext(ABC):
+    """One incarnation of a slot, as its parts know it.
+
+    Args:
+        held: its records and all that goes with them.
+        host: the server process it lives in.
+        ready: whether it serves from the start.
+
+    Attributes:
+        ready: whether it serves: from the start, or since `become_ready`.
+        dead: whether this incarnation has been replaced.
+        hopeless: whether it has given up.
+        reported: whether nothing is missing and the coordinator knows.
+        going_back_to: the step that the trainers start again after, until that step is durable here; else None.
+        not_trained: how many of the steps up to the last applied are none of training, as far as they are known.
+    """
+
+    def __init__(self, held: Holdings, host: HostContext, ready: bool) -> None:
+        self.held, self.host = held, host
+        self.ready = self.reported = ready
+        self.dead = self.hopeless = False
+        self.going_back_to: int | None = None
+        self.not_trained: int | None = None
+
+    # how it stands ------------------------------------------------------------------------------
+
+    @property
+    def whole(self) -> bool:
+        """Whether it serves and nothing is missing."""
+        return self.ready and self.held.missing.remaining == 0
+
+    @property
+    def life(self) -> tuple[int, int]:
+        """Index and incarnation: how each message about this slot begins."""
+        return self.held.index, self.held.incarnation
+
+    def known_incarnations(self) -> list[int]:
+        """Of every slot, the life that this one listens to."""
+        held = self.held
+        lives = {**held.rule.incarnations, held.index: held.incarnation}
+        return [lives.get(i, 0) for i in range(held.job.code.slots)]
+
+    def trained(self, step: int) -> int:
+        """Steps of training up to a step near the last applied; one that loads, in between, counts as one, too."""
+        others = self.host.origin if self.not_trained is None else self.not_trained
+        return 0 if others is None else max(0, step - others)
+
+    # what its parts ask of it -------------------------------------------------------------------
+
+    def tell(self, word: messages.OfMember) -> None:
+        """Tells the coordinator something of this incarnation."""
+        self.host.tell(word)
+
+    @abstractmethod
+    def park(self, attempt: Callable[[], Answer | None], reply: Reply[Any]) -> None:
+        """Answers now if `attempt` yields an answer, else when it first does."""
+
+    @abstractmethod
+    def is_missing(self, positions: list[np.ndarray], looked: bool = False) -> bool:
+        """Whether any of these data records is missing (with `looked`, or damaged); if so, they are brought back next.
+
+        Args:
+            positions: of each slab, (U,) int64. They are used next, if none is.
+            looked: it is looked for damage, whatever the settings say.
+        """
+
+    # what its parts tell it ---------------------------------------------------------------------
+
+    @abstractmethod
+    def on_settled(self, through: int) -> None:
+        """Steps up to `through` survive what the policy promises: they count now."""
+
+    @abstractmethod
+    def become_ready(self, cut: int, floor: int, log: DeltaLog) -> None:
+        """A lost slot goes on after step `cut`; its log holds the steps `floor + 1 .. cut`."""
+
+    @abstractmethod
+    def begin_anew(self, cut: int, floor: int, log: DeltaLog, done: int) -> None:
+        """As `become_ready`, of a slot that was lost beyond repair.
+
+        Args:
+            cut, floor, log: as there.
+            done: steps of training until `cut`.
+        """
+
+    @abstractmethod
+    def give_up(self, reason: str = "") -> None:
+        """More is lost than can be brought back."""
+
+    @abstractmethod
+    def progress(self) -> None:
+        """Something changed (records are there again): what waits is tried again."""
+
+    @abstractmethod
+    def check_rebuilt(self) -> None:
+        """Less is missing than before, or more is caught up with."""
+
+    @abstractmethod
+    def meet(self, slot: int, incarnation: int) -> None:
+        """Another slot has this incarnation, perhaps a new one: the one before is not listened to any more."""
+
+    @abstractmethod
+    def on_snapshot_kept(self, step: int, done: int) -> None:
+        """A trainer's part of the dense model after a step is here. `done`: steps of training until then."""
+
+    @abstractmethod
+    def on_snapshots_copied(self) -> None:
+        """No dense snapshot is missing here that other slots may have."""

@@ -1,0 +1,115 @@
+"""A server process, as the slots that it hosts know it: what the coordinator has said, and who reads and writes
+checkpoints. `service.py:Host` is one, with its slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch_ecrec.codec.linear import LinearCode
+from torch_ecrec.durability.context import HostContext, Pending
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.pieces import Key, Part
+from torch_ecrec.protocol.waits import SlotWaits
+from torch_ecrec.records.positions import Bytes, Positions
+from torch_ecrec.server.capture import Portion
+from torch_ecrec.spec.job import JobSpec, SlabSpec
+from torch_ecrec.spec.settings import Settings
+from torch_ecrec.transport.node import Node, Port
+
+
+class Scribe(Protocol):
+    """Writes parts of checkpoints, beside the protocol: what it is given to call, it calls inside `Node.run`.
+
+    `processes/scribe.py:FileScribe` writes them to a store, that of `testing/checkpoints.py` on virtual time.
+    """
+
+    def write(
+        self,
+        order: messages.Capture,
+        slot: int,
+        slabs: Sequence[SlabSpec],
+        next_portion: Callable[[int], Portion | None],
+        dense: Sequence[tuple[Key, Part]],
+        done: Callable[[dict[str, Any]], None],
+        failed: Callable[[str], None],
+    ) -> Pending:
+        """Begins to write one slot's part.
+
+        Args:
+            order: where, how fast, and in which form.
+            slot: whose.
+            slabs: of the job: what records look like, whose they are.
+            next_portion: gives the next records, of at most so many bytes; None at their end.
+            dense: parts of the dense model that go with it.
+            done: gets what the manifest has to say of the part, once it is durable.
+            failed: gets the reason, for people.
+        """
+
+
+class CheckpointReader(Protocol):
+    """Reads checkpoints, beside the protocol: what it is given to call, it calls inside `Node.run`.
+
+    `processes/part_reader.py:FileReader` reads them from a store, that of `testing/checkpoints.py` on virtual time.
+    """
+
+    def read(
+        self,
+        renewal: messages.Renewal,
+        job: JobSpec,
+        slot: int,
+        take: Callable[[int, Positions, Bytes], None],
+        done: Callable[[], None],
+        failed: Callable[[str], None],
+    ) -> Pending:
+        """Begins to read one slot's records.
+
+        Args:
+            renewal: of which checkpoint.
+            job: whose layout says which records are the slot's.
+            slot: whose.
+            take: gets slab, positions (N,) int64, records (N, B) uint8; each record once.
+            done: called once all were given.
+            failed: gets the reason, for people, in place of `done`.
+        """
+
+
+class ServerProcess(Node, HostContext):
+    """A node with what its slots share.
+
+    Args:
+        name, port: see `Node`.
+        settings: of the process.
+        scribe: writes checkpoints; None: this process writes none.
+        reader: reads them, for slots that begin anew; None: this process reads none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        port: Port,
+        settings: Settings,
+        scribe: Scribe | None = None,
+        reader: CheckpointReader | None = None,
+    ) -> None:
+        super().__init__(name, port, settings.call_timeout_s)
+        self.settings, self.scribe, self.reader = settings, scribe, reader
+        self.checkpointing = messages.Checkpointing()
+        self.saves = messages.Saves()  # prioritised ones that count
+        self.waits = SlotWaits(port.now_s, self.host_of)
+        self.frozen = False
+        self.resume_step = 0  # where the era began: a step of the protocol
+        self.done = 0  # steps of training until then
+        self.floor = 0  # a slot that begins anew there is the same from here on: a step of the protocol
+        self.renewals: list[messages.Renewal] = []  # of this run
+        self.origin = None
+        self.code = LinearCode(1, 0)
+
+    @property
+    def snapshot_slots(self) -> tuple[int, ...]:
+        """The r + 1 slots whose hosts keep the dense snapshots."""
+        return tuple(range(min(self.code.n - self.code.k + 1, len(self.placement.slots)))) if self.placement else ()
+
+    def unhealthy_slots(self) -> list[int]:
+        return [i for i, place in enumerate(self.placement.slots) if not place.healthy] if self.placement else []
