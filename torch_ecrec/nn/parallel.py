@@ -15,7 +15,6 @@ is TorchRec's own, and a warning says that nothing of it is kept (`no_tables.py`
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import logging
 import sys
@@ -63,7 +62,7 @@ from torch_ecrec.nn.sharder import all_table_specs, columns_of, job_names, outpu
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.trainer_state import TrainerState, check_optimizers
 from torch_ecrec.nn.unsharded import configs_of
-from torch_ecrec.runtime.checks import plain, take_bool, take_int, take_str
+from torch_ecrec.runtime.checks import plain_copy, take_bool, take_int, take_str
 from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings
@@ -137,7 +136,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         device = None if device is None else torch.device(device)
         if model_tracker_configs is not None:
             raise ValueError(NO_TRACKER)
-        env = _environment() if env is None else _plain_env(env)
+        env = _environment() if env is None else plain_copy(env, ("rank", "world_size"))
         others = [s for s in get_default_sharders() if sharders is None] + list(sharders or ())
         check_sharders(others)
         covered = coverage_of(module, plan, others)
@@ -464,16 +463,6 @@ def _environment() -> ShardingEnv:
     if not dist.is_initialized():
         raise ValueError("no process group: call torch.distributed.init_process_group first, or pass `env`")
     return ShardingEnv.from_process_group(dist.group.WORLD)
-
-
-def _plain_env(env: ShardingEnv) -> ShardingEnv:
-    """The environment itself, or a copy where its numbers are not Python's."""
-    found = {"rank": plain(env.rank), "world_size": plain(env.world_size)}
-    if all(found[name] is getattr(env, name) for name in found):
-        return env
-    made = copy.copy(env)
-    vars(made).update(found)
-    return made
 
 
 def _plan(covered: Coverage, given: ShardingPlan | None, world_size: int) -> ShardingPlan:

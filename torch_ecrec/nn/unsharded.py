@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from torchrec.modules.fused_embedding_modules import (
 )
 
 from torch_ecrec.nn.kinds import KINDS, Collection
-from torch_ecrec.runtime.checks import plain_all
+from torch_ecrec.runtime.checks import plain_copy
 
 _WEIGHTS = {DataType.FP32: "float32", DataType.FP16: "float16", DataType.BF16: "bfloat16"}
 _NOT_SERVED = (
@@ -61,14 +60,8 @@ def configs_of(module: Collection) -> Sequence[BaseEmbeddingConfig]:
 
 def _plain_config(config: BaseEmbeddingConfig) -> BaseEmbeddingConfig:
     """The config itself, or a copy where something in it is not Python's own."""
-    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    found = {name: plain_all(value) for name, value in given.items()}
-    if all(found[name] is value for name, value in given.items()):
-        return config
-    made = copy.copy(config)
-    for name, value in found.items():
-        setattr(made, name, value)
-    if is_default(config):  # with bounds that were made of the rows as they were given
+    made = plain_copy(config, [field.name for field in dataclasses.fields(config)])
+    if made is not config and is_default(config):  # with bounds that were made of the rows as they were given
         made.init_fn = None
         made.__post_init__()
     return made

@@ -48,7 +48,7 @@ from torch_ecrec.nn.coverage import chooses
 from torch_ecrec.planner.enumerator import Enumerator, costs_of, is_ours, total
 from torch_ecrec.planner.estimates import Servers, largest_slot
 from torch_ecrec.planner.report import Report
-from torch_ecrec.runtime.checks import plain, plain_all, require, shown, take_float, take_int, take_str
+from torch_ecrec.runtime.checks import plain, plain_copy, require, shown, take_float, take_int, take_str
 
 _NUMBERS = ("pooling_factors", "num_poolings", "batch_sizes")  # lists of `ParameterConstraints`
 
@@ -125,7 +125,8 @@ def _plain_limits(table: str, given: ParameterConstraints) -> ParameterConstrain
     Raises:
         TypeError, ValueError: what says how many ids there are is no number.
     """
-    found = {field.name: plain_all(getattr(given, field.name)) for field in dataclasses.fields(given)}
+    made = copy.copy(plain_copy(given, [field.name for field in dataclasses.fields(given)]))
+    found = vars(made)
     for name in _NUMBERS:
         if getattr(found[name], "ndim", None) == 1:
             found[name] = found[name].tolist()
@@ -133,8 +134,6 @@ def _plain_limits(table: str, given: ParameterConstraints) -> ParameterConstrain
             raise TypeError(f"`{name} of table {table}` must be a list of numbers, got {shown(found[name])}")
         for number in found[name] or ():
             require(take_float(f"{name} of table {table}", number) >= 0, f"`{name} of table {table}` are {found[name]}")
-    made = copy.copy(given)
-    vars(made).update(found)
     return made
 
 

@@ -10,11 +10,13 @@ what lies behind may compare, add and write them into JSON. Loads neither NumPy 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
+R = TypeVar("R")
 Flag = int
 """Of a field that is 0 or 1, and may be given as a bool."""
 
@@ -54,6 +56,17 @@ def shown(value: object) -> str:
     """A value as a message names it: briefly where it is an array."""
     shape = getattr(value, "shape", None)
     return f"{type(value).__name__} of shape {tuple(shape)}" if isinstance(shape, tuple) and shape else repr(value)
+
+
+def plain_copy(record: R, names: Iterable[str]) -> R:
+    """The object itself, or a shallow copy of it where one of these attributes is not Python's own, as `plain_all`."""
+    given = {name: getattr(record, name) for name in names}
+    found = {name: plain_all(value) for name, value in given.items()}
+    if all(found[name] is value for name, value in given.items()):
+        return record
+    made = copy.copy(record)
+    vars(made).update(found)
+    return made
 
 
 def take_int(name: str, value: object, least: int, most: int | None = None) -> int:
