@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +15,13 @@ import pytest
 from conftest import ROOT
 from loops import Loop, attach, made, resumed, undisturbed
 from loops import batch as batch_of
+from unattached_child import STEPS, WAYS
 
 from torch_ecrec.cli.main import main, parser
 from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.nn.trainer_state import GROUPS
 from torch_ecrec.observe import trace
+from torch_ecrec.observe.rehearsed import DIGITS, is_marked
 from torch_ecrec.observe.trace import Begun, Ended, Held, Kept, Record, Resumed, Tail, Trained, Writer, held_at, hold_at
 from torch_ecrec.rehearsal import run
 from torch_ecrec.rehearsal.compare import (
@@ -35,6 +39,7 @@ from torch_ecrec.rehearsal.compare import (
 )
 
 CHILD = ROOT / "tests" / "support" / "rehearsed_child.py"
+UNATTACHED = CHILD.with_name("unattached_child.py")
 LIMIT_S = 400.0
 
 # records ----------------------------------------------------------------------------------------------
@@ -401,6 +406,8 @@ def test_a_good_script_is_equal(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (code, first) == (0, "EQUAL: 12 steps of 1 trainer, 1 restart (killed in step 4)")
     assert same.startswith("Equal, too: what the script prints (1 lines), and the files that it writes below")
     assert left_out == "Not compared: what it writes elsewhere."
+    digest = hashlib.sha256(CHILD.read_bytes()).hexdigest()[:DIGITS]
+    assert is_marked(tmp_path, digest), "what `attach` looks for in a run of the script that is no rehearsal"
 
 
 @pytest.mark.timeout(LIMIT_S)
@@ -411,9 +418,7 @@ def test_what_the_script_keeps_for_itself_is_found_in_what_it_prints(tmp_path: P
     assert text.startswith(
         "DIFFERENT in what the script prints or saves, though no step is: trainer 0 prints 'average "
     )
-    assert "restarted: trainer 0: after the restart variables of the loop are other than before: " in text
-    [warned] = [line for line in text.splitlines() if "variables of the loop are other than before: " in line]
-    assert warned.count("average") == 1 and "which is to be read with that:" in text
+    assert not list(tmp_path.glob("equal-*")), "it has no mark"
 
 
 @pytest.mark.slow
@@ -428,6 +433,31 @@ def test_what_the_script_keeps_for_itself_is_found_in_what_it_saves(tmp_path: Pa
 def test_what_is_never_the_same_is_not_compared_and_named(tmp_path: Path, capsys: Any) -> None:
     code, text = rehearsed("speaks", tmp_path, capsys, "--at", "7", "--steps", "0")
     assert code == 0 and "undisturbed runs, too: lines like 'begun #'." in text, text
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_whatever_a_loop_keeps_for_itself_is_found(tmp_path: Path) -> None:
+    """Each way in what is attached for it; `cycle`, which draws no more, in the batches; its own end in its length.
+
+    The runs alone, without a third one that looks whether the script is deterministic.
+    """
+    found, at = plan(*SMALL, "--at", "3", "--steps", "0", "--out", str(tmp_path), "--", str(UNATTACHED))
+    expected, other = (run.Training(found, name, moments).execute() for name, moments in (("a", []), ("b", at)))
+    assert expected.problem is None and other.problem is None and other.killed == [3]
+    calm, again = expected.traces[0].lives[0], other.traces[0].lives[1]
+    assert again.resumed == 2 and calm.trained[3] == again.trained[3]
+    differ = {name for name, value in calm.kept[3].items() if again.kept[3][name] != value}
+    assert differ == {
+        *(f"attached `{way}`" for way in WAYS),
+        trace.OPTIMIZERS,  # by ReduceLROnPlateau
+        GROUPS,  # by TorchRec's warm-up
+    }
+    assert calm.trained[4][trace.RATES] != again.trained[4][trace.RATES], "what the warm-up has set"
+    assert calm.trained[4][trace.BATCH] == again.trained[4][trace.BATCH]
+    assert calm.trained[5][trace.BATCH] != again.trained[5][trace.BATCH], "`cycle` has other batches of the first pass"
+    assert (expected.traces[0].steps, other.traces[0].steps) == (STEPS, 2 + STEPS)
+    text = verdict(expected.traces, other.traces, other.killed, found.steps).text
+    assert text.startswith("DIFFERENT at step 3 of trainer 0, restarted after step 2: state of the dense optimizers, ")
 
 
 @pytest.mark.slow

@@ -79,6 +79,7 @@ PUSHES = (  # what moves the numbers of a push, see `_move_pushes`
 MOVES = ("before", "after", "pass")  # when they do
 # What is attached or not, besides what has to be: the tables' optimizer, and what counts for itself and sets rates.
 ATTACHED = ("tables", "schedule", "exponential", "plateau", "warm-up")
+UNMARKED = frozenset({"plateau", "warm-up"})  # leave no trace in the tables' optimizer: nothing refuses them
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from torch_ecrec.nn.attachment import STEPS_OF_A_DRAW
 from torch_ecrec.nn.dense import Header
+from torch_ecrec.observe.rehearsed import mark, script_digest
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -98,7 +101,7 @@ def test_a_warm_up_that_is_not_attached_is_refused_by_name() -> None:
     whole, trainer.optimizer = trainer.optimizer, trainer.optimizer.optimizers[1][1]._optimizer._optimizer
     attach(trainer)
     trainer.optimizer = whole
-    with pytest.raises(RuntimeError, match=r"a WarmupOptimizer sets learning rates .* but is not attached"):
+    with pytest.raises(TypeError, match=r"in none of its groups \(a wrapper counts there\? attach that wrapper\)"):
         trainer.steps(3)
 
 
@@ -368,3 +371,31 @@ def test_one_batch_that_a_reader_gives_again_and_again_goes_on() -> None:
     second = attach(made(first.session, 4, seed=2), itertools.repeat(batch_of(6, 1)))
     second.steps(END)
     assert second.losses == first.losses and same(first, second) and len(first.session.snapshots) == END - 1
+
+
+def test_that_a_script_was_not_rehearsed_is_told_as_a_job_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By trainer 0, unless a rehearsal of the script as it is now has left its mark."""
+    script = tmp_path / "train.py"
+    script.write_text("one")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
+    monkeypatch.setenv("TORCH_ECREC_REHEARSED", str(tmp_path))
+
+    def told(trainer: Trainer) -> int:
+        caplog.clear()
+        attach(trainer)
+        return caplog.text.count("this script was not rehearsed as it is")
+
+    first = made()
+    assert told(first) == 1 and f"({tmp_path} has no mark of it)" in caplog.text
+    first.steps(2)
+    assert told(made(first.session, 1)) == 0, "it goes on: a job tells it once"
+    assert told(made(snapshot_every=0)) == 0, "nobody goes on"
+    mark(tmp_path, script_digest())
+    assert told(made()) == 0
+    script.write_text("another")
+    assert told(made()) == 1
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", None)
+    mark(tmp_path, script_digest())
+    assert told(made()) == 1, "a notebook: nobody knows"

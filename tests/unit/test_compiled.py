@@ -82,20 +82,17 @@ def test_a_compiled_model_trains_as_one_that_is_not(how: str) -> None:
         assert model.digest() == digest
 
 
-@pytest.mark.parametrize("how", ["outside", "in place", "a part", "a part, wrapped"])
+@pytest.mark.parametrize("how", ["in place", "a part", "a part, wrapped"])
 def test_what_depends_on_the_sizes_before_is_refused(how: str) -> None:
     model, optimizer = made()
-    call: Any = model
-    if how == "outside":
-        call = torch.compile(model, backend=BACKEND)
-    elif how == "in place":
+    if how == "in place":
         model.compile(backend=BACKEND)
     elif how == "a part":
         model.module.over.compile(backend=BACKEND)
     else:
         model.module.over = torch.compile(model.module.over, backend=BACKEND)
     with pytest.raises(RuntimeError, match=r"is compiled with dynamic=None.*dynamic=True or dynamic=False"):
-        trained(model, call, optimizer)
+        trained(model, model, optimizer)
 
 
 @pytest.mark.parametrize("how", ["outside", "in place", "a part", "late"])
@@ -148,15 +145,17 @@ def test_the_pipeline_of_compiled_models() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
-def test_what_cannot_be_seen_is_told() -> None:
+@pytest.mark.parametrize("how", ["outside", "a function"])
+def test_what_cannot_be_seen_is_told(how: str) -> None:
     model, optimizer = made()
     hidden = torch.compile(lambda loss: loss * 1.0, backend=BACKEND)
+    outside = torch.compile(model, backend=BACKEND)
 
     def call(batch: Batch) -> Any:
-        loss, logits = model(batch)
-        return hidden(loss), logits
+        loss, logits = (outside if how == "outside" else model)(batch)
+        return (hidden(loss) if how == "a function" else loss), logits
 
-    with pytest.warns(UserWarning, match="neither the model nor a module of it"):
+    with pytest.warns(UserWarning, match="neither the model nor a module of it was compiled in place"):
         trained(model, call, optimizer)
 
 

@@ -551,7 +551,7 @@ def test_all_that_users_call_is_known() -> None:
         for name, method in vars(DistributedModelParallel).items()
         if inspect.isfunction(method) and not name.startswith("_") and names_of(method) - {"self"}
     }
-    assert ours == set(METHODS)
+    assert ours - {"reshard"} == set(METHODS), "that one is refused, whatever it is given"
     called |= {name: getattr(DistributedModelParallel, name) for name in METHODS}
     called |= {"epochs": Reader.epochs, "enumerate": Reader.enumerate}
     for name, function in called.items():

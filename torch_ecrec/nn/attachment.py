@@ -37,7 +37,6 @@ from torch_ecrec.nn.dense import DenseSnapshot, dense_parameters, load_, own_of
 from torch_ecrec.nn.gradients import WaitingGradients, put_back_
 from torch_ecrec.nn.imported import begin_with_
 from torch_ecrec.nn.loop import Judge
-from torch_ecrec.nn.loop_variables import inside
 from torch_ecrec.nn.module_settings import ModuleSettings
 from torch_ecrec.nn.random_states import random_states, set_random_states
 from torch_ecrec.nn.reader import Reader, Stateful
@@ -79,10 +78,7 @@ class Attachment:
         self._step, self._session = step, step.session
         self._state = TrainerState(optimizers, stateful, model.fused_optimizer)
         self._own = own
-        known = [model, step.session, *model.modules(), *model.parameters(), *model.buffers()]
-        known += self._state.all_optimizers
-        known += [p for o in self._state.all_optimizers for group in o.param_groups for p in group["params"]]
-        judge = Judge(self._counters, [stateful[n] for n in own], known + inside([reader, *stateful.values()]))
+        judge = Judge(self._counters, attached=bool(own))
         self.reader = None if reader is None else Reader(reader, self._on_draw, judge)
         self._settings = ModuleSettings(model)
         if optimizers:
@@ -209,7 +205,7 @@ class Attachment:
                 self._load_what_loops_reset(self._settings_then)
             self._settings_at_first = self._settings.changed()
             self._checks.check_sealed(self._restored and self._session.step > 1)
-            self._checks.check_schedulers(self._restored)
+            self._checks.check_schedulers()
 
     def _load_what_loops_reset(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
         """Once more: before its first step a loop may put gradients to zero, evaluate, switch modes."""

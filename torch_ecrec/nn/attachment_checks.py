@@ -2,38 +2,43 @@
 
     check_sealed      what is attached moved between `attach` and the first step: that would happen once more
     (when made)       a scheduler is attached, and its optimizer is not kept
-    check_schedulers  a scheduler, or a warm-up, moves rates that are kept, and is not attached itself
+    check_schedulers  a scheduler moves rates that are kept, and is not attached itself
     check_tracing     a pipeline that traced the model changed it
     check_groups      an optimizer was given parameters after `attach`
     check_kept        an optimizer keeps in attributes what moves with its steps, and nothing brings them back
     (on every step)   an optimizer that is not attached steps parameters of the model
 
 All are found while training runs undisturbed, long before a restart needs it. `attachment.py` says when each is due.
+What leaves no trace in anything that is attached (a warm-up around an optimizer, a `ReduceLROnPlateau`) is not seen
+here: `torch-ecrec rehearse` finds it.
 """
 
 from __future__ import annotations
 
-import gc
+import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
+from torchrec.optim.keyed import KeyedOptimizer
 
 from torch_ecrec.nn import optimizer_steps
 from torch_ecrec.nn.checksum import checksum_of_all
 from torch_ecrec.nn.dense import dense_parameters
-from torch_ecrec.nn.loop_variables import inside
 from torch_ecrec.nn.module_settings import ModuleSettings
-from torch_ecrec.nn.trainer_state import TrainerState, counters_of
+from torch_ecrec.nn.trainer_state import TrainerState
 
 log = logging.getLogger(__name__)
 
 SCHEDULERS = "lr_scheduler["  # what those are named that `attach` was given as such, before their number
+THINGS_MOST, ITEMS_MOST, DEPTH_MOST = 2_000, 32, 3  # that are looked into for a scheduler
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _BEGINS_ANEW = "it would begin anew after a restart. Name it in"
 _OF_TORCH = frozenset(  # attributes that torch gives an optimizer
     {"defaults", "state", "param_groups", "step", "_opt_called", "_step_count", "grad_scale", "found_inf"}
@@ -112,14 +117,9 @@ class AttachmentChecks:
             )
         log.warning("%s: after a restart that would happen again, and is refused if the values then differ", what)
 
-    def check_schedulers(self, restored: bool) -> None:
-        """What sets rates that are kept is attached.
-
-        Args:
-            restored: this is after a restart: what torch keeps no list of was looked for in the first life.
-        """
-        kept = self._kept_groups()
-        attached = inside(self._state.stateful.values())  # what is attached may keep a scheduler for the user
+    def check_schedulers(self) -> None:
+        """A scheduler that counts an optimizer's steps, as torch's do, leaves a mark in it; it is attached, too."""
+        attached = _inside(self._state.stateful.values())  # what is attached may keep a scheduler for the user
         scheduled = {id(g) for thing in attached if not isinstance(thing, Optimizer) for g in _groups_of(thing)}
         for optimizer in self._kept_optimizers():
             if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
@@ -128,14 +128,6 @@ class AttachmentChecks:
                         f"a scheduler was made for {type(optimizer).__name__}, but not attached: {_BEGINS_ANEW}"
                         " `attach(lr_scheduler=...)`"
                     )
-        known = {id(thing) for thing in attached} | {id(optimizer) for optimizer in self._state.all_optimizers}
-        for thing in () if restored else _living_setters():
-            if id(thing) not in known and any(id(group) in kept for group in _groups_of(thing)):
-                argument = "optimizer" if isinstance(thing, Optimizer) else "lr_scheduler"
-                raise RuntimeError(
-                    f"a {type(thing).__name__} sets learning rates of what is attached or of tables, and counts for"
-                    f" itself, but is not attached: {_BEGINS_ANEW} `attach({argument}=...)`"
-                )
 
     def _kept_optimizers(self) -> list[Optimizer]:
         """Whose groups are kept: those of the model's tables, and all that are attached."""
@@ -242,12 +234,26 @@ def _groups_of(thing: object) -> list[Mapping[str, Any]]:
     return list(optimizer.param_groups) if isinstance(optimizer, Optimizer) else []
 
 
-def _living_setters() -> Iterator[object]:
-    """What there is in this process that sets rates by a count of its own: schedulers, and wrappers (warm-up).
+def _inside(things: Iterable[object]) -> list[object]:
+    """Some things, and what they have as attributes, in lists and in dicts."""
+    found: dict[int, object] = {}
 
-    Some leave no trace in what they set (`ReduceLROnPlateau`, TorchRec's warm-up), and nobody keeps a list of them.
-    """
-    for thing in gc.get_objects():
-        kind = type(thing)
-        if issubclass(kind, LRScheduler) or (issubclass(kind, OptimizerWrapper) and counters_of(thing)):
-            yield thing
+    def look(thing: object, left: int) -> None:
+        plain = isinstance(thing, (*_PLAIN, type, ModuleType, Tensor))
+        if id(thing) in found or plain or len(found) > THINGS_MOST:
+            return
+        found[id(thing)] = thing
+        if left:
+            items: Iterable[object] = ()
+            if isinstance(thing, (list, tuple)):
+                items = thing[:ITEMS_MOST]
+            elif isinstance(thing, dict):
+                items = itertools.islice(thing.values(), ITEMS_MOST)
+            elif not isinstance(thing, nn.Module):
+                items = getattr(thing, "__dict__", {}).values()
+            for item in list(items):
+                look(item, left - 1)
+
+    for thing in things:
+        look(thing, DEPTH_MOST)
+    return list(found.values())

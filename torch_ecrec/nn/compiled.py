@@ -7,7 +7,9 @@ not seen what came before. So where trainers may go on, which is where the scrip
     what is compiled has `dynamic=True` or `dynamic=False`
     and is compiled from the first training step of a life on, or not at all
 
-or the step is refused. What is compiled where this cannot see it (a decorated function that a module calls) is told.
+or the step is refused. Seen are modules of the model, and the model, that are compiled in place
+(`module.compile(...)`), and parts of it that `torch.compile` has replaced. That something else is compiled (the model
+from outside, `torch.compile(model)`; a function) is told.
 
 The lookup of rows is never compiled (`served.py`, `managed.py`): dynamo goes around it.
 """
@@ -17,7 +19,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -40,18 +41,12 @@ def _context(function: object) -> Any:
     return None
 
 
-def _contexts(model: nn.Module, frame: FrameType | None) -> Iterator[tuple[str, Any]]:
-    """Names and settings of what is compiled: the model, modules in it, and what calls it."""
+def _contexts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Names and settings of what is compiled: the model, and modules in it."""
     for name, module in model.named_modules():
         found = getattr(module, "dynamo_ctx", None) or _context(module._compiled_call_impl)
         if found is not None:
             yield f"module {name}" if name else "the model", found
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch._dynamo.eval_frame" and frame.f_code.co_name == "compile_wrapper":
-            found = frame.f_locals.get("self")
-            if hasattr(found, "_dynamic"):
-                yield "the model", found
-        frame = frame.f_back
 
 
 class Compiled:
@@ -75,7 +70,7 @@ class Compiled:
         if frames == self._frames:
             return
         self._frames = frames
-        found = {id(context): (name, context) for name, context in _contexts(model, sys._getframe(1))}
+        found = {id(context): (name, context) for name, context in _contexts(model)}
         for name, context in found.values():
             if context._dynamic is None:
                 raise RuntimeError(
@@ -96,8 +91,9 @@ class Compiled:
         if not found and not self._told:
             self._told = True
             warnings.warn(
-                "something was compiled by torch.compile during training that is neither the model nor a module of it."
-                f" If the training step uses it, {ADVICE}: else a trainer that goes on after a loss may compute other"
-                " bits",
+                "something was compiled by torch.compile during training, and how cannot be seen: neither the model nor"
+                " a module of it was compiled in place. If the training step uses it (`torch.compile(model)`, or a"
+                f" function of it), {ADVICE}: else a trainer that goes on after a loss may compute other bits."
+                " `model.compile(...)` can be seen",
                 stacklevel=2,
             )

@@ -55,7 +55,7 @@ from torch_ecrec.nn.no_parameters import explain_empty_optimizers
 from torch_ecrec.nn.no_tables import NO_TABLES, NoTables
 from torch_ecrec.nn.processed import watch_batches
 from torch_ecrec.nn.reader import Reader, Stateful
-from torch_ecrec.nn.recorder import recorded
+from torch_ecrec.nn.recorder import recorded, tell_unless_rehearsed
 from torch_ecrec.nn.reduce import OrderedMean
 from torch_ecrec.nn.served import show_tables
 from torch_ecrec.nn.sharder import all_table_specs, columns_of, job_names, output_dtypes, sharders_for
@@ -224,6 +224,10 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
 
         Weights are loaded before, not after: what `attach` brings back takes precedence over what is loaded.
 
+        What the script keeps for itself and does not name here cannot be seen, and begins anew after a restart. As a
+        job begins, trainer 0 warns in the log unless a rehearsal of the script (`torch-ecrec rehearse`) has left its
+        mark.
+
         Args:
             optimizer: all that step the dense parameters; TorchRec's wrappers and combinations as they are. Rates
                 of tables come back whether `fused_optimizer` is among them or not.
@@ -260,6 +264,8 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             if (what := self.coverage.lost_by(step, self._unprotected)) is not None:
                 self.session.not_exact(what)
             attached.resume(step, parts)
+        elif self.session.trainer == 0 and self._recorder is None and self._dense.every:
+            tell_unless_rehearsed()
         self._attached = attached
         return Reader(()) if attached.reader is None else attached.reader
 

@@ -30,7 +30,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -125,12 +124,11 @@ class Pass(Iterator[Any]):
         self.whole = False  # drawn to its end
         self.began: dict[str, Any] | None = None
         self.depends = False  # on the global generators, as they were when it began
-        self.turns = 0  # calls for a batch in this life
         self.sum = 0  # of the checksums of all its batches; or of their indices, where only those are drawn again
         self.failed: BaseException | None = None
 
     def __next__(self) -> Any:
-        return self._owner.draw(self, sys._getframe(1))
+        return self._owner.draw(self)
 
     def add(self, checksum: int) -> None:
         """One more has been drawn."""
@@ -186,7 +184,6 @@ class Reader(Iterator[Any]):
         # of kind "all": drawn, whole, sum, began
         self._history: list[tuple[int, bool, int, dict[str, Any] | None]] = []
         self._now: Position | None = None  # of the draw that is being made
-        self._caller: FrameType | None = None  # likewise
         self._ahead: deque[_Draw] = deque()  # drawn, and not trained on yet
         self._in_turn: list[_Draw] = []  # trained on, since the last draw
         self._watches = may_give_again(reader)
@@ -196,7 +193,6 @@ class Reader(Iterator[Any]):
         self._then: dict[str, Any] | None = None  # random states after those
         self._then_at_forward = False  # they were taken when a forward began, after a pass was drawn to its end
         self._expected: int | None = None  # checksum of the batch after those
-        self._variables_then: Mapping[str, int] | None = None  # of the loop
 
     # the loop's side ------------------------------------------------------------------------------
 
@@ -208,7 +204,7 @@ class Reader(Iterator[Any]):
         if self._pass is None:
             self._pass = Pass(self)
         try:
-            return self.draw(self._pass, sys._getframe(1))
+            return self.draw(self._pass)
         except StopIteration:
             self._pass = None
             raise
@@ -227,7 +223,7 @@ class Reader(Iterator[Any]):
         batches = Pass(self)
         while True:
             try:
-                batch = self.draw(batches, sys._getframe(1))
+                batch = self.draw(batches)
             except StopIteration:
                 return
             yield start + batches.drawn - 1, batch
@@ -268,7 +264,7 @@ class Reader(Iterator[Any]):
 
     # draws ----------------------------------------------------------------------------------------
 
-    def draw(self, current: Pass, caller: FrameType) -> Any:
+    def draw(self, current: Pass) -> Any:
         """The next batch of a pass.
 
         Raises:
@@ -276,7 +272,7 @@ class Reader(Iterator[Any]):
             RuntimeError: the loop, or the reader, is one that could not be brought back after a restart; or it gives
                 other batches after a restart than before.
         """
-        self._judge.on_draw(current, current.turns, caller)
+        self._judge.on_draw()
         if current.failed is not None:
             raise RuntimeError(
                 "a draw of this pass has failed before, and nobody knows how far the reader got: after a restart it"
@@ -284,7 +280,6 @@ class Reader(Iterator[Any]):
             ) from current.failed
         if current.batches is not None and current is not self._current:
             raise RuntimeError("this pass was left: another one over what `attach` returned has begun since")
-        current.turns += 1
         if not self.pipelined:
             self._in_turn += self._ahead  # trained on, or left out for good
             self._ahead.clear()
@@ -298,14 +293,7 @@ class Reader(Iterator[Any]):
         outside = self._generators.states()
         state = self._state() if self.pipelined else None  # else `saved` asks for it
         self._now = Position(current.epoch, current.drawn, current.began, state, outside, current.sum)
-        if self._variables_then is not None:
-            self._judge.check_variables(caller, self._variables_then)
-            self._variables_then = None
-        self._caller = caller
-        try:
-            on_batch = self._on_draw()
-        finally:
-            self._caller = None  # it holds what the loop has
+        on_batch = self._on_draw()
         expected: int | None
         if again := bool(self._again):
             begin, expected = self._again[0]
@@ -413,7 +401,6 @@ class Reader(Iterator[Any]):
             "again": [(draw.position.random, draw.checksum) for draw in self._ahead] + list(self._again),
             "then": self._generators.states() if at_forward or self._now is None else self._now.random,
             "at_forward": at_forward,
-            "variables": None if self._caller is None else self._judge.sums(self._caller),
         }
 
     def load(self, saved: Mapping[str, Any], checksum: int | None) -> None:
@@ -434,7 +421,6 @@ class Reader(Iterator[Any]):
         self._again = deque(saved["again"])
         self._then, self._then_at_forward = saved["then"], saved["at_forward"]
         self._expected = checksum
-        self._variables_then = saved["variables"]
         self._judge.on_restored()
 
     def _go_to(self, current: Pass, target: Position) -> None:

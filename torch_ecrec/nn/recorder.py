@@ -35,8 +35,9 @@ from torch_ecrec.nn.tensor_bytes import bytes_of
 from torch_ecrec.nn.trainer_state import COUNTERS, DIVISION, GROUPS
 from torch_ecrec.nn.values import decode
 from torch_ecrec.observe import trace
+from torch_ecrec.observe.rehearsed import is_marked, script_digest
 from torch_ecrec.observe.trace import Ended, Held, Kept, Resumed, Trained, Warned, Writer
-from torch_ecrec.spec.settings import record_folder, restarts
+from torch_ecrec.spec.settings import record_folder, rehearsed_folder, restarts
 
 HOLD_LIMIT_S = 600.0
 PARTS_OF_STATE = (GROUPS, DIVISION, COUNTERS)
@@ -51,6 +52,23 @@ def recorded(session: EmbeddingBackend, model: nn.Module) -> tuple[EmbeddingBack
         return session, None
     recorder = Recorder(folder, session, model)
     return cast(EmbeddingBackend, Recorded(session, recorder)), recorder
+
+
+def tell_unless_rehearsed() -> None:
+    """Warns that nothing tells whether this script was rehearsed, and of what that means.
+
+    What a script keeps for itself nobody can see from here, so that who trains it should know that it was not looked
+    at. The marks of `observe/rehearsed.py` are what there is to know it by: whose folder is not there is told, too.
+    """
+    folder = rehearsed_folder()
+    if not is_marked(folder, script_digest()):
+        log.warning(
+            "this script was not rehearsed as it is (%s has no mark of it): what it keeps for itself and does not"
+            " attach, such as a count, a random generator, an average of weights, begins anew when trainers are started"
+            " again, and training then goes on otherwise, unnoticed. `torch-ecrec rehearse -- SCRIPT ARGS...` kills its"
+            " trainers and says whether it goes on to the same bits",
+            folder.resolve(),
+        )
 
 
 class _Warnings(logging.Handler):

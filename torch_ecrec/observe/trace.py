@@ -17,6 +17,8 @@ from pathlib import Path
 
 import msgspec
 
+from torch_ecrec.observe.rehearsed import script_digest
+
 HOLD = "hold"
 ATTACHED = "attached "  # before the name of something attached
 
@@ -29,11 +31,17 @@ ORDER = (*TRAINED, *KEPT)
 
 
 class Begun(msgspec.Struct, frozen=True, tag="begun"):
-    """The first line. `life`: how often torchrun had started the trainers before."""
+    """The first line.
+
+    Attributes:
+        life: how often torchrun had started the trainers before.
+        script: the digest of the script that the trainer runs (`rehearsed.py`); "": not known.
+    """
 
     trainer: int
     life: int
     pid: int
+    script: str = ""
 
 
 class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
@@ -89,7 +97,7 @@ class Writer:
         name = f"{trainer}.{os.getpid()}.{os.urandom(2).hex()}.jsonl"
         self._file = os.open(folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._encoder = msgspec.json.Encoder()
-        self.write(Begun(trainer, life, os.getpid()))
+        self.write(Begun(trainer, life, os.getpid(), script_digest()))
 
     def write(self, record: Record) -> None:
         os.write(self._file, self._encoder.encode(record) + b"\n")

@@ -70,6 +70,7 @@ class Life:
         held: the step after which it waited to be killed.
         ended: values when the model was closed.
         warned: of what the library has warned, in its order.
+        script: digest of the script that ran.
     """
 
     pid: int
@@ -81,6 +82,7 @@ class Life:
     held: int | None = None
     ended: Values | None = None
     warned: tuple[str, ...] = ()
+    script: str = ""
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ def _life_of(records: Sequence[Record]) -> tuple[int, Life]:
         next((r.step for r in records if isinstance(r, Held)), None),
         next((r.values for r in records if isinstance(r, Ended)), None),
         tuple(r.text for r in records if isinstance(r, Warned)),
+        begun.script,
     )
 
 

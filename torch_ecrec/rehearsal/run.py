@@ -29,6 +29,7 @@ from pathlib import Path
 from torch_ecrec.demo.interrupts import sigterm_interrupts
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.observe.rehearsed import mark
 from torch_ecrec.observe.trace import ATTACHED, Tail, hold_at
 from torch_ecrec.processes.children import descendants, torchrun
 from torch_ecrec.processes.launch import warm
@@ -346,7 +347,7 @@ def plan_of(arguments: argparse.Namespace) -> tuple[Plan, list[int]]:
 
 
 def rehearse(plan: Plan, at: Sequence[int], restarts: int, terminal: Terminal) -> Verdict:
-    """The runs that it takes, and what they come to.
+    """The runs that it takes, and what they come to. A script that comes to EQUAL is marked as rehearsed.
 
     Args:
         at: steps in which trainers are killed; none: `restarts` of them are chosen.
@@ -390,6 +391,8 @@ def rehearse(plan: Plan, at: Sequence[int], restarts: int, terminal: Terminal) -
     if found.equal and plan.steps is not None and done > plan.steps:
         note = f"Ended after {plan.steps} steps (--steps): what the script does later was not rehearsed."
         found = Verdict(True, f"{found.text}\n{note}")
+    if found.equal:
+        mark(plan.out, calm.traces[0].lives[0].script)
     return compare.with_warnings(found, runs)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from torch_ecrec.observe.rehearsed import FOLDER
 from torch_ecrec.runtime.checks import Flag, require, require_int, take_fields
 
 _NUMBERS: dict[type, Callable[[str], object]] = {int: int, float: float}
@@ -42,6 +43,7 @@ EVALUATION_WIRES = ("wire", "int8")  # how rows travel that get no gradients
 PREFIX = "TORCH_ECREC_"
 OTHERS = (
     "RECORD",
+    "REHEARSED",
     "LOSS_MARK",
 )  # read elsewhere here; a test of this package has its own names, which begin with `TEST_`
 
@@ -75,6 +77,11 @@ def record_folder() -> Path | None:
     """Where trainers note their steps: `torch-ecrec rehearse` says so to those that it starts."""
     folder = os.environ.get("TORCH_ECREC_RECORD")
     return Path(folder) if folder else None
+
+
+def rehearsed_folder() -> Path:
+    """Where rehearsals have left marks of the scripts that they found equal."""
+    return Path(os.environ.get("TORCH_ECREC_REHEARSED") or FOLDER)
 
 
 def set_unless_set(name: str, value: Callable[[], str]) -> None:
