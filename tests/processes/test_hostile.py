@@ -18,10 +18,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from builds import BUILD
 from conftest import wait_until
+from coordinator_words import slot_report
 
 from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.settings import ClusterSettings
@@ -29,6 +31,7 @@ from torch_ecrec.errors import ClusterError, ClusterUnavailable
 from torch_ecrec.processes.member import Member
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import BadMessage
+from torch_ecrec.protocol.status import Report
 from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.control import ControlClient, ControlServer, encode_line, request
@@ -74,7 +77,7 @@ TO_THE_COORDINATOR: list[dict[str, Any]] = [
     {"type": "status"},
     {"type": "watch"},
     {"type": "stop"},
-    {"type": "beat", "report": {"slots": [{"slot": 0, "rebuilt": 1.0}], "bytes_sent": {"push": 3}}},
+    {"type": "beat", "report": {"slots": [msgspec.to_builtins(slot_report(0, 0))], "bytes_sent": {"push": 3}}},
     {"type": "leave", "report": {}},
     {"type": "in_generation", "generation": 1},
     {"type": "ready", "slot": 1, "incarnation": 0},
@@ -344,10 +347,10 @@ def test_a_thousand_idle_connections_and_slow_writers(live: Live) -> None:
             with contextlib.suppress(ConnectionError):  # it was sent away
                 sock.sendall(b'{"type": "join", "pid": 1' if number % 2 else b"")
         live.members["server-1"].send({"type": "beat", "report": {"slots": []}})
-        wait_until(lambda: live.router.core.members["server-1"].report == {"slots": []}, WAIT_S, "a beat is heard")
+        wait_until(lambda: live.router.core.members["server-1"].report.slots == [], WAIT_S, "a beat is heard")
         live.status()
         assert len(live.server._connections) < 600
-    live.router.core.members["server-1"].report = {}
+    live.router.core.members["server-1"].report = Report()
     assert live.state() == before
 
 

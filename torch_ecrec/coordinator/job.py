@@ -6,10 +6,9 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from torch_ecrec.coordinator.members import Members
-from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.bounds import INEXACT_MOST
+from torch_ecrec.protocol.bounds import INEXACT_MOST, TEXT_MOST
 from torch_ecrec.protocol.messages import Rejoin, Restored
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Beyond
@@ -87,9 +86,10 @@ class RunningJob:
 
     def on_inexact(self, step: int, what: str) -> None:
         """From a step of training on this run is not exact. The same is noted once, and of many the first."""
+        what = what[:TEXT_MOST]  # members take no longer one, and it may hold a member's word
         if (step, what) not in self.inexact and len(self.inexact) < INEXACT_MOST:
             self.inexact.append((step, what))
-            self._announce(events.NotExact(step, what))
+            self._announce(messages.NotExact(step, what))
             self._members.tell(messages.KnownInexact(self.inexact))
 
     def tell_inexact(self, name: str) -> None:
@@ -124,5 +124,6 @@ class RunningJob:
     def stop(self, reason: str, kind: str) -> None:
         """Ends the job for everybody: kinds are data_loss and stopped."""
         self.fatal, self.fatal_kind, self.goes_back = reason, kind, False
-        self._announce(events.Fatal(kind, reason))
-        self._members.tell(messages.Fatal(kind, reason))
+        word = messages.Fatal(kind, reason)
+        self._announce(word)
+        self._members.tell(word)

@@ -29,6 +29,7 @@ from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.bounds import Address
 from torch_ecrec.protocol.build import own_build
 from torch_ecrec.protocol.messages import BadMessage
+from torch_ecrec.protocol.status import Report
 from torch_ecrec.protocol.wire import A, Outcome, Request
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.threads import Worker
@@ -104,7 +105,7 @@ class Member:
         make_node: Callable[[str, Member, CodeSpec], Node],
         on_control: Callable[[messages.FromCoordinator], None],
         on_end: Callable[[BaseException], None],
-        report: Callable[[], messages.Report] = messages.Report,
+        report: Callable[[], Report] = Report,
         known: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         if settings.join is None:
@@ -473,12 +474,12 @@ class Member:
         self.tell(messages.Leave(figures_of(self.transport)))
 
 
-def figures_of(transport: Transport | None, report: messages.Report | None = None) -> messages.Report:
+def figures_of(transport: Transport | None, report: Report | None = None) -> Report:
     """What every member reports, beside figures of its own."""
     assert transport is not None
     refused = sum(transport.complaints.counts.values()) + sum(COMPLAINTS.counts.values())
     return replace(
-        report or messages.Report(),
+        report or Report(),
         bytes_sent=by_kind(transport.bytes_sent),
         connections=transport.connections(),
         refused_messages=refused,

@@ -63,6 +63,8 @@ from torch_ecrec.protocol.recoveries import Renewal as Renewal
 from torch_ecrec.protocol.recoveries import Renewals
 from torch_ecrec.protocol.recoveries import Restored as Restored
 from torch_ecrec.protocol.recoveries import Saves as Saves
+from torch_ecrec.protocol.status import Gathering as Gathering
+from torch_ecrec.protocol.status import Report
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import CheckpointSaver
@@ -105,35 +107,6 @@ class WantedCode(Struct, frozen=True, forbid_unknown_fields=True):
     k: Count | None = None
     r: Count | None = None
     slots: Count | None = None
-
-
-class WaitedFor(Struct, frozen=True, forbid_unknown_fields=True):
-    """For whom a process has waited since it said so last; see `protocol/waits.py`.
-
-    Attributes:
-        over_s: since then.
-        lookups: that a trainer made, of several servers; steps of which a server sent folds to several.
-        usual_s: summed over them, until most servers had answered.
-        late_s: of each server, for how long its answer was out and those of most others were there.
-        held_s: for how long a trainer could not go on, since earlier steps were not acknowledged.
-    """
-
-    over_s: Annotated[float, Meta(ge=0)]
-    lookups: Count
-    usual_s: Annotated[float, Meta(ge=0)]
-    late_s: Annotated[dict[Name, Annotated[float, Meta(ge=0)]], Meta(max_length=MEMBERS_MOST)]
-    held_s: Annotated[float, Meta(ge=0)] = 0.0
-
-
-class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A member's figures for `status`."""
-
-    slots: Annotated[list[dict[Text, Scalar]], Meta(max_length=SLOTS_MOST)] | None = None
-    bytes_sent: Annotated[dict[Text, Version], Meta(max_length=FIGURES_MOST)] | None = None
-    connections: Annotated[dict[Text, Version], Meta(max_length=FIGURES_MOST)] | None = None  # `Transport.connections`
-    refused_messages: Version | None = None  # of the data plane, with connections that were not let in
-    waits: WaitedFor | None = None
-    awaits: Ranks | None = None  # of a trainer: those without whom it does not go on
 
 
 # from processes that are no members yet, and from tools -----------------------------------------------
@@ -246,16 +219,16 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
             require(max(versions) <= COUNT_MOST, f"version {max(versions)} of a placement")
 
 
-class Status(Said, frozen=True, tag="status"):
-    pass
+class AskStatus(Said, frozen=True, tag="status"):
+    """How are things? The answer is a `Status` (`status.py`)."""
 
 
 class Watch(Said, frozen=True, tag="watch"):
-    pass
+    """As `status`, and from now on all that happens."""
 
 
 class Stop(ForLeader, frozen=True, kw_only=True, tag="stop"):
-    pass
+    """The job is to end for everybody."""
 
 
 class Drain(ForLeader, frozen=True, kw_only=True, tag="drain"):
@@ -290,7 +263,7 @@ class OfSlot(Said, frozen=True):
     incarnation: Count
 
 
-class Ready(OfSlot, frozen=True, tag="ready"):
+class Ready(OfSlot, frozen=True, omit_defaults=True, tag="ready"):
     """It serves. `at`: of a slot that begins anew, the steps of training after which it goes on."""
 
     at: Count | None = None
@@ -400,7 +373,8 @@ class Loaded(Said, frozen=True, tag="loaded"):
 
 
 class NotExact(Said, frozen=True, tag="not_exact"):
-    """What comes from here on is not, or may not be, what an undisturbed run gives. Said again, it counts once.
+    """NOT EXACT: what comes from here on is not, or may not be, what an undisturbed run gives. Said again, it counts
+    once.
 
     Attributes:
         step: steps of training that were done then. `what`: has happened.
@@ -447,16 +421,6 @@ class Waits(Said, frozen=True, tag="waits"):
     """Who joins is not let in yet, for a reason that may last. A welcome or a refusal follows."""
 
     reason: str
-
-
-class Gathering(Said, frozen=True, tag="gathering"):
-    """The cluster has not begun, since somebody is lacking: (those that are there, those that it takes).
-
-    `trainers`: it takes 0 where none has come that would say how many there will be.
-    """
-
-    servers: tuple[Count, Count]
-    trainers: tuple[Count, Count]
 
 
 class Generation(Said, frozen=True, tag="generation"):
@@ -624,6 +588,12 @@ class Left(Said, frozen=True, tag="left"):
 
 
 class Fatal(Said, frozen=True, tag="fatal"):
+    """The job has ended for everybody, or only for whom it is said to.
+
+    Attributes:
+        kind: "data_loss" or "stopped"; to one, also "trainers_lost" or "fenced".
+    """
+
     kind: Text
     reason: str
 
@@ -647,7 +617,7 @@ OfMember = (
     | Progress
     | OfCheckpoint
 )
-FromMember = Join | Rejoin | Status | Watch | Stop | Drain | OfMember
+FromMember = Join | Rejoin | AskStatus | Watch | Stop | Drain | OfMember
 FromCoordinator = (
     Welcome
     | Refused

@@ -8,8 +8,8 @@ from typing import Protocol
 from torch_ecrec.durability.holdings import Missing
 from torch_ecrec.durability.policy import Durability
 from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.bounds import Scalar
 from torch_ecrec.protocol.messages import Renewal
+from torch_ecrec.protocol.status import SlotReport
 from torch_ecrec.protocol.step_rule import StepRule
 from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.records.shard import Shard
@@ -138,26 +138,26 @@ class Reports:
         others = slot.host.origin if slot.not_trained is None else slot.not_trained
         return 0 if others is None else max(0, step - others)
 
-    def status(self) -> dict[str, Scalar]:
-        """Figures for `torch-ecrec status`."""
+    def figures(self) -> SlotReport:
+        """For `torch-ecrec status`."""
         slot, rule = self._slot, self._slot.rule
-        return {
-            "slot": slot.index,
-            "incarnation": slot.incarnation,
-            "ready": slot.ready,
-            "step": self.trained(rule.applied),
-            "acknowledged": self.trained(rule.acknowledged),
-            "watermark": self.trained(rule.watermark),
-            "rebuilt": slot.missing.done_fraction,
-            "record_bytes": sum(shard.data_bytes for shard in slot.shards),
-            "parity_bytes": sum(shard.parity_bytes for shard in slot.shards),
-            "log_bytes": slot.log.bytes + slot.durability.log_bytes,
-            "snapshot_bytes": slot.snapshots.bytes,
-            "checkpoint_bytes": slot.checkpoints.kept_bytes,
-            "saver_bytes": slot.checkpoints.saver_bytes,
-            "saver_pick_s": round(slot.checkpoints.picked_s, 6),
-            "scrubbed_bytes": slot.scrubber.scrubbed_bytes,
-            "scrub_rounds": slot.scrubber.rounds,
-            "damaged": slot.scrubber.damaged,
-            "mended": slot.scrubber.mended,
-        }
+        return SlotReport(
+            slot=slot.index,
+            incarnation=slot.incarnation,
+            ready=slot.ready,
+            step=self.trained(rule.applied),
+            acknowledged=self.trained(rule.acknowledged),
+            watermark=self.trained(rule.watermark),
+            rebuilt=slot.missing.done_fraction,
+            record_bytes=sum(shard.data_bytes for shard in slot.shards),
+            parity_bytes=sum(shard.parity_bytes for shard in slot.shards),
+            log_bytes=slot.log.bytes + slot.durability.log_bytes,
+            snapshot_bytes=slot.snapshots.bytes,
+            checkpoint_bytes=slot.checkpoints.kept_bytes,
+            saver_bytes=slot.checkpoints.saver_bytes,
+            saver_pick_s=round(slot.checkpoints.picked_s, 6),
+            scrubbed_bytes=slot.scrubber.scrubbed_bytes,
+            scrub_rounds=slot.scrubber.rounds,
+            damaged=slot.scrubber.damaged,
+            mended=slot.scrubber.mended,
+        )

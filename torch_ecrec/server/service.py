@@ -16,6 +16,7 @@ from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.layout.stripes import Layout, layout_of
 from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.messages import Placement
+from torch_ecrec.protocol.status import Report
 from torch_ecrec.protocol.waits import SlotWaits
 from torch_ecrec.protocol.wellformed import Judge
 from torch_ecrec.protocol.wire import Answer, Malformed, Refused
@@ -336,13 +337,13 @@ class Host(Node):
     def unhealthy_slots(self) -> list[int]:
         return [i for i, place in enumerate(self.placement.slots) if not place.healthy] if self.placement else []
 
-    def report(self) -> messages.Report:
+    def report(self) -> Report:
         """Figures of every slot; nothing while the host is busy, so that a heartbeat never waits for it."""
-        found = [messages.Report()]
+        found = [Report()]
 
         def look() -> None:
-            slots = [slot.reports.status() for slot in self.slots.values()]
-            found.append(messages.Report(slots=slots, waits=self.waits.take() if slots else None))
+            slots = [slot.reports.figures() for slot in self.slots.values()]
+            found.append(Report(slots=slots, waits=self.waits.take() if slots else None))
 
         self.run_if_idle(look)
         return found[-1]
