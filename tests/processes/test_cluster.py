@@ -263,10 +263,9 @@ def test_whoever_joins_while_members_rejoin_gets_a_name_that_nobody_has() -> Non
             "birth": "one",
         }
         known = {"job": None, "placement": None, "era": 0, "frozen": False, "resume_step": 0, "done": 0, "origin": None}
-        known |= {"whole": [], "incarnations": [], "run": "run"}
-        world = {"life": 0, "generation": 1, "newest": 1, "world": ["server-0", "server-1"]}
+        world = {"run": "run", "life": 0, "generation": 1, "newest": 1, "world": ["server-0", "server-1"]}
         plain = {"slots": 3, "k": 2, "r": 1, "protection": "parity"}
-        clients["old"].send({**hello, **known, **world, "type": "rejoin", "name": "server-0", "code": plain})
+        clients["old"].send({**hello, **world, "known": known, "type": "rejoin", "name": "server-0", "code": plain})
         wait_until(
             lambda: "server-0" in str(request(host, port, {"type": "status"}, timeout_s=LIMIT_S)),
             LIMIT_S,

@@ -91,7 +91,7 @@ class Session:
 
     # the background -----------------------------------------------------------------------------
 
-    def known(self) -> dict[str, Any]:
+    def known(self) -> messages.Known:
         """What a coordinator that was started again must know."""
         return self.client.known()
 

@@ -103,14 +103,14 @@ class RunningJob:
         Initial values that are loaded may have to be loaded again in a later era, so the newest era counts, and in that
         who knows already where it begins. `era`: the newest that this coordinator knows.
         """
-        for one in sorted(said, key=lambda one: one.placement is not None):  # who has nothing may be of no run yet
-            self.take(one.job)
+        for one in sorted(said, key=lambda one: one.known.placement is not None):  # who has none may be of no run yet
+            self.take(one.known.job)
             self.restored, self.run = one.restored, one.run
             self.inexact += [known for known in one.inexact if known not in self.inexact]
-        newest = max((one.era for one in said), default=0)
-        of_it = [one for one in said if one.era == newest]
-        told = [one for one in of_it if not one.frozen] or of_it
-        origins = [one.origin for one in told if one.origin is not None]
+        newest = max((one.known.era for one in said), default=0)
+        of_it = [one for one in said if one.known.era == newest]
+        told = [one for one in of_it if not one.known.frozen] or of_it
+        origins = [one.known.origin for one in told if one.known.origin is not None]
         if newest > era or (newest == era and origins):
             self.origin = origins[0] if origins else None
 

@@ -147,54 +147,95 @@ class Entering(ForLeader, frozen=True, kw_only=True):
     relaunched: bool = False
     again: bool = False
     rank: Rank = -1
-    job: JobSpec | None = None
 
     def __post_init__(self) -> None:
         if self.address is not None:
             ipaddress.ip_address(self.address[0])  # nothing is looked up by name: that could block
         require((self.rank >= 0) == (self.role == "trainer"), f"a {self.role} of rank {self.rank}")
-        require(self.role == "server" or self.job is not None, "not a job: a trainer without one")
-        if self.job is not None:
-            require(len(self.job.tables) <= TABLES_MOST, f"a job of {len(self.job.tables)} tables")
-            require(self.job.trainers <= MEMBERS_MOST, f"a job of {self.job.trainers} trainers")
-            require(max(table.rows * table.dim for table in self.job.tables) <= COUNT_MOST, "a table that is too large")
-            require(self.rank < self.job.trainers, f"trainer rank must be below {self.job.trainers}, got {self.rank}")
+
+    def check_job(self, job: JobSpec | None) -> None:
+        """Raises ValueError: who enters cannot be of this job."""
+        require(self.role == "server" or job is not None, "not a job: a trainer without one")
+        if job is not None:
+            require(len(job.tables) <= TABLES_MOST, f"a job of {len(job.tables)} tables")
+            require(job.trainers <= MEMBERS_MOST, f"a job of {job.trainers} trainers")
+            require(max(table.rows * table.dim for table in job.tables) <= COUNT_MOST, "a table that is too large")
+            require(self.rank < job.trainers, f"trainer rank must be below {job.trainers}, got {self.rank}")
 
 
 class Join(Entering, frozen=True, kw_only=True, tag="join"):
+    """A process wants to be a member. `code`: what it insists on; `job`: of a trainer, what it trains."""
+
     code: WantedCode = WantedCode()
+    job: JobSpec | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_job(self.job)
+
+
+class Known(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the node of a member knows of its run, for a coordinator that was started again.
+
+    Attributes:
+        job: None: it has not heard of one.
+        placement: the newest that it was told; None: none.
+        era: the newest that it was told. `frozen`: of a server, it has stopped, and was not told where that era begins.
+        resume_step: the protocol's, that the era began after. `done`: steps of training until then. `floor`: see `Era`.
+        origin: the protocol's step that training begins after; None: initial values are not loaded.
+        left: trainers that are done, as it was told (`Left`).
+        renewals: all slots that began anew, in this run, as it was told.
+        saves: prioritised ones that count, as it was told.
+        kept: (slot, incarnation, whether dense snapshots are there) of the slots here that have all their records.
+        whole: (slot, incarnation) of the slots here that have everything.
+        incarnations: of a server, the latest life of each slot that somebody here has heard of; nothing: of none.
+    """
+
+    job: JobSpec | None
+    placement: Placement | None
+    era: Count
+    frozen: bool
+    resume_step: Count
+    done: Count
+    floor: Count = 0
+    origin: Count | None
+    left: Ranks = []
+    renewals: Renewals = []
+    saves: Saves = Saves()
+    kept: Annotated[list[tuple[Count, Count, bool]], Meta(max_length=SLOTS_MOST)] = []
+    whole: Annotated[list[tuple[Count, Count]], Meta(max_length=SLOTS_MOST)] = []
+    incarnations: Annotated[list[Count], Meta(max_length=SLOTS_MOST)] = []
+
+    def __post_init__(self) -> None:
+        if self.placement is not None:
+            require(self.job is not None, "a placement without a job")
+            versions = [self.placement.epoch, *(place.incarnation for place in self.placement.slots)]
+            require(max(versions) <= COUNT_MOST, f"version {max(versions)} of a placement")
 
 
 class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
     """A member tells a coordinator that it has not spoken to, or lost for a moment, what it knows.
 
-    `run`: the identity of its cluster. `kept`: (slot, incarnation, whether dense snapshots are there) of the slots here
-    that have all their records.
+    Attributes:
+        name, code, life, run: its own, and of its cluster, as it was told.
+        generation: that it is in; 0: in none. `newest`: the last that it was asked to enter.
+        world: who is in that generation.
+        addresses: of the newest generation: where its members listen, for as long as they live.
+        restored: the checkpoint that the cluster began with. `inexact`: what has made the run so, as it was told.
+        known: what its node knows.
     """
 
     name: Name
     code: CodeSpec
     life: Count
+    run: Run
     generation: Count
     newest: Count
     world: Names
-    placement: Placement | None
-    era: Count
-    frozen: bool
-    resume_step: Count
-    done: Count  # steps of training at `resume_step`
-    origin: Count | None  # the step that training begins after, once initial values are loaded
-    whole: Annotated[list[tuple[Count, Count]], Meta(max_length=SLOTS_MOST)]
-    incarnations: Annotated[list[Count], Meta(max_length=SLOTS_MOST)]
-    left: Ranks = []  # trainers that are done, as it was told (`Left`)
+    addresses: Addresses = {}
     restored: Restored | None = None
-    floor: Count = 0  # of `resume_step`: see `Era`
-    renewals: Renewals = []
-    kept: Annotated[list[tuple[Count, Count, bool]], Meta(max_length=SLOTS_MOST)] = []
-    saves: Saves = Saves()
-    addresses: Addresses = {}  # of the newest generation: where its members listen, for as long as they live
-    run: Run
-    inexact: Inexact = []  # as it was told
+    inexact: Inexact = []
+    known: Known
 
     @property
     def times(self) -> int:
@@ -203,20 +244,19 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        slots = self.code.slots
+        self.check_job(self.known.job)
+        slots, known = self.code.slots, self.known
         require(self.name.startswith(self.role), f"a {self.role} that is called {self.name}")
         require(slots <= SLOTS_MOST, f"{slots} slots")
         require(self.generation <= self.newest, f"generation {self.generation}, but the newest is {self.newest}")
         require(not self.generation or self.name in self.world, f"{self.name} is not in the world that it is in")
-        require(all(slot < slots for slot, _ in self.whole), f"a slot that is not there; there are {slots}")
-        require(len(self.incarnations) in (0, slots), f"{len(self.incarnations)} incarnations of {slots} slots")
+        require(all(slot < slots for slot, _ in known.whole), f"a slot that is not there; there are {slots}")
+        require(len(known.incarnations) in (0, slots), f"{len(known.incarnations)} incarnations of {slots} slots")
         for address in self.addresses.values():
             ipaddress.ip_address(address[0])
-        if self.placement is not None:
-            require(len(self.placement.slots) == slots, f"{len(self.placement.slots)} of {slots} slots are placed")
-            require(self.job is not None, "a placement without a job")
-            versions = [self.placement.epoch, *(place.incarnation for place in self.placement.slots)]
-            require(max(versions) <= COUNT_MOST, f"version {max(versions)} of a placement")
+        if known.placement is not None:
+            placed = len(known.placement.slots)
+            require(placed == slots, f"{placed} of {slots} slots are placed")
 
 
 class AskStatus(Said, frozen=True, tag="status"):
