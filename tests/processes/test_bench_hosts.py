@@ -82,7 +82,7 @@ def test_who_is_where(tmp_path: Path) -> None:
                 END_LIMIT_S,
                 "trainers, the coordinator on the first, servers from the last on",
             )
-            wait_until(lambda: len(cluster.status()["members"]) == 2, END_LIMIT_S, "the servers have joined")
+            wait_until(lambda: len(cluster.status().members) == 2, END_LIMIT_S, "the servers have joined")
     assert nothing_is_left()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import is_stopped, wait_until
+from coordinator_words import empty_status, healthy, member, status
 
 from torch_ecrec.cli.main import main, parser
 from torch_ecrec.demo import training as demo_training
@@ -23,6 +24,7 @@ from torch_ecrec.demo.chaos.store import FELT_LIMIT_S, SLOW_OPENS
 from torch_ecrec.demo.plot import draw_chaos, spread_bursts
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.protocol.status import json_of
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import (
     BEYOND_EVENTS,
@@ -315,15 +317,9 @@ def test_a_process_that_has_ended_meanwhile_is_no_error(
 def tell(one: ChaosRun, sleepers: dict[str, subprocess.Popen[bytes]], silent_s: float = 0.0) -> None:
     """A status, in which servers were not heard of for so long."""
     members = [
-        {
-            **{"name": name, "role": name.partition("-")[0], "rank": int(name[-1]), "pid": sleepers[name].pid},
-            **{"alive": True, "left": False, "report": {}, "silent_s": silent_s if "server" in name else 0.0},
-        }
-        for name in ROLES[:-1]
+        member(name, pid=sleepers[name].pid, silent_s=silent_s if "server" in name else 0.0) for name in ROLES[:-1]
     ]
-    slots = [{"slot": i, "server": f"server-{i}", "incarnation": 0, "healthy": True} for i in range(3)]
-    status = {"type": "status", "members": members, "slots": slots, "going_back": False, "looks": False}
-    one._on_message({**status, "time_s": time.time()})
+    one._on_message(json_of(status(members=members, slots=healthy(3), time_s=time.time())))
 
 
 def after(one: ChaosRun, seconds: float) -> None:
@@ -607,9 +603,7 @@ def test_a_kill_of_all_reaches_everybody(tmp_path: Path, sleepers: dict[str, sub
     assert [sleepers[name].wait(WAIT_S) for name in ROLES] == [-signal.SIGKILL] * len(ROLES)
     assert [kill.role for kill in one.record.kills] == ["all"] and not one.record.settled
     assert one.not_effective() == ["kill-all at step 1: nobody went back to a checkpoint"]
-    one._on_message(
-        {"type": "status", "time_s": time.time() + 1, "members": [], "slots": [], "looks": False, "restored": None}
-    )
+    one._on_message(empty_status(time.time() + 1, None))
     assert one.not_effective() == []
 
 

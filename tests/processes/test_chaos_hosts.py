@@ -13,12 +13,15 @@ from typing import Any
 import psutil
 import pytest
 from conftest import MARK, leftover, wait_for_none, wait_until
+from coordinator_words import healthy, member, status
+from msgspec.structs import replace
 
 from torch_ecrec.cli.main import main, parser
 from torch_ecrec.demo.chaos import command, host_events, hosted
 from torch_ecrec.demo.chaos.hosted import HostedCluster, Runs, Service
 from torch_ecrec.demo.chaos.hosts_chaos import HostsChaos
 from torch_ecrec.demo.terminal import Terminal
+from torch_ecrec.protocol.status import json_of
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import HOST_EVENTS, LEADER_EVENTS, WORLD_EVENTS
 from torch_ecrec.testing import hosts as kit
@@ -112,14 +115,11 @@ def disturbed(cluster: HostedCluster, tmp_path: Path) -> HostsChaos:
     one.logs.mkdir()
     one._hosts, one._cluster, one._leads = cluster.hosts, cluster, cluster.hosts[0].address
     cluster.leads = lambda: one._leads
-    members = [{"name": f"server-{i}", "role": "server", "rank": -1, "pid": 10 + i} for i in range(5)]
-    members += [{"name": f"trainer-{i}", "role": "trainer", "rank": i, "pid": 20 + i} for i in range(2)]
-    for member in members:
-        member |= {"alive": True, "left": False, "report": {}, "silent_s": 0.0}
-        one._world.where[member["name"]] = member["pid"] % 10 % 4 + 2 * (member["role"] == "trainer")
-    slots = [{"slot": i, "server": f"server-{i}", "incarnation": 0, "healthy": True} for i in range(3)]
-    status = {"type": "status", "members": members, "slots": slots, "going_back": False, "looks": False}
-    one._on_message({**status, "time_s": time.time()})
+    members = [member(f"server-{i}", pid=10 + i) for i in range(5)]
+    members += [member(f"trainer-{i}", pid=20 + i) for i in range(2)]
+    for here in members:
+        one._world.where[here.name] = here.pid % 10 % 4 + 2 * (here.role == "trainer")
+    one._on_message(json_of(status(members=members, slots=healthy(3), time_s=time.time())))
     return one
 
 
@@ -144,9 +144,8 @@ def test_a_blip_takes_more_hosts_than_the_code_repairs_and_never_the_coordinator
         assert unplugged(one) == hosts and len(hosts) > one.code.parities and 0 not in hosts and 4 not in hosts
         (disturbance,) = one._under_way
         assert disturbance.until_s - disturbance.since_s in host_events.BLIP_S
-        for member in one.record.status["members"]:
-            member["silent_s"] = 2.0 * (one._world.where[member["name"]] in hosts)
-        one.record.status["time_s"] = time.time() + 1.0
+        members = [replace(here, silent_s=2.0 * (one._world.where[here.name] in hosts)) for here in one.record.members]
+        one._on_message(json_of(status(members=members, slots=healthy(3), time_s=time.time() + 1.0)))
         let_pass(one)
         assert unplugged(one) == [] and one._under_way == []
         assert one.schedule[number]["felt"].endswith("was silent for 2.0 s")

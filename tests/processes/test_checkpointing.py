@@ -26,6 +26,7 @@ from torch_ecrec.errors import TrainersLost
 from torch_ecrec.observe.text import format_status
 from torch_ecrec.processes.children import Child
 from torch_ecrec.processes.supervisor import Supervisor
+from torch_ecrec.protocol.status import PartialStatus, SavesStatus
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.manifest import Manifest
@@ -155,8 +156,8 @@ def kill(children: list[subprocess.Popen[Any]]) -> None:
 def servers_of_slots(running: Supervisor) -> list[int]:
     """Pids of the servers that host the slots."""
     status = running.status()
-    pids = {member["name"]: member["pid"] for member in status["members"]}
-    return [pids[slot["server"]] for slot in status["slots"]]
+    pids = {member.name: member.pid for member in status.members}
+    return [pids[slot.server] for slot in status.slots]
 
 
 # a checkpoint of a run that goes on elsewhere -------------------------------------------------------
@@ -169,10 +170,10 @@ def test_another_cluster_goes_on_after_any_checkpoint_bit_for_bit(tmp_path: Path
     with cluster(tmp_path, CodeSpec(3, 2, 1), coordinator=writes_to(store, "10", *policy)) as running:
         with training(running, tmp_path / "first") as trainers:
             same_as_undisturbed(trainers)
-        wait_until(lambda: running.status()["checkpoints"]["last_step"] >= 30, LIMIT_S, "the third checkpoint")
-        told = running.status()["checkpoints"]
+        wait_until(lambda: running.status().checkpoints.last_step >= 30, LIMIT_S, "the third checkpoint")
+        told = running.status().checkpoints
     there = counted(store)
-    assert [one.done for one in there][:1] == [told["last_step"]] and told["failing"] == ""
+    assert [one.done for one in there][:1] == [told.last_step] and told.failing == ""
     assert len(there) >= 3 and there[0].base == there[1].id and there[-1].base is None
     for one, code in ((there[0], CodeSpec(5, 3, 2)), (there[1], CodeSpec(2, 1, 1))):
         restore = ["--restore", f"{store}@{one.done}"]
@@ -227,11 +228,11 @@ def test_beyond_parity_all_go_back_to_a_checkpoint_by_themselves(
         assert trainers.lives >= 2 and before < STEPS, "nobody was lost"
 
 
-def recovered(running: Supervisor) -> Any:
+def recovered(running: Supervisor) -> PartialStatus | None:
     """What the status says of partial recoveries, once every slot is whole on a server of its own; else None."""
     status = running.status()
-    whole = all(slot["healthy"] for slot in status["slots"])
-    return status["partial"] if whole and len({slot["server"] for slot in status["slots"]}) == 3 else None
+    whole = all(slot.healthy for slot in status.slots)
+    return status.partial if whole and len({slot.server for slot in status.slots}) == 3 else None
 
 
 @pytest.mark.slow  # test_partial.py has the protocol
@@ -248,21 +249,21 @@ def test_beyond_parity_the_lost_slots_alone_go_back_and_training_goes_on(tmp_pat
         two_servers(running, trainers)
         wait_until(lambda: recovered(running) is not None, LIMIT_S, "two slots from a checkpoint, and all parities")
         told, at = recovered(running), trainers.steps_of()
-        assert told["exact"] is False and told["times"] == 1 and len(told["last_slots"]) == 2
-        assert told["last_step"] in {one.done for one in counted(store)} | {5} and at < STEPS
-        lost = sum(told["lost_steps"])
-        assert abs(told["lost_samples"] - lost / 3 / told["of_steps"]) < 1e-5
+        assert told.exact is False and told.times == 1 and len(told.last_slots) == 2
+        assert told.last_step in {one.done for one in counted(store)} | {5} and at < STEPS
+        lost = sum(told.lost_steps)
+        assert abs(told.lost_samples - lost / 3 / told.of_steps) < 1e-5
         assert "NOT EXACT" in format_status(running.status())
         os.kill(servers_of_slots(running)[0], signal.SIGKILL)  # which parity repairs again
         assert trainers.wait() == [0] * TRAINERS and trainers.lives == 1, trainers.said()
         digests = [trace["digest"] for trace in trainers.traces()]
         assert digests[0] == digests[1] != undisturbed()[0]["digest"]
-        assert recovered(running) is None or recovered(running)["lost_steps"] == told["lost_steps"]
+        assert recovered(running) is None or recovered(running).lost_steps == told.lost_steps
 
 
-def saves_of(running: Supervisor) -> Any:
+def saves_of(running: Supervisor) -> SavesStatus:
     """What the status says of prioritised saves."""
-    return running.status()["checkpoints"]["saves"]
+    return running.status().checkpoints.saves
 
 
 @pytest.mark.slow  # test_partial_saves.py has the protocol
@@ -276,20 +277,20 @@ def test_beyond_parity_the_lost_slots_take_what_was_saved_since_the_checkpoint(t
         cluster(tmp_path, CodeSpec(3, 2, 1), spares=2, **arguments) as running,
         training(running, tmp_path / "out", pause_s=0.25, again=0, digests=True) as trainers,
     ):
-        wait_until(lambda: saves_of(running)["saves"] >= 1, LIMIT_S, "a save on a checkpoint")
+        wait_until(lambda: saves_of(running).saves >= 1, LIMIT_S, "a save on a checkpoint")
         saved, (base, *_) = saves_of(running), counted(store)
         at = trainers.steps_of()
-        assert saved["saver"] == saver and saved["last_step"] > base.done and not saved["failing"]
-        assert len(list((store / "saves").glob("*/save.json"))) >= saved["saves"]
-        slots = [slot for member in running.status()["members"] for slot in member["report"].get("slots") or ()]
-        assert slots and all(slot["saver_bytes"] > 0 for slot in slots)
+        assert saved.saver == saver and saved.last_step > base.done and not saved.failing
+        assert len(list((store / "saves").glob("*/save.json"))) >= saved.saves
+        slots = [slot for member in running.status().members for slot in member.report.slots or ()]
+        assert slots and all(slot.saver_bytes > 0 for slot in slots)
         assert f"saves of 10.0% of the rows ({saver})" in format_status(running.status())
         step_reached(trainers, at + 4)  # so that nobody goes back to before it
         assert len(counted(store)) == 1, "the checkpoint after it came"
         two_servers(running, trainers)
         wait_until(lambda: recovered(running) is not None, LIMIT_S, "two slots from a checkpoint and saves on it")
         told = recovered(running)
-        assert told["last"] == base.id and told["last_step"] == base.done and told["last_saves"] >= 1
+        assert told.last == base.id and told.last_step == base.done and told.last_saves >= 1
         assert "saves on it" in format_status(running.status())
         os.kill(servers_of_slots(running)[0], signal.SIGKILL)  # which parity repairs again
         assert trainers.wait() == [0] * TRAINERS and trainers.lives == 1, trainers.said()

@@ -30,10 +30,12 @@ from torch_ecrec.codec import field
 from torch_ecrec.demo import criteo, run
 from torch_ecrec.errors import ClusterUnavailable, JoinRefused
 from torch_ecrec.processes import launch
+from torch_ecrec.protocol.status import Status, json_of, of_message
 from torch_ecrec.records.optimizers import NAMES as OPTIMIZERS
 from torch_ecrec.spec.job import FIELD_SIZE
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.transport.control import ControlClient, request
+from torch_ecrec.transport import whereabouts
+from torch_ecrec.transport.control import ControlClient
 
 LIMIT_S = 300.0  # for a start: only a hang reaches it
 END_LIMIT_S = 300.0  # for an end
@@ -340,14 +342,13 @@ def join(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     logs = tmp_path_factory.mktemp("up")
     with command("up", "--servers", "3", "--spares", "0", "--logs", str(logs)) as up:
         join = up.read_until(r"cluster at (\S+:\d+) \(TORCH_ECREC_JOIN=\1\); Ctrl-C ends it")[1]
-        up.wait_until("three servers", lambda: len(status_of(join)["members"]) == 3)
+        up.wait_until("three servers", lambda: len(status_of(join).members) == 3)
         yield join
         assert up.interrupt(signal.SIGTERM) == 0
 
 
-def status_of(join: str) -> dict[str, Any]:
-    host, port = join.split(":")
-    return request(host, int(port), {"type": "status"}, timeout_s=LIMIT_S)
+def status_of(join: str) -> Status:
+    return whereabouts.status_of(join, LIMIT_S)
 
 
 def ask(join: str, message: dict[str, Any]) -> dict[str, Any]:
@@ -378,6 +379,7 @@ def test_status(join: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert (status["epoch"], status["step"], status["slots"], status["fatal"]) == (0, 0, [], None)
     assert [m["name"] for m in status["members"]] == ["server-0", "server-1", "server-2"]
     assert all(m["alive"] and m["role"] == "server" and m["pid"] > 0 for m in status["members"])
+    assert json.loads(json.dumps(json_of(of_message(status)))) == status, "what is printed is what is declared"
 
 
 @pytest.mark.parametrize(
@@ -394,7 +396,7 @@ def test_a_server_with_other_code_parameters_is_refused(
     join: str, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused(["serve", "--join", join, *arguments], f"refused by the cluster at {join}: {says}", capsys)
-    assert len(status_of(join)["members"]) == 3, "it has not joined"
+    assert len(status_of(join).members) == 3, "it has not joined"
 
 
 def test_a_refused_server_process_ends(join: str) -> None:
@@ -416,7 +418,7 @@ def test_another_version_is_refused(
     refused(["serve", "--join", join], says, capsys)
     with pytest.raises(JoinRefused, match=re.escape(says)):
         launch.connect(job(trainers=2), Settings(join=join))
-    assert len(status_of(join)["members"]) == 3
+    assert len(status_of(join).members) == 3
 
 
 @pytest.mark.parametrize(
@@ -434,7 +436,7 @@ def test_messages_that_are_refused(join: str, message: dict[str, Any], says: str
     """The coordinator says why, and goes on."""
     answer = ask(join, message)
     assert answer["type"] == "refused" and says in answer["reason"]
-    assert status_of(join)["fatal"] is None
+    assert status_of(join).fatal is None
 
 
 def test_another_table_list_is_refused(join: str) -> None:
@@ -449,7 +451,7 @@ def test_another_table_list_is_refused(join: str) -> None:
         for other in (job(trainers=2, seed=6), job(trainers=3)):
             with pytest.raises(JoinRefused, match="this cluster trains another job: it "):
                 launch.connect(other, settings, trainer=1)
-        names = [m["name"] for m in status_of(join)["members"]]
+        names = [m.name for m in status_of(join).members]
         assert names == ["server-0", "server-1", "server-2", "trainer-0"]
     finally:
         first.close()
@@ -484,7 +486,7 @@ SMALL = ["--servers", "2", "-k", "1", "--spares", "0"]
 def test_ctrl_c_ends_a_cluster() -> None:
     with command("up", *SMALL) as up:
         join = up.read_until(r"cluster at (\S+)")[1]
-        up.wait_until("two servers", lambda: len(status_of(join)["members"]) == 2)
+        up.wait_until("two servers", lambda: len(status_of(join).members) == 2)
         assert len(up.living()) == 4
         assert up.interrupt() == 0
         assert not [line for line in up.err if "Traceback" in line]

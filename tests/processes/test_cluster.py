@@ -28,13 +28,13 @@ from conftest import ROOT, wait_until
 
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.processes.supervisor import Supervisor
+from torch_ecrec.protocol.status import Status, json_of
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import TRANSPORTS
 from torch_ecrec.transport.control import ControlClient, request
 
 STEPS = 100
 TRAINERS = 2
-Status = dict[str, Any]
 
 
 class Cluster:
@@ -52,14 +52,14 @@ class Cluster:
                 if condition(status):
                     return status
             if time.monotonic() > end_s:
-                pytest.fail(f"not within {LIMIT_S:g} s: {what}; last seen: {json.dumps(status, indent=1)}")
+                pytest.fail(f"not within {LIMIT_S:g} s: {what}; last seen: {json.dumps(json_of(status), indent=1)}")
             time.sleep(0.05)
 
     def kill(self, *slots: int) -> list[int]:
         """SIGKILLs the processes that host these slots, all at once; returns their pids."""
         status = self.supervisor.status()
-        pids = {member["name"]: member["pid"] for member in status["members"]}
-        doomed = [pids[status["slots"][slot]["server"]] for slot in slots]
+        pids = {member.name: member.pid for member in status.members}
+        doomed = [pids[status.slots[slot].server] for slot in slots]
         for pid in doomed:
             os.kill(pid, signal.SIGKILL)
         return doomed
@@ -72,13 +72,13 @@ class Cluster:
         status = self.wait_for(
             f"the loss of {pids}",
             lambda s: (
-                not any(m["alive"] for m in s["members"] if m["pid"] in pids)
-                and len(s["slots"]) > max(slots)
-                and all(s["slots"][slot]["server"] for slot in slots)
+                not any(m.alive for m in s.members if m.pid in pids)
+                and len(s.slots) > max(slots)
+                and all(s.slots[slot].server for slot in slots)
             ),
         )
         for slot in slots:
-            assert status["slots"][slot]["incarnation"] >= 1, status["slots"]
+            assert status.slots[slot].incarnation >= 1, status.slots
         return status
 
 
@@ -119,7 +119,7 @@ def run_undisturbed(logs: Path) -> list[dict[str, Any]]:
     with cluster(logs, CodeSpec(3, 2, 1), steps=STEPS) as running:
         results = [child.result() for child in running.children]
         status = running.supervisor.status()
-    assert status["generation"] == 1 and not any(place["incarnation"] for place in status["slots"]), "undisturbed"
+    assert status.generation == 1 and not any(place.incarnation for place in status.slots), "undisturbed"
     return results
 
 
@@ -168,34 +168,34 @@ def test_a_killed_server_is_replaced_and_comes_back_as_a_spare(
     environment = {"TORCH_ECREC_TRANSPORT": transport}
     orders: dict[str, Any] = {"steps": STEPS, "hold": (first, second), "pause_s": 0.1}
     with cluster(tmp_path, CodeSpec(3, 2, 1), spares=1, environment=environment, **orders) as running:
-        assert running.supervisor.status()["transport"] == transport
+        assert running.supervisor.status().transport == transport
         trainer = running.children[0]
         assert trainer.expect("held") == f"step {first}"
         listen_at_loopback_only(running)
-        known = {member["pid"] for member in running.supervisor.status()["members"]}
+        known = {member.pid for member in running.supervisor.status().members}
         pids = running.kill(1)
         trainer.tell("go")
         running.wait_until_replaced(pids, 1)
 
         def back(status: Status) -> bool:
-            return status["generation"] >= 2 and bool(spares(status)) and all(s["healthy"] for s in status["slots"])
+            return status.generation >= 2 and bool(spares(status)) and all(s.healthy for s in status.slots)
 
         def spares(status: Status) -> list[int]:
-            return [m["pid"] for m in status["members"] if m["spare"] and m["alive"] and m["report"].get("slots") == []]
+            return [m.pid for m in status.members if m.spare and m.alive and m.report.slots == []]
 
         status = running.wait_for("the restarted process is a spare, in a new generation", back)
         trainer.tell("fast")
-        running.wait_for("training goes on", lambda status: first < status["step"])
+        running.wait_for("training goes on", lambda status: first < status.step)
         # The other trainer is a step ahead at most.
-        assert status["step"] <= second + 1, "and it was not over when that process joined"
+        assert status.step <= second + 1, "and it was not over when that process joined"
         (spare,) = spares(status)
         assert spare not in known, "a process that was not there before"
 
         assert trainer.expect("held") == f"step {second}"
         pids = running.kill(0)
         status = running.wait_until_replaced(pids, 0)
-        hosts = {m["name"]: m["pid"] for m in status["members"]}
-        assert hosts[status["slots"][0]["server"]] == spare, "it has taken the slot"
+        hosts = {m.name: m.pid for m in status.members}
+        assert hosts[status.slots[0].server] == spare, "it has taken the slot"
         trainer.tell("go")
         check([child.result() for child in running.children], undisturbed, parities=1)
 
@@ -224,7 +224,7 @@ def test_loaded_values_survive_every_server(tmp_path: Path) -> None:
             assert trainer.expect("read") == [True] * 3, f"slot killed: {slot}"
             if slot is not None:
                 running.wait_until_replaced(pids, slot)
-            running.wait_for("all is rebuilt", lambda s: all(p["healthy"] and p["server"] for p in s["slots"]))
+            running.wait_for("all is rebuilt", lambda s: all(p.healthy and p.server for p in s.slots))
         trainer.result()
 
 
@@ -238,10 +238,10 @@ def test_servers_lost_while_values_are_loaded_are_replaced(tmp_path: Path) -> No
             pids = running.kill(slab)
             trainer.tell("go")
             running.wait_until_replaced(pids, slab)
-            running.wait_for("all is rebuilt", lambda s: all(p["healthy"] and p["server"] for p in s["slots"]))
+            running.wait_for("all is rebuilt", lambda s: all(p.healthy and p.server for p in s.slots))
         assert trainer.expect("held") == "read 0"
         status = running.supervisor.status()
-        assert status["step"] == status["resume_step"] == status["era"] == 0
+        assert status.step == status.resume_step == status.era == 0
         running.kill(0)
         trainer.tell("go")
         assert trainer.expect("read") == [True] * 3
@@ -265,10 +265,9 @@ def test_whoever_joins_while_members_rejoin_gets_a_name_that_nobody_has() -> Non
             "birth": "one",
         }
         known = {"job": None, "placement": None, "era": 0, "frozen": False, "resume_step": 0, "done": 0, "origin": None}
-        known |= {"whole": [], "incarnations": [], "run": "run"}
-        world = {"life": 0, "generation": 1, "newest": 1, "world": ["server-0", "server-1"]}
+        world = {"run": "run", "life": 0, "generation": 1, "newest": 1, "world": ["server-0", "server-1"]}
         plain = {"slots": 3, "k": 2, "r": 1, "protection": "parity"}
-        clients["old"].send({**hello, **known, **world, "type": "rejoin", "name": "server-0", "code": plain})
+        clients["old"].send({**hello, **world, "known": known, "type": "rejoin", "name": "server-0", "code": plain})
         wait_until(
             lambda: "server-0" in str(request(host, port, {"type": "status"}, timeout_s=LIMIT_S)),
             LIMIT_S,

@@ -31,15 +31,15 @@ def test_every_server_is_drained_in_turn_while_training_goes_on(
         trainer.tell("go")
         before = ""
         for slot in range(3):
-            server = running.supervisor.status()["slots"][slot]["server"]
+            server = running.supervisor.status().slots[slot].server
             if before:
                 assert main(["drain", before, "--undo", "--join", join]) == 0
             assert main(["drain", server, "--join", join]) == 0
             assert f"drained: no slot is left on {server}" in capsys.readouterr().out
             before = server
         status = running.supervisor.status()
-        assert [place["incarnation"] for place in status["slots"]] == [1, 1, 1]
-        assert all(place["healthy"] and place["server"] != before for place in status["slots"])
+        assert [place.incarnation for place in status.slots] == [1, 1, 1]
+        assert all(place.healthy and place.server != before for place in status.slots)
         assert main(["drain", "server-9", "--join", join]) == 2
         assert "no server is called 'server-9'" in capsys.readouterr().err
         trainer.tell("fast")

@@ -24,12 +24,12 @@ FOUND = re.compile(
 
 
 def mended(status: Status) -> int:
-    return sum(slot["mended"] for m in status["members"] if m["alive"] for slot in m["report"].get("slots", ()))
+    return sum(slot.mended for m in status.members if m.alive for slot in (m.report.slots or ()))
 
 
 def flip(running: Cluster, slot: int, parity: bool) -> None:
     status = running.supervisor.status()
-    (pid,) = [m["pid"] for m in status["members"] if m["name"] == status["slots"][slot]["server"]]
+    (pid,) = [m.pid for m in status.members if m.name == status.slots[slot].server]
     os.kill(pid, signal.SIGUSR2 if parity else signal.SIGUSR1)
 
 
@@ -53,7 +53,7 @@ def test_flips_are_found_named_and_repaired(tmp_path: Path, undisturbed: list[di
             trainer.tell("go")
         results = [child.result() for child in running.children]
         status = running.supervisor.status()
-        assert not any(place["incarnation"] for place in status["slots"]), "nobody was lost for it"
+        assert not any(place.incarnation for place in status.slots), "nobody was lost for it"
         check(results, undisturbed, parities=1)
         wait_until(lambda: len(said(tmp_path)[1]) == flips, LIMIT_S, "logs say what was found")
         flipped, found = said(tmp_path)

@@ -25,6 +25,7 @@ from torch_ecrec.processes.children import free_port
 from torch_ecrec.processes.member import join_message
 from torch_ecrec.transport.control import request
 from torch_ecrec.transport.etcd import EtcdKeys, parse_place
+from torch_ecrec.transport.whereabouts import ask_status
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_who_is_started_again_says_that_the_store_hangs_and_begins_once_it_answe
     with by_hand(tmp_path, port, words, environment(hangs)) as coordinator:
 
         def status() -> str:
-            return format_status(request("127.0.0.1", port, {"type": "status"}, LIMIT_S))
+            return format_status(ask_status(("127.0.0.1", port), LIMIT_S))
 
         wait_until(lambda: "has given no answer for 1 s: it hangs" in status(), LIMIT_S, "it says so")
         assert "looks for a checkpoint to begin with" in status() and coordinator.poll() is None

@@ -26,8 +26,8 @@ LEASE = {"TORCH_ECREC_LEASE_S": str(LEASE_S)}
 
 def host_of(running: Cluster, slot: int) -> int:
     status = running.supervisor.status()
-    pids = {member["name"]: member["pid"] for member in status["members"]}
-    return int(pids[status["slots"][slot]["server"]])
+    pids = {member.name: member.pid for member in status.members}
+    return int(pids[status.slots[slot].server])
 
 
 @pytest.mark.parametrize(
@@ -65,11 +65,11 @@ def test_a_server_that_hangs(tmp_path: Path, undisturbed: list[dict[str, Any]], 
         results = [child.result() for child in running.children]
 
         def back(status: Status) -> bool:
-            mine = [m for m in status["members"] if m["pid"] == pid and m["alive"]]
-            return bool(mine) and (seconds < LEASE_S or mine[0]["spare"])
+            mine = [m for m in status.members if m.pid == pid and m.alive]
+            return bool(mine) and (seconds < LEASE_S or mine[0].spare)
 
         status = running.wait_for("it is there again", back)
-        incarnations = [place["incarnation"] for place in status["slots"]]
+        incarnations = [place.incarnation for place in status.slots]
         assert incarnations == ([0, 0, 0] if seconds < LEASE_S else [0, 1, 0])
         check(results, undisturbed, parities=1)
 
@@ -88,7 +88,7 @@ def test_a_server_whose_node_hangs_for_ever(tmp_path: Path, undisturbed: list[di
         pid = host_of(running, 1)
         trainer.tell("go")
         results = [child.result() for child in running.children]
-        assert [place["incarnation"] for place in running.supervisor.status()["slots"]] == [0, 1, 0]
+        assert [place.incarnation for place in running.supervisor.status().slots] == [0, 1, 0]
         check(results, undisturbed, parities=1)
         wait_until(lambda: not psutil.pid_exists(pid), test_cluster.LIMIT_S, "it has ended")
         assert "did not let go of its slots within" in "".join(log.read_text() for log in tmp_path.glob("server-*.log"))

@@ -55,8 +55,8 @@ def test_nobody_is_lost_who_computes(
     with cluster(tmp_path, CodeSpec(3, 2, 1), spares=1, environment=environment, **orders) as running:
         results = [child.result() for child in running.children]
         status = running.supervisor.status()
-        assert [place["incarnation"] for place in status["slots"]] == [0, 0, 0] and status["era"] == 0
-        assert all(member["alive"] or member["left"] for member in status["members"])
+        assert [place.incarnation for place in status.slots] == [0, 0, 0] and status.era == 0
+        assert all(member.alive or member.left for member in status.members)
         check(results, undisturbed, parities=1)
     assert "a call held the interpreter's lock" in said(tmp_path, who), "the fault fires"
 
@@ -71,13 +71,13 @@ def test_who_is_stopped_meanwhile_is_lost_and_nobody_else(tmp_path: Path, undist
         try:
             wait_until(lambda: is_stopped(pid), test_cluster.LIMIT_S, "it is stopped")
             running.children[0].tell("go")
-            status = running.wait_for("its slot is elsewhere", lambda s: s["slots"][1]["incarnation"] == 1)
+            status = running.wait_for("its slot is elsewhere", lambda s: s.slots[1].incarnation == 1)
         finally:
             os.kill(pid, signal.SIGCONT)
-        assert [member["alive"] for member in status["members"] if member["pid"] != pid] == [True] * 5
+        assert [member.alive for member in status.members if member.pid != pid] == [True] * 5
         results = [child.result() for child in running.children]
         status = running.supervisor.status()
-        assert [place["incarnation"] for place in status["slots"]] == [0, 1, 0] and status["era"] == 0
+        assert [place.incarnation for place in status.slots] == [0, 1, 0] and status.era == 0
         check(results, undisturbed, parities=1)
     assert "a call held the interpreter's lock" in said(tmp_path, "trainer"), "the fault fires"
 
@@ -93,8 +93,8 @@ def test_a_server_that_only_waits_with_the_lock_held_is_lost(tmp_path: Path, und
         running.children[0].tell("go")
         results = [child.result() for child in running.children]
         status = running.supervisor.status()
-        assert [place["incarnation"] for place in status["slots"]] == [0, 1, 0]
-        assert not next(member["alive"] for member in status["members"] if member["pid"] == pid)
+        assert [place.incarnation for place in status.slots] == [0, 1, 0]
+        assert not next(member.alive for member in status.members if member.pid == pid)
         check(results, undisturbed, parities=1)
         wait_until(lambda: not os.path.exists(f"/proc/{pid}"), test_cluster.LIMIT_S, "it has ended")
     assert "holds the interpreter's lock, and does not compute" in said(tmp_path, "server")

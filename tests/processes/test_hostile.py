@@ -18,17 +18,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from builds import BUILD
 from conftest import wait_until
+from coordinator_harness import nested
+from coordinator_words import slot_report
 
 from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.errors import ClusterError, ClusterUnavailable
 from torch_ecrec.processes.member import Member
 from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.messages import BadMessage
+from torch_ecrec.protocol.messages import BadMessage, Known
+from torch_ecrec.protocol.status import Report
 from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.control import ControlClient, ControlServer, encode_line, request
@@ -46,27 +50,29 @@ HELLO = {
     "address": ["127.0.0.1", 9],
 }
 PLACEMENT = {"epoch": 1, "slots": [["server-0", 0, True], ["server-1", 0, True], ["server-2", 0, False]]}
-REJOIN = {
-    **HELLO,
-    "type": "rejoin",
-    "role": "server",
-    "name": "server-1",
-    "code": {"slots": 3, "k": 2, "r": 1, "protection": "parity"},
-    "life": 0,
-    "generation": 1,
-    "newest": 1,
-    "world": ["server-0", "server-1", "server-2", "trainer-0"],
-    "job": JOB.to_json(),
-    "placement": PLACEMENT,
-    "era": 0,
-    "frozen": False,
-    "resume_step": 0,
-    "done": 0,
-    "origin": None,
-    "whole": [[1, 0]],
-    "incarnations": [0, 0, 0],
-    "run": "run",
-}
+REJOIN = nested(
+    {
+        **HELLO,
+        "type": "rejoin",
+        "role": "server",
+        "name": "server-1",
+        "code": {"slots": 3, "k": 2, "r": 1, "protection": "parity"},
+        "life": 0,
+        "generation": 1,
+        "newest": 1,
+        "world": ["server-0", "server-1", "server-2", "trainer-0"],
+        "job": JOB.to_json(),
+        "placement": PLACEMENT,
+        "era": 0,
+        "frozen": False,
+        "resume_step": 0,
+        "done": 0,
+        "origin": None,
+        "whole": [[1, 0]],
+        "incarnations": [0, 0, 0],
+        "run": "run",
+    }
+)
 TO_THE_COORDINATOR: list[dict[str, Any]] = [
     {**HELLO, "type": "join", "role": "server", "code": {"k": 2, "r": 1, "slots": 3}},
     {**HELLO, "type": "join", "role": "trainer", "rank": 0, "job": JOB.to_json()},
@@ -74,7 +80,7 @@ TO_THE_COORDINATOR: list[dict[str, Any]] = [
     {"type": "status"},
     {"type": "watch"},
     {"type": "stop"},
-    {"type": "beat", "report": {"slots": [{"slot": 0, "rebuilt": 1.0}], "bytes_sent": {"push": 3}}},
+    {"type": "beat", "report": {"slots": [msgspec.to_builtins(slot_report(0, 0))], "bytes_sent": {"push": 3}}},
     {"type": "leave", "report": {}},
     {"type": "in_generation", "generation": 1},
     {"type": "ready", "slot": 1, "incarnation": 0},
@@ -344,10 +350,10 @@ def test_a_thousand_idle_connections_and_slow_writers(live: Live) -> None:
             with contextlib.suppress(ConnectionError):  # it was sent away
                 sock.sendall(b'{"type": "join", "pid": 1' if number % 2 else b"")
         live.members["server-1"].send({"type": "beat", "report": {"slots": []}})
-        wait_until(lambda: live.router.core.members["server-1"].report == {"slots": []}, WAIT_S, "a beat is heard")
+        wait_until(lambda: live.router.core.members["server-1"].report.slots == [], WAIT_S, "a beat is heard")
         live.status()
         assert len(live.server._connections) < 600
-    live.router.core.members["server-1"].report = {}
+    live.router.core.members["server-1"].report = Report()
     assert live.state() == before
 
 
@@ -422,6 +428,7 @@ def end_of_member(line: bytes, welcome: bool) -> BaseException:
             make_node=lambda name, port, code: Idle(name, port, 1.0),
             on_control=lambda message: None,
             on_end=ends.put,
+            known=lambda: Known(job=None, placement=None, era=0, frozen=False, resume_step=0, done=0, origin=None),
         )
     except ClusterError as error:
         return error

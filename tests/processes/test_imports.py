@@ -61,8 +61,8 @@ def trainers_at(cluster: Supervisor, step: int) -> list[int]:
         status = cluster.status()
     except (OSError, ClusterError):
         return []
-    alive = [one["pid"] for one in status["members"] if one["role"] == "trainer" and one["alive"] and not one["left"]]
-    applied = [slot["step"] for one in status["members"] for slot in one["report"].get("slots") or ()]
+    alive = [one.pid for one in status.members if one.role == "trainer" and one.alive and not one.left]
+    applied = [slot.step for one in status.members for slot in one.report.slots or ()]
     return alive if len(alive) == 2 and max(applied, default=0) >= step else []
 
 

@@ -35,7 +35,7 @@ def test_servers_meet_at_a_coordinator_on_ipv6(transport: str, capsys: pytest.Ca
         assert cluster.join == f"[::1]:{cluster.address[1]}"
 
         def there() -> bool:
-            servers = [one for one in cluster.status()["members"] if one["role"] == "server" and one["alive"]]
+            servers = [one for one in cluster.status().members if one.role == "server" and one.alive]
             return len(servers) == 2
 
         wait_until(there, LIMIT_S, "both have joined")

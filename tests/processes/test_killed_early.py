@@ -33,8 +33,8 @@ def nothing(cluster: Supervisor) -> None:
 def lose_a_server(cluster: Supervisor) -> None:
     """One that has a slot."""
     status = cluster.status()
-    pids = {member["name"]: member["pid"] for member in status["members"]}
-    os.kill(pids[status["slots"][1]["server"]], signal.SIGKILL)
+    pids = {member.name: member.pid for member in status.members}
+    os.kill(pids[status.slots[1].server], signal.SIGKILL)
 
 
 def lose_the_coordinator(cluster: Supervisor) -> None:

@@ -161,10 +161,10 @@ def held_by(pid: int, other: int) -> set[str]:
     return {name for name in files(pid) & files(other) if name.startswith(("socket:", "anon_inode:"))}
 
 
-def status_of(running: Supervisor) -> dict[str, Any]:
+def era_of(running: Supervisor) -> int:
     with contextlib.suppress(ClusterError):
-        return running.status()
-    return {"era": -1}
+        return running.status().era
+    return -1
 
 
 @pytest.mark.parametrize("how", ["workers", "persistent_workers"])
@@ -183,13 +183,13 @@ def test_workers_do_not_hide_the_end_of_their_trainer(patient: tuple[Supervisor,
         for worker in workers:
             os.kill(worker, signal.SIGSTOP)
         try:
-            (member,) = [m for m in running.status()["members"] if m["pid"] == pid]
-            era, log = running.status()["era"], (logs / "coordinator.log").read_text()
+            (member,) = [m for m in running.status().members if m.pid == pid]
+            era, log = running.status().era, (logs / "coordinator.log").read_text()
             os.kill(pid, signal.SIGKILL)
-            wait_until(lambda: status_of(running)["era"] == era + 1, LIMIT_S, "the coordinator notices")
+            wait_until(lambda: era_of(running) == era + 1, LIMIT_S, "the coordinator notices")
             assert all(is_stopped(worker) for worker in workers)
             said = (logs / "coordinator.log").read_text().removeprefix(log)
-            assert member["name"] in said and "its connection ended" in said
+            assert member.name in said and "its connection ended" in said
         finally:
             for worker in workers:
                 os.kill(worker, signal.SIGKILL)

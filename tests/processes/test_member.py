@@ -62,6 +62,9 @@ class Coordinator:
         assert self.told.get(timeout=LIMIT_S)["type"] == "join"
 
 
+NOTHING = messages.Known(job=None, placement=None, era=0, frozen=False, resume_step=0, done=0, origin=None)
+
+
 def join(
     coordinator: Coordinator,
     give_up_s: float = LIMIT_S,
@@ -76,7 +79,7 @@ def join(
         return Node(name, member, 1.0)
 
     hello = hello or {"role": "server", "code": {}}
-    return Member(settings, hello, make or node, on_control=on_control, on_end=on_end)
+    return Member(settings, hello, make or node, on_control=on_control, on_end=on_end, known=lambda: NOTHING)
 
 
 @pytest.fixture

@@ -140,10 +140,10 @@ def test_all_control_connections_reset_at_once_cost_nothing(tmp_path: Path, undi
                 running.wait_for("all are back", lambda _, before=before: proxy.accepted >= before + 6)  # type: ignore[misc]
             proxy.reset()
         results = [child.result() for child in running.children]
-        status = running.wait_for("trainers have left", lambda s: sum(m["left"] for m in s["members"]) == TRAINERS)
-        assert (status["era"], status["generation"], status["fatal"]) == (0, 1, None)
-        assert [place["incarnation"] for place in status["slots"]] == [0, 0, 0]
-        assert all(member["alive"] for member in status["members"] if member["role"] == "server")
+        status = running.wait_for("trainers have left", lambda s: sum(m.left for m in s.members) == TRAINERS)
+        assert (status.era, status.generation, status.fatal) == (0, 1, None)
+        assert [place.incarnation for place in status.slots] == [0, 0, 0]
+        assert all(member.alive for member in status.members if member.role == "server")
     assert results == undisturbed
 
 
@@ -153,8 +153,8 @@ def test_a_killed_server_is_noticed_at_once_behind_a_proxy(tmp_path: Path) -> No
         assert running.children[0].expect("held") == "step 10"
         pids = running.kill(1)
         status = running.wait_until_replaced(pids, 1)
-        lost = next(member for member in status["members"] if member["pid"] in pids)
-        assert not lost["alive"] and lost["silent_s"] < LEASE_S / 2
+        lost = next(member for member in status.members if member.pid in pids)
+        assert not lost.alive and lost.silent_s < LEASE_S / 2
         running.children[0].tell("go")
         for child in running.children:
             child.result()
@@ -166,23 +166,23 @@ def test_a_server_told_to_end_between_two_trainings_leaves_its_slot_to_another(t
         assert running.children[0].expect("held") == "step 10"
         for child in running.children:
             child.end()
-        status = running.wait_for("the servers have gone back", lambda s: s["era"] > 0 and not s["going_back"])
-        host = status["slots"][1]["server"]
-        pid = next(m["pid"] for m in status["members"] if m["name"] == host)
+        status = running.wait_for("the servers have gone back", lambda s: s.era > 0 and not s.going_back)
+        host = status.slots[1].server
+        pid = next(m.pid for m in status.members if m.name == host)
         (stdin,) = [child.stdin for child in running.supervisor.children if child.pid == pid]
         assert stdin is not None
         tell_to_end(stdin.fileno())
         status = running.wait_for(
             "the slot has another host, and is whole",
-            lambda s: s["slots"][1]["server"] not in ("", host) and all(place["healthy"] for place in s["slots"]),
+            lambda s: s.slots[1].server not in ("", host) and all(place.healthy for place in s.slots),
         )
-        assert status["fatal"] is None and status["slots"][1]["incarnation"] == 1
+        assert status.fatal is None and status.slots[1].incarnation == 1
 
 
 def test_one_line_of_json_does_not_end_the_cluster(tmp_path: Path) -> None:
     with Supervisor(CodeSpec(3, 2, 1), logs=tmp_path, environment=ENVIRONMENT) as supervisor:
         running = Cluster(supervisor, [])
-        running.wait_for("the servers have joined", lambda s: len(s["members"]) == 3)
+        running.wait_for("the servers have joined", lambda s: len(s.members) == 3)
         for line in (
             {
                 "type": "join",
@@ -209,5 +209,5 @@ def test_one_line_of_json_does_not_end_the_cluster(tmp_path: Path) -> None:
                 sock.sendall(json.dumps(line).encode() + b"\n")
                 assert b'"refused"' in sock.recv(65536) and sock.recv(65536) == b""
         status = running.wait_for("an answer", lambda _: True)
-        assert status["refused_messages"] == 4 and supervisor.coordinator.poll() is None
-        assert len(status["members"]) == 3 and all(member["alive"] for member in status["members"])
+        assert status.refused_messages == 4 and supervisor.coordinator.poll() is None
+        assert len(status.members) == 3 and all(member.alive for member in status.members)

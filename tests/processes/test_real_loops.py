@@ -49,14 +49,14 @@ def train(way: str, out: Path, kill_after: int = 0) -> list[dict[str, Any]]:
                 wait_for(lambda: here.exists() or trainers.poll() is not None, "the step")
                 assert here.exists(), (out / "trainers.log").read_text()[-3000:]
                 status = cluster.status()
-                pids = {member["name"]: member["pid"] for member in status["members"]}
+                pids = {member.name: member.pid for member in status.members}
                 (out / "go").touch()
-                os.kill(pids[status["slots"][1]["server"]], signal.SIGKILL)
+                os.kill(pids[status.slots[1].server], signal.SIGKILL)
             code = trainers.wait(LIMIT_S)
             assert code == 0, (out / "trainers.log").read_text()[-3000:]
             if kill_after:
                 status = cluster.status()
-                assert status["era"] >= 1 and status["slots"][1]["incarnation"] >= 1, "nothing was lost"
+                assert status.era >= 1 and status.slots[1].incarnation >= 1, "nothing was lost"
         finally:
             if trainers.poll() is None:
                 trainers.terminate()

@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import coordinator_words
 import pytest
 from conftest import ROOT
+from coordinator_words import member
 from loops import Loop, attach, made, resumed, undisturbed
 from loops import batch as batch_of
 from unattached_child import STEPS, WAYS
@@ -23,6 +25,7 @@ from torch_ecrec.nn.trainer_state import GROUPS
 from torch_ecrec.observe import trace
 from torch_ecrec.observe.rehearsed import DIGITS, is_marked
 from torch_ecrec.observe.trace import Begun, Ended, Held, Kept, Record, Resumed, Tail, Trained, Writer, held_at, hold_at
+from torch_ecrec.protocol.status import Status
 from torch_ecrec.rehearsal import run
 from torch_ecrec.rehearsal.compare import (
     CAUSES,
@@ -371,8 +374,8 @@ def test_a_kill_that_did_not_come_is_no_rehearsal(killed: list[int], went_on_aft
 def test_a_script_with_a_cluster_of_its_own_is_refused(tmp_path: Path) -> None:
     class Cluster:
         @staticmethod
-        def status() -> dict[str, Any]:
-            return {"members": [{"role": "server"}]}
+        def status() -> Status:
+            return coordinator_words.status(members=[member("server-0")])
 
     one = run.Training(dataclasses.replace(plan(str(CHILD))[0], out=tmp_path), "undisturbed")
     with pytest.raises(ValueError, match="in a cluster of their own"):

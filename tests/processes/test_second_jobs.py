@@ -66,7 +66,7 @@ def went_on(children: Sequence[Child]) -> dict[str, object]:
 def is_led(running: Supervisor) -> bool:
     """A coordinator is there that knows where slots are."""
     try:
-        return bool(running.status()["epoch"])
+        return bool(running.status().epoch)
     except (OSError, ClusterError):
         return False
 
@@ -89,7 +89,7 @@ def test_a_coordinator_with_a_wrong_line_of_shell_history(tmp_path: Path) -> Non
     wanted = undisturbed(tmp_path / "undisturbed")
     with supervised(tmp_path, restart=False) as running, launched(running, tmp_path, "a") as children:
         children[0].expect("held")
-        servers = {one["pid"] for one in running.status()["members"] if one["role"] == "server"}
+        servers = {one.pid for one in running.status().members if one.role == "server"}
         os.kill(running.coordinator.pid, signal.SIGKILL)
         wait_until(lambda: running.ended is not None, LIMIT_S, "the end of the coordinator is known")
         wrong = ["--servers", "4", "-k", "2", "-r", "2", "--port", str(running.address[1])]
@@ -102,8 +102,8 @@ def test_a_coordinator_with_a_wrong_line_of_shell_history(tmp_path: Path) -> Non
             wait_until(lambda: is_led(running), LIMIT_S, "all are back")
             assert went_on(children) == wanted
             status = running.status()
-            assert {one["pid"] for one in status["members"] if one["role"] == "server" and one["alive"]} == servers
-            assert child.poll() is None and status["era"] == 0
+            assert {one.pid for one in status.members if one.role == "server" and one.alive} == servers
+            assert child.poll() is None and status.era == 0
         assert "of another cluster: code parameters" in "".join(one.log.read_text() for one in children)
         assert '"event": "lost"' not in (tmp_path / "right.log").read_text()
 
@@ -122,13 +122,13 @@ def test_a_second_job_in_a_cluster(tmp_path: Path) -> None:
             assert "waits until the cluster" in said and any(f"pid {pid} at 127.0.0.1" in said for pid in pids), said
         went_on(children)
         status = running.status()
-        assert status["era"] == 0 and status["finished"] and status["step"] == STEPS
+        assert status.era == 0 and status.finished and status.step == STEPS
         with launched(running, tmp_path, "c", hold=False) as third:
             assert [child.process.wait(LIMIT_S) for child in third] == [JoinRefused.exit_code] * 2
         assert "has ended" in third[0].log.read_text() and "--again" in third[0].log.read_text()
-        assert running.status()["era"] == 0
+        assert running.status().era == 0
         with launched(running, tmp_path, "d", "TORCH_ECREC_AGAIN", hold=False):
-            wait_until(lambda: running.status()["era"] == 1, LIMIT_S, "it is trained on")
+            wait_until(lambda: running.status().era == 1, LIMIT_S, "it is trained on")
 
 
 @pytest.mark.timeout(3 * LIMIT_S)
@@ -138,10 +138,10 @@ def test_after_data_loss_the_coordinator_ends_once_all_who_ask_were_told(tmp_pat
         with launched(running, tmp_path, "a") as children:
             children[0].expect("held")
             status = running.status()
-            pids = {one["name"]: one["pid"] for one in status["members"]}
+            pids = {one.name: one.pid for one in status.members}
             for slot in (0, 1):
-                os.kill(pids[status["slots"][slot]["server"]], signal.SIGKILL)
-            wait_until(lambda: running.status()["fatal"] is not None, LIMIT_S, "data is lost")
+                os.kill(pids[status.slots[slot].server], signal.SIGKILL)
+            wait_until(lambda: running.status().fatal is not None, LIMIT_S, "data is lost")
             children[0].tell("go")
             assert [child.process.wait(LIMIT_S) for child in children] == [DataLoss.exit_code] * 2
         with launched(running, tmp_path, "b", hold=False) as children:

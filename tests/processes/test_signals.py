@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import wait_for_none, wait_until
+from coordinator_words import status
 from places import SUPPORT
 from test_cli import LIMIT_S, SMALL, Command, command, status_of
 from test_member import WELCOME, Coordinator
@@ -106,7 +107,7 @@ def test_up_that_runs(moment: str, numbers: str) -> None:
     """The second signal changes nothing: ending has a limit."""
     with command("up", *SMALL) as up:
         join = up.read_until(r"cluster at (\S+)")[1]
-        up.wait_until("two servers", lambda: len(status_of(join)["members"]) == 2)
+        up.wait_until("two servers", lambda: len(status_of(join).members) == 2)
         check(up, SIGNALS[numbers] * 2, {0})
 
 
@@ -122,7 +123,7 @@ def test_serve(moment: str, numbers: str) -> None:
                 check(serve, SIGNALS[numbers], {0} if len(SIGNALS[numbers]) == 1 else {0, 130})
                 pid = serve.process.pid
             wait_until(
-                lambda: all(m["left"] or not m["alive"] for m in status_of(join)["members"] if m["pid"] == pid),
+                lambda: all(m.left or not m.alive for m in status_of(join).members if m.pid == pid),
                 LIMIT_S,
                 "it has left",
             )
@@ -204,7 +205,7 @@ def test_a_server_told_to_end_at_any_line(monkeypatch: pytest.MonkeyPatch, reaso
     """Its handler waits for nothing that the line may hold, and the word counts: it would join again else."""
     monkeypatch.setattr(launch, "Member", JoinedMember)
     monkeypatch.setattr(launch, "WAKE_S", 0.01)
-    monkeypatch.setattr(launch, "status_of", lambda *_: {"members": []})  # no trainers that it would wait for
+    monkeypatch.setattr(launch, "status_of", lambda *_: status())  # no trainers that it would wait for
     monkeypatch.setattr(JoinedMember, "reason", reason)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     functions: set[str] = set()

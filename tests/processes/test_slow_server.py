@@ -48,12 +48,12 @@ def test_a_server_at_two_percent_is_named_and_nobody_else(tmp_path: Path) -> Non
         trainer = running.children[0]
         assert trainer.expect("held") == "step 5"
         status = running.supervisor.status()
-        name = status["slots"][1]["server"]
-        pid = next(member["pid"] for member in status["members"] if member["name"] == name)
+        name = status.slots[1].server
+        pid = next(member.pid for member in status.members if member.name == name)
         trainer.tell("go")
         with limping(pid):
-            status = running.wait_for("a name", lambda s: any(member["slow"] for member in s["members"]))
-        assert [member["name"] for member in status["members"] if member["slow"]] == [name]
+            status = running.wait_for("a name", lambda s: any(member.slow for member in s.members))
+        assert [member.name for member in status.members if member.slow] == [name]
         text = format_status(status)
         assert f"SLOW: training waits for {name} " in text and f"torch-ecrec drain {name}" in text
         log = (tmp_path / "coordinator.log").read_text(errors="replace")
@@ -67,7 +67,7 @@ def test_a_trainer_that_is_elsewhere_ends_nobody(tmp_path: Path, monkeypatch: py
     with cluster(tmp_path, CodeSpec(3, 2, 1), spares=1, steps=12, hold=(5,)) as running:
         elsewhere, waits = running.children
         assert elsewhere.expect("held") == "step 5"
-        running.wait_for("who is awaited", lambda s: any(m["report"].get("awaits") == [0] for m in s["members"]))
+        running.wait_for("who is awaited", lambda s: any(m.report.awaits == [0] for m in s.members))
         assert "waits for trainer 0" in format_status(running.supervisor.status())
         time.sleep(1.5 * GIVE_UP_S)
         assert waits.process.poll() is None, "it waits, however long"

@@ -65,8 +65,8 @@ def poll(cluster: Supervisor, children: list[subprocess.Popen[bytes]], limit_s: 
     found, until_s = [], time.monotonic() + limit_s
     while any(child.poll() is None for child in children):
         assert time.monotonic() < until_s, "no end within the limit"
-        slots = [slot for member in cluster.status()["members"] for slot in member["report"].get("slots") or ()]
-        found += [(slot["step"], slot["log_bytes"]) for slot in slots]
+        slots = [slot for member in cluster.status().members for slot in member.report.slots or ()]
+        found += [(slot.step, slot.log_bytes) for slot in slots]
         time.sleep(POLL_S)
     return found
 

@@ -16,6 +16,7 @@ from socket_pair import WAIT_S, Pair, Parcels, as_bytes, both, pair_of, parcel, 
 
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.encoding import WIRE
+from torch_ecrec.protocol.status import Connections
 from torch_ecrec.transport import frames
 from torch_ecrec.transport.frames import CHECKSUM_BYTES, Frame, FrameReader, Spoilt
 
@@ -120,7 +121,7 @@ def test_what_cannot_be_packed_is_sent_as_it_is(pair: Pair, lacks: str, monkeypa
         outcome = pair.call(parcel(sent))
         assert isinstance(outcome, wire.Ok) and isinstance(outcome.answer, Parcels)
         assert all(map(torch.equal, sent, outcome.answer.parts))
-    assert pair.a.connections()["bytes_packed"] == 0 and not pair.b.complaints.counts
+    assert pair.a.connections().bytes_packed == 0 and not pair.b.complaints.counts
 
 
 def test_a_frame_leaves_the_message_as_it_was() -> None:
@@ -139,16 +140,16 @@ def test_a_frame_leaves_the_message_as_it_was() -> None:
 @both
 def test_a_transport_says_what_carries_its_bytes(pair: Pair) -> None:
     """For `status`: of both ends, each what it has sent itself."""
-    assert pair.a.connections() == {"memory": 0, "tcp": 0, "bytes_packed": 0, "bytes_saved": 0}
+    assert pair.a.connections() == Connections()
     records = deltas(4000).records
     pair.handle = lambda request, reply: reply(Parcels([torch.zeros(0)]))
     assert isinstance(pair.call(parcel([records])), wire.Ok)
     way = "memory" if pair.a._channels["b"].sock.family == socket.AF_UNIX else "tcp"
-    wait_until(lambda: pair.a.connections()["bytes_packed"] or way == "memory", WAIT_S, "it is counted")
+    wait_until(lambda: pair.a.connections().bytes_packed or way == "memory", WAIT_S, "it is counted")
     here, there = pair.a.connections(), pair.b.connections()
-    assert here[way] == there[way] == 1 == here["memory"] + here["tcp"]
-    assert here["bytes_packed"] == (records.nbytes if way == "tcp" else 0) and there["bytes_packed"] == 0
-    assert (here["bytes_saved"] > 0.3 * records.nbytes) == (way == "tcp")
+    assert getattr(here, way) == getattr(there, way) == 1 == here.memory + here.tcp
+    assert here.bytes_packed == (records.nbytes if way == "tcp" else 0) and there.bytes_packed == 0
+    assert (here.bytes_saved > 0.3 * records.nbytes) == (way == "tcp")
 
 
 def _send_whole(frame: Frame, sock: socket.socket) -> None:

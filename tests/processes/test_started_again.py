@@ -51,7 +51,7 @@ def test_a_healthy_run_goes_on_after_what_it_began_with_was_removed(tmp_path: Pa
         assert trainers.steps_of() < STEPS - begin, "training was over"
         same_as_undisturbed(trainers, first=begin + 1)
         assert trainers.lives == 1 and running.ended is None
-        assert running.status()["restored"]["step"] == begin
+        assert running.status().restored.step == begin
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -19,6 +18,7 @@ from test_cli import command
 from torch_ecrec.errors import ClusterError, ClusterUnavailable
 from torch_ecrec.processes import supervisor as under_test
 from torch_ecrec.processes.supervisor import Supervisor
+from torch_ecrec.protocol.status import MemberStatus
 from torch_ecrec.spec.job import CodeSpec
 
 LIMIT_S = 300.0  # only a hang reaches it
@@ -61,9 +61,9 @@ def cluster(logs: Path, fakes: str = "", forks: bool = True, **environment: str)
         under_test.is_available = available
 
 
-def living(running: Supervisor) -> list[dict[str, Any]]:
+def living(running: Supervisor) -> list[MemberStatus]:
     with contextlib.suppress(ClusterError):
-        return [member for member in running.status()["members"] if member["alive"]]
+        return [member for member in running.status().members if member.alive]
     return []
 
 
@@ -90,7 +90,7 @@ def test_a_server_that_reached_nobody_is_started_again(tmp_path: Path) -> None:
     """It ended with 4, since the coordinator hung: another one joins when that goes on."""
     with cluster(tmp_path, TORCH_ECREC_GIVE_UP_S="4") as running:
         wait_until(lambda: len(living(running)) == 2, LIMIT_S, "two servers")
-        victim = living(running)[0]["pid"]
+        victim = living(running)[0].pid
         coordinator = running.coordinator.pid
         os.kill(coordinator, signal.SIGSTOP)
         try:
@@ -141,7 +141,7 @@ def test_a_coordinator_that_fails_is_replaced(tmp_path: Path, how: str) -> None:
     """Killed, or ended by a mistake of its own: its members find the next one where it was."""
     with cluster(tmp_path, TORCH_ECREC_GIVE_UP_S="90") as running:
         wait_until(lambda: len(living(running)) == 2, LIMIT_S, "two servers")
-        names = {member["name"] for member in living(running)}
+        names = {member.name for member in living(running)}
         before = running.coordinator
         os.kill(before.pid, signal.SIGKILL)
         if how == "1":
@@ -149,7 +149,7 @@ def test_a_coordinator_that_fails_is_replaced(tmp_path: Path, how: str) -> None:
             before.returncode = 1
         wait_until(lambda: len(living(running)) == 2, LIMIT_S, "its members are back")
         assert running.coordinator.pid != before.pid and running.ended is None
-        assert {member["name"] for member in living(running)} == names
+        assert {member.name for member in living(running)} == names
 
 
 def test_without_a_thread_to_read_its_address_a_coordinator_is_tried_again(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_without_a_thread_to_read_its_address_a_coordinator_is_tried_again(tmp_p
             os.kill(before, signal.SIGKILL)
             wait_until(lambda: bool(refused), LIMIT_S, "the fault fires")
             wait_until(lambda: running.coordinator.pid != before and len(living(running)) == 2, LIMIT_S, "another one")
-        os.kill(living(running)[0]["pid"], signal.SIGKILL)
+        os.kill(living(running)[0].pid, signal.SIGKILL)
         wait_until(lambda: 2 in starts(tmp_path), 60.0, "it goes on to start processes again")
         assert running.ended is None
 
@@ -201,10 +201,10 @@ def test_logs_without_room(tmp_path: Path) -> None:
     """A full disk: what cannot be written is lost, and nothing else."""
     with cluster(tmp_path, fakes="room 0 100") as running:
         wait_until(lambda: len(living(running)) == 2, LIMIT_S, "two servers")
-        victim = living(running)[0]["pid"]
+        victim = living(running)[0].pid
         os.kill(victim, signal.SIGKILL)
         wait_until(
-            lambda: len(living(running)) == 2 and victim not in {m["pid"] for m in living(running)}, LIMIT_S, "replaced"
+            lambda: len(living(running)) == 2 and victim not in {m.pid for m in living(running)}, LIMIT_S, "replaced"
         )
     assert not any(path.stat().st_size for path in tmp_path.glob("*.log"))
 
@@ -215,7 +215,7 @@ def test_the_folder_of_the_logs_is_gone(tmp_path: Path) -> None:
     with cluster(logs) as running:
         wait_until(lambda: len(living(running)) == 2, LIMIT_S, "two servers")
         logs.rename(away)
-        os.kill(living(running)[0]["pid"], signal.SIGKILL)
+        os.kill(living(running)[0].pid, signal.SIGKILL)
         wait_until(lambda: bool(running._due and running._due[0][1]), LIMIT_S, "the fault fires: it cannot be started")
         away.rename(logs)
         wait_until(lambda: len(living(running)) == 2, LIMIT_S, "two servers again")

@@ -108,7 +108,7 @@ def test_a_server_of_up_is_not_ended_by_a_signal(tmp_path: Path) -> None:
     with command("up", *CODE) as up:
         join = up.read_until(r"cluster at (\S+)")[1]
         with holding(join, tmp_path):
-            before = {one["pid"] for one in status_of(join)["members"]}
+            before = {one.pid for one in status_of(join).members}
             below = all_of(up)[1:]
             tell(below, signal.SIGUSR1)  # without a word: it is not for them
             tell(below, signal.SIGUSR2)
@@ -116,8 +116,8 @@ def test_a_server_of_up_is_not_ended_by_a_signal(tmp_path: Path) -> None:
                 tell(below, number)
                 what = f"torch-ecrec: {number.name} does not end process"
                 up.wait_until(what, lambda: sum(what in line for line in up.err) >= SERVERS + 1)  # noqa: B023
-            assert all_of(up)[1:] == below and {one["pid"] for one in status_of(join)["members"]} == before
+            assert all_of(up)[1:] == below and {one.pid for one in status_of(join).members} == before
             status = status_of(join)
-            assert all(one["alive"] for one in status["members"]) and status["fatal"] is None
+            assert all(one.alive for one in status.members) and status.fatal is None
         tell([up.process.pid])
         assert not wait_for_none(up.living, END_S) and up.wait() == 0

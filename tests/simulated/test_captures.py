@@ -194,8 +194,8 @@ def test_a_write_fails() -> None:
 def test_a_store_that_never_works_stops_nothing_and_is_told() -> None:
     cluster = Checkpointed(with_checkpoints(PLAIN), fails=lambda write: "permission denied")
     check(cluster)
-    told = cluster.plane.router.status(cluster.network.clock.now_s)["checkpoints"]
-    assert not cluster.shelf.counts and "permission denied" in told["failing"] and told["failing_for_s"] >= 0
+    told = cluster.plane.router.status(cluster.network.clock.now_s).checkpoints
+    assert not cluster.shelf.counts and "permission denied" in told.failing and told.failing_for_s >= 0
 
 
 @in_turns("every", 5)

@@ -8,6 +8,7 @@ import pytest
 from coordinator_harness import Harness, taken_over, told
 
 from torch_ecrec.coordinator.suspicion import REMEMBERED_S
+from torch_ecrec.protocol.status import Unresolved
 from torch_ecrec.spec.job import CodeSpec
 
 
@@ -91,9 +92,9 @@ def test_more_than_can_be_repaired_is_said_and_not_guessed_at() -> None:
     assert event["fenced"] == [] and "repaired" in event["why"]
     assert h.core.fatal is None and h.places == ["server-0", "server-1", "server-2"]
     status = h.core.status(h.now_s)
-    assert len(status["unreachable"]) == 3 and "repaired" in status["unresolved"]["why"]
+    assert len(status.unreachable) == 3 and "repaired" in status.unresolved.why
     going_on(h, 1.0, {})
-    assert h.core.status(h.now_s)["unresolved"] == {"pairs": [], "why": ""}
+    assert h.core.status(h.now_s).unresolved == Unresolved([], "")
 
 
 def test_a_server_that_a_trainer_cannot_reach_goes_and_trainers_never_do() -> None:

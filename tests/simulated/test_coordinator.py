@@ -10,6 +10,7 @@ from coordinator_harness import MEMBERS, Harness, go_back, known, reach, rejoin,
 
 import torch_ecrec
 from torch_ecrec.coordinator.world import FORMING_LIMIT_S
+from torch_ecrec.protocol.status import SlotStatus
 from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
 
 
@@ -235,9 +236,9 @@ def test_status_shows_everything() -> None:
     h.say("server-0", type="beat", report={"slots": []})
     h.say("trainer-0", type="progress", trainer=0, step=7)
     status = h.core.status(h.now_s)
-    assert status["step"] == 7 and status["generation"] == 1 and status["epoch"] == 1
-    assert [m["spare"] for m in status["members"] if m["role"] == "server"] == [False, False, False, True]
-    assert status["slots"][1] == {"slot": 1, "server": "server-1", "incarnation": 0, "healthy": True}
+    assert status.step == 7 and status.generation == 1 and status.epoch == 1
+    assert [m.spare for m in status.members if m.role == "server"] == [False, False, False, True]
+    assert status.slots[1] == SlotStatus(1, "server-1", 0, True)
 
 
 def test_a_host_lost_before_it_has_rebuilt_is_still_one_loss() -> None:

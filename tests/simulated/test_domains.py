@@ -30,7 +30,7 @@ def test_six_slots_on_three_hosts_survive_the_loss_of_any_host(where: tuple[str,
     for lost in "abc":
         h = started(list(where), SIX, spares=0)
         assert {*hosts(h)[:3]} == {*hosts(h)[3:]} == {*"abc"}
-        assert h.core.status(h.now_s)["at_risk"] == []
+        assert h.core.status(h.now_s).at_risk == []
         for name in [name for name, member in h.core.members.items() if member.domain == lost]:
             h.lose(name)
         assert h.core.fatal is None and lost not in hosts(h)
@@ -56,7 +56,7 @@ def test_the_wider_levels_count_where_the_narrow_ones_are_alike() -> None:
 def test_what_cannot_be_avoided_is_said_and_ends_with_a_host_that_comes() -> None:
     h = started(["r/a", "r/a", "r/b"], spares=0)
     status = h.core.status(h.now_s)
-    assert [(one["domain"], one["slots"]) for one in status["at_risk"]] == [("r", [0, 1, 2]), ("r/a", [0, 2])]
+    assert [(one.domain, one.slots) for one in status.at_risk] == [("r", [0, 1, 2]), ("r/a", [0, 2])]
     assert "AT RISK: if r/a is lost, slots [0, 2] are lost together" in format_status(status)
     told = [event for event in h.events if event["event"] == "at_risk"]
     assert [event["domains"] for event in told] == [["r", "r/a"]]
@@ -67,12 +67,12 @@ def test_what_cannot_be_avoided_is_said_and_ends_with_a_host_that_comes() -> Non
     epoch = h.core.epoch
     h.core.on_tick(h.now_s)
     assert h.core.epoch == epoch, "the spare that is left is not better"
-    assert [one["domain"] for one in h.core.status(h.now_s)["at_risk"]] == ["r"]
+    assert [one.domain for one in h.core.status(h.now_s).at_risk] == ["r"]
 
 
 def test_servers_that_say_nothing_share_nothing() -> None:
     h = started(["", "", ""], spares=0)
-    assert h.places == ["server-0", "server-1", "server-2"] and h.core.status(h.now_s)["at_risk"] == []
+    assert h.places == ["server-0", "server-1", "server-2"] and h.core.status(h.now_s).at_risk == []
 
 
 def test_what_is_shared_is_counted_from_the_narrowest() -> None:

@@ -16,6 +16,7 @@ from torch_ecrec.observe.text import format_status
 from torch_ecrec.processes import coordination
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.bounds import INEXACT_MOST
+from torch_ecrec.protocol.status import Inexactness
 from torch_ecrec.testing import Scenario, SimulatedCluster
 
 RESET = "tables are as the script has made them"
@@ -27,14 +28,14 @@ CAUSES: dict[str, tuple[str, dict[str, Any], str]] = {  # who says what, and wha
 
 
 def shown(h: Harness) -> str:
-    return format_status(h.core.status(h.now_s) | {"looks": False})
+    return format_status(h.core.status(h.now_s))
 
 
 @pytest.mark.parametrize("cause", CAUSES)
 def test_each_cause_is_told_everywhere(cause: str, caplog: pytest.LogCaptureFixture) -> None:
     name, word, what = CAUSES[cause]
     h = Harness().start()
-    assert "NOT EXACT" not in shown(h) and h.core.status(h.now_s)["inexact"] == []
+    assert "NOT EXACT" not in shown(h) and h.core.status(h.now_s).inexact == []
     h.say(name, **word)
     [event] = [event for event in h.events if event["event"] == "not_exact"]
     assert event["step"] == 7 and what in event["what"]
@@ -64,10 +65,10 @@ def test_what_all_trainers_say_is_told_once_and_of_many_the_first() -> None:
     for _ in range(2):
         for rank in range(2):
             h.say(f"trainer-{rank}", type="not_exact", step=7, what=RESET)
-    assert len(h.core.status(h.now_s)["inexact"]) == 1
+    assert len(h.core.status(h.now_s).inexact) == 1
     for step in range(2 * INEXACT_MOST):
         h.say("trainer-0", type="not_exact", step=step, what="x")
-    assert len(h.core.status(h.now_s)["inexact"]) == INEXACT_MOST
+    assert len(h.core.status(h.now_s).inexact) == INEXACT_MOST
     assert len([event for event in h.events if event["event"] == "not_exact"]) == INEXACT_MOST
 
 
@@ -128,5 +129,5 @@ def test_it_is_known_whoever_is_lost_afterwards(killed: str) -> None:
     until_s = clock.now_s + 5.0
     while clock.now_s < until_s and clock.advance():
         pass
-    assert cluster.coordinator.status(clock.now_s)["inexact"] == [{"step": 3, "what": RESET}]
+    assert cluster.coordinator.status(clock.now_s).inexact == [Inexactness(3, RESET)]
     assert cluster.run.coordinator_kills + cluster.run.trainer_kills + cluster.run.kills == 1

@@ -106,10 +106,10 @@ def test_nobody_is_patient_with_a_trainer_that_is_done() -> None:
 def test_status_says_for_whom() -> None:
     h = Harness(trainers=3).start()
     h.say("trainer-0", type="beat", report={"awaits": [1, 2]})
-    text = format_status(h.core.status(h.now_s) | {"looks": False})
+    text = format_status(h.core.status(h.now_s))
     assert "waits for trainers 1, 2" in text and text.count("training") == 2
     h.say("trainer-0", type="beat", report={"awaits": []})
-    assert "waits for" not in format_status(h.core.status(h.now_s) | {"looks": False})
+    assert "waits for" not in format_status(h.core.status(h.now_s))
 
 
 # before there is a cluster ------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_a_trainer_hears_at_once_and_again_whom_the_cluster_lacks() -> None:
         h.say("trainer-0", type="beat")
         h.core.on_tick(h.now_s)
     assert len(gathered(h, "trainer-0")) == 3, "every five seconds"
-    text = format_status(h.core.status(h.now_s) | {"looks": False})
+    text = format_status(h.core.status(h.now_s))
     assert "0 of 3 servers and 1 of 2 trainers are there; a server is started by: torch-ecrec serve" in text
     assert "training" not in text and "waiting" in text
     h.server()
@@ -146,7 +146,7 @@ def test_servers_hear_it_when_it_changes_and_not_for_as_long_as_nobody_trains() 
         h.core.on_tick(h.now_s)
     assert [word["servers"] for word in gathered(h, "server-0")] == [(1, 3), (2, 3), (3, 3)]
     assert gathered(h, "server-0")[-1]["trainers"] == (0, 0), "nobody knows yet how many there will be"
-    assert "a trainer is a script" in format_status(h.core.status(h.now_s) | {"looks": False})
+    assert "a trainer is a script" in format_status(h.core.status(h.now_s))
 
 
 def test_once_it_has_begun_nothing_of_that_is_said() -> None:

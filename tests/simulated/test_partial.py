@@ -120,7 +120,7 @@ def test_more_lost_samples_than_wanted_take_all_back() -> None:
     check(run)
     (event,) = run.events_of("went_beyond")
     assert "% of lost samples, more than 0.00% (--most-lost-samples)" in event["reason"]
-    assert not run.events_of("recovered_partly") and run.coordinator.status(0.0)["partial"] is None
+    assert not run.events_of("recovered_partly") and run.coordinator.status(0.0).partial is None
     for mine, theirs in zip(run.run.records, right.run.records, strict=True):
         assert torch.equal(mine.view(torch.int32), theirs.view(torch.int32))
 
@@ -153,9 +153,9 @@ def test_what_was_lost_survives_the_coordinator() -> None:
     code = CODES[1]
     run = Partial(code=code, kills=[Kill("beyond", 2, 0), Kill("coordinator", 0, span(code)[0][1] + 40)]).go()
     check(run)
-    (event,), partial = run.events_of("recovered_partly"), run.coordinator.status(0.0)["partial"]
+    (event,), partial = run.events_of("recovered_partly"), run.coordinator.status(0.0).partial
     assert run.events_of("regathered") and run.lives == 1
-    assert partial["lost_steps"] == [event["at"] - event["step"]] * 2 + [0] * 3
+    assert partial.lost_steps == [event["at"] - event["step"]] * 2 + [0] * 3
 
 
 def test_a_slot_that_begins_anew_is_lost_again_before_training_went_on() -> None:

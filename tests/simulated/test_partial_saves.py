@@ -47,8 +47,8 @@ def test_lost_slots_take_what_was_saved_since_the_checkpoint(code: CodeSpec, sav
             rows = torch.from_numpy(layout.row_at(slot, np.arange(layout.data_rows(slot))))
             newer += int((plain[slab][rows] != some[slab][rows]).any(dim=1).sum())
     assert newer > 0, "rows are newer by what was saved"
-    status = run.coordinator.status(0.0)["checkpoints"]["saves"]
-    assert (status["saver"], status["saves"]) == (saver, len(run.coordinator._state.saving.known.since))
+    status = run.coordinator.status(0.0).checkpoints.saves
+    assert (status.saver, status.saves) == (saver, len(run.coordinator._state.saving.known.since))
 
 
 @pytest.mark.parametrize("saver", SAVERS)

@@ -13,6 +13,7 @@ from virtual_session import VirtualSession
 
 from torch_ecrec.planner.estimates import Cost, Servers, cost_of, largest_slot, slot_bytes
 from torch_ecrec.processes.member import KINDS
+from torch_ecrec.protocol.status import SlotReport
 from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
 from torch_ecrec.testing import Scenario, SimulatedCluster
 
@@ -58,11 +59,11 @@ class Measured:
 
         return handle
 
-    def slots(self) -> list[dict[str, Any]]:
+    def slots(self) -> list[SlotReport]:
         found = {}
         for host in self.cluster.hosts.values():
             for slot in host.slots.values():
-                found[slot.index] = slot.status()
+                found[slot.index] = slot.figures()
         return [found[index] for index in sorted(found)]
 
     def train(self) -> None:
@@ -82,7 +83,7 @@ class Measured:
                 gradients = [torch.ones(len(r), slab.dim) for r, slab in zip(rows, session.job.slabs, strict=True)]
                 session.push(rows, gradients, [0.1] * len(rows))
                 session.snapshot(torch.zeros(8, dtype=torch.uint8), [session.step - 1])
-            self.log_bytes = max(self.log_bytes, sum(slot["log_bytes"] for slot in self.slots()))
+            self.log_bytes = max(self.log_bytes, sum(slot.log_bytes for slot in self.slots()))
         for session in self.sessions:
             session.flush()
 
@@ -107,14 +108,14 @@ def test_costs_are_what_a_cluster_holds_and_sends(code: CodeSpec) -> None:
     measured = Measured(code)
     measured.train()
     slots = measured.slots()
-    assert [slot["record_bytes"] + slot["parity_bytes"] for slot in slots] == slot_bytes(TABLES, code)
-    assert sum(slot["record_bytes"] for slot in slots) == cost.records
-    assert sum(slot["parity_bytes"] for slot in slots) == cost.parities
+    assert [slot.record_bytes + slot.parity_bytes for slot in slots] == slot_bytes(TABLES, code)
+    assert sum(slot.record_bytes for slot in slots) == cost.records
+    assert sum(slot.parity_bytes for slot in slots) == cost.parities
     assert cost.logs / servers.log_steps <= measured.log_bytes <= cost.logs
     for kind, bytes_ in (("lookup", cost.lookups), ("push", cost.pushes), ("fold", cost.folds)):
         assert measured.sent[kind] / STEPS == pytest.approx(bytes_, rel=0.03), kind
     assert sum(slot_bytes(TABLES, code)) == cost.records + cost.parities
-    largest = max(slot["record_bytes"] + slot["parity_bytes"] + slot["log_bytes"] for slot in slots)
+    largest = max(slot.record_bytes + slot.parity_bytes + slot.log_bytes for slot in slots)
     assert largest <= largest_slot(TABLES, cost, code)
 
 

@@ -6,12 +6,14 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from coordinator_harness import Harness
 
 from torch_ecrec.coordinator.slowness import WINDOW_S, WINDOWS, Slowness
 from torch_ecrec.observe.text import format_status
 from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.status import Report, WaitedFor
 from torch_ecrec.protocol.waits import ServerWaits
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.testing import Scenario, SimulatedCluster
@@ -67,7 +69,7 @@ class Watched(SimulatedCluster):
     def _beat(self) -> None:
         for name, client in self.clients.items():
             if name not in self.network.dead:
-                report = messages.Report(waits=client.waits.take())
+                report = Report(waits=client.waits.take())
                 self.plane.tell(self.process_of[name], messages.Beat(report))
         for name, host in self.hosts.items():
             if name not in self.network.dead:
@@ -168,9 +170,13 @@ def test_the_judgement_takes_all_its_windows() -> None:
     assert not h.named()
     h.seconds(int(2 * WINDOW_S), server_1=0.9)
     assert h.named() == ["server-1"]
-    member = next(m for m in h.core.status(h.now_s)["members"] if m["name"] == "server-1")
-    assert member["slow"] == {"share": pytest.approx(0.9), "late_s": pytest.approx(0.45), "usual_s": 0.005}
-    text = format_status(h.core.status(h.now_s) | {"looks": False})
+    member = next(m for m in h.core.status(h.now_s).members if m.name == "server-1")
+    assert msgspec.structs.asdict(member.slow) == {
+        "share": pytest.approx(0.9),
+        "late_s": pytest.approx(0.45),
+        "usual_s": 0.005,
+    }
+    text = format_status(h.core.status(h.now_s))
     assert "SLOW: training waits for server-1 90% of the time" in text and "torch-ecrec drain server-1" in text
     assert "serving, slow" in text
 
@@ -214,7 +220,7 @@ def test_windows_in_which_it_is_quiet_do_not_clear_it() -> None:
     """A server that hardly runs is not heard of now and then."""
     slowness, named = Slowness(), list[str]()
     for tick in range(2 * ENOUGH * 4):
-        slowness.on_report("trainer-0", True, messages.WaitedFor(0.25, 1, 0.01, {"server-1": 0.2}))
+        slowness.on_report("trainer-0", True, WaitedFor(0.25, 1, 0.01, {"server-1": 0.2}))
         quiet = {"server-1"} if tick % 40 == 10 else set()
         named += slowness.on_tick({"server-0", "server-1", "server-2"}, (), quiet, 0.25 * tick)[0]
     assert named == ["server-1"]
@@ -309,7 +315,7 @@ def test_a_server_is_late_once_half_of_the_others_have_answered() -> None:
     found = waits.take(5.0)
     assert (found.over_s, found.lookups, found.usual_s) == (5.0, 1, pytest.approx(0.2))
     assert found.late_s == {"a": pytest.approx(1.0), "c": pytest.approx(0.1)}
-    assert waits.take(6.0) == messages.WaitedFor(1.0, 0, 0.0, {})
+    assert waits.take(6.0) == WaitedFor(1.0, 0, 0.0, {})
 
 
 def test_an_answer_that_is_out_counts_before_it_comes_and_once() -> None:
@@ -338,4 +344,4 @@ def test_what_is_given_up_is_waited_for_no_longer() -> None:
 def test_of_one_server_nobody_can_say_that_it_is_late() -> None:
     waits = ServerWaits(0.0)
     waits.answered(waits.asked(["a", "a"], 0.0), "a", 1.0)
-    assert waits.take(2.0) == messages.WaitedFor(2.0, 0, 0.0, {})
+    assert waits.take(2.0) == WaitedFor(2.0, 0, 0.0, {})

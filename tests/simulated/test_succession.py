@@ -227,7 +227,7 @@ def on_tick_after(h: Harness, seconds: float) -> None:
 def test_who_is_missing_and_too_many_is_waited_for_and_then_lost() -> None:
     _, after = without_two(standstill_s=40.0)
     on_tick_after(after, 11.0)
-    assert after.core.status(after.now_s)["stands_still"]["why"].keys() == {"server-1", "server-2"}
+    assert after.core.status(after.now_s).stands_still.why.keys() == {"server-1", "server-2"}
     stands = told(after, "trainer-0", "stands")[-1]
     assert stands["names"] == ["server-1", "server-2"] and 0 < stands["left_s"] <= 40.0
     on_tick_after(after, 25.0)

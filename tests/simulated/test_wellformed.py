@@ -172,14 +172,14 @@ def test_a_request_that_cannot_be_of_this_job_is_refused(
 ) -> None:
     request = msgspec.structs.replace(valid(cluster)[kind], **changes)
     host = host_of(cluster, SLOT)
-    known = host.known(), [slot.status() for slot in host.slots.values()]
+    known = host.known(), [slot.figures() for slot in host.slots.values()]
     answers: list[Any] = []
     host.handle(request, answers.append)
     (answer,) = answers
     assert isinstance(answer, (Refused, wire.Forgotten)), answer
     with pytest.raises(ValueError, match=says):
         raise ValueError(answer.reason)
-    assert (host.known(), [slot.status() for slot in host.slots.values()]) == known, "nothing has changed"
+    assert (host.known(), [slot.figures() for slot in host.slots.values()]) == known, "nothing has changed"
 
 
 def test_requests_of_each_kind_are_let_in(cluster: SimulatedCluster) -> None:

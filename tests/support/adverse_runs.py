@@ -13,8 +13,8 @@ import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+import msgspec
 import torch
 from captured import with_checkpoints
 from cut_runs import OVERWRITES, Patient
@@ -24,6 +24,7 @@ from router_harness import Process
 from torch_ecrec.coordinator.router import Router
 from torch_ecrec.layout import repair
 from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.messages import Known, Placement, SlotPlace
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.testing import Scenario
 from torch_ecrec.testing.links import BEAT_S, COORDINATOR, ENDS_S, MEMBER_ENDS_S
@@ -59,16 +60,8 @@ SITUATIONS = {
 SECONDS = (0.3, 0.8, 1.2, 1.6, 2.2, 2.9, 3.3, 4.2, 5.5, 8.0, 16.0)
 DOWN_S = (0.1, 0.1, 0.5, 1.5, 4.0, 12.0)
 ANOTHER_CODE, ANOTHER_CLUSTER = "another code", "another cluster"
-NOTHING: dict[str, Any] = {  # what a member knows of a cluster that has not begun
-    "placement": None,
-    "era": 0,
-    "frozen": False,
-    "resume_step": 0,
-    "done": 0,
-    "origin": None,
-    "whole": [],
-    "incarnations": [],
-}
+# what a member knows of a cluster that has not begun
+NOTHING = Known(job=None, placement=None, era=0, frozen=False, resume_step=0, done=0, origin=None)
 LIFE = 500  # of a wrong coordinator: names of its own
 
 
@@ -148,7 +141,7 @@ class Adverse(Patient):
         self.down_s, self.wrong, self.wrong_s = 0.1, "", 0.0
         self.intruders: list[VirtualProcess] = []
         self.refusals: list[str] = []
-        self.before: dict[VirtualProcess, dict[str, Any]] = {}  # members of an earlier cluster, and what they know
+        self.before: dict[VirtualProcess, Known] = {}  # members of an earlier cluster, and what they know
         self.namesakes: set[VirtualProcess] = set()  # of members that a coordinator did not know yet
         self.started, self.seen, self.violations = False, 0, []  # type: ignore[var-annotated]
         self.log: list[str] = []
@@ -333,13 +326,13 @@ class Adverse(Patient):
     def _come_from_before(self, slot: int) -> None:
         """A server of an earlier cluster of this job, which stood still as that ended, looks for its coordinator."""
         servers, names = range(self.scenario.code.slots), (f"server-{i}" for i in range(self.scenario.code.slots))
-        there = [[name, 0, True] for name in names]
+        there = tuple(SlotPlace(name, 0, True) for name in names)
         one = VirtualProcess("server", -1, len(self.plane.processes), None, name=f"server-{slot}", run="of before")
         one.code, one.generation, one.asked = dataclasses.asdict(self.scenario.code), 1, 1
         one.world = [f"server-{i}" for i in servers]
-        job, epoch = self.scenario.job.to_json(), {"epoch": 1, "slots": there}
-        self.before[one] = {**NOTHING, "job": job, "placement": epoch, "origin": 0, "whole": [[slot, 0]]}
-        self.before[one]["incarnations"] = [0 for _ in servers]
+        lives, placement = [0 for _ in servers], Placement(1, there)
+        about = {"placement": placement, "origin": 0, "whole": [(slot, 0)], "incarnations": lives}
+        self.before[one] = msgspec.structs.replace(NOTHING, job=self.scenario.job, **about)
         self.plane.processes.append(one)
         self.plane.connect(one)
 
@@ -461,11 +454,13 @@ class Adverse(Patient):
         elif process not in self.namesakes:
             super().on_control(process, word)
 
-    def known(self, process: VirtualProcess) -> dict[str, Any]:
+    def known(self, process: VirtualProcess) -> Known:
         self.network.clock.later(0.0, lambda: self._say_beat(process))  # with a rejoin
         if process in self.before:
             return self.before[process]
-        return NOTHING if process in self.namesakes or process in self.intruders else super().known(process)
+        if process in self.namesakes or process in self.intruders:
+            return msgspec.structs.replace(NOTHING, job=process.job)
+        return super().known(process)
 
     def on_fatal(self, process: VirtualProcess, word: messages.Fatal | messages.Refused) -> None:
         if process in self.intruders:

@@ -154,7 +154,13 @@ def known(h: Harness, name: str, **fields: Any) -> dict[str, Any]:
         "birth": member.birth,
         "run": "run",
     }
-    return h.message(**{**message, "origin": 0, **fields})
+    return nested(h.message(**{**message, "origin": 0, **fields}))
+
+
+def nested(message: dict[str, Any]) -> dict[str, Any]:
+    """A `rejoin` whose fields are given side by side: what its node knows is an object of its own."""
+    inner = {name: value for name, value in message.items() if name in messages.Known.__struct_fields__}
+    return {**{name: value for name, value in message.items() if name not in inner}, "known": inner}
 
 
 def word_of(message: dict[str, Any]) -> Rejoin:

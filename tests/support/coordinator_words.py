@@ -3,6 +3,17 @@
 from typing import Any
 
 from torch_ecrec.demo.report import Record
+from torch_ecrec.protocol.status import (
+    MemberStatus,
+    Report,
+    RestoredStatus,
+    SlotReport,
+    SlotStatus,
+    Status,
+    Unresolved,
+    json_of,
+)
+from torch_ecrec.spec.job import CodeSpec
 
 
 def event(time_s: float, kind: str, **more: Any) -> dict[str, Any]:
@@ -89,18 +100,49 @@ BACK += [joined(7.0 + i / 10, f"trainer-{i}_2", 400 + i) for i in range(2)]
 BACK.append(event(7.3, "placed", epoch=2, slots=[[f"server-{1000 + i}", 0] for i in range(3)]))
 
 
-def empty_status(time_s: float, restored: dict[str, Any] | None) -> dict[str, Any]:
+def status(**more: Any) -> Status:
+    """Of a cluster of three slots, about which there is nothing to say but `more`."""
+    about: dict[str, Any] = {
+        **{"version": "0.1.0", "run": "run", "code": CodeSpec(3, 2, 1), "transport": "sockets", "generation": 1},
+        **{"epoch": 1, "era": 0, "going_back": False, "resume_step": 0, "step": 0, "finished": False, "fatal": None},
+        **{"checkpoints": None, "partial": None, "inexact": [], "restored": None, "unreachable": [], "at_risk": []},
+        **{"stands_still": None, "unresolved": Unresolved([], ""), "gathering": None, "tables": 1, "slots": []},
+        **{"move": None, "members": []},
+    }
+    return Status(**{**about, **more})
+
+
+def member(name: str, **more: Any) -> MemberStatus:
+    """One that is there: `server-3`, `trainer-1_2`."""
+    role, number = name.partition("_")[0].split("-")
+    about: dict[str, Any] = {"name": name, "role": role, "rank": int(number) if role == "trainer" else -1, "pid": 7}
+    about |= {"alive": True, "left": False, "spare": False, "draining": False, "silent_s": 0.0, "report": Report()}
+    return MemberStatus(**{**about, **more})
+
+
+def healthy(slots: int) -> list[SlotStatus]:
+    """Each on the server of its number, for the first time."""
+    return [SlotStatus(slot, f"server-{slot}", 0, True) for slot in range(slots)]
+
+
+def slot_report(slot: int, incarnation: int, **more: Any) -> SlotReport:
+    """Of one that has nothing, but `more`."""
+    about = {"slot": slot, "incarnation": incarnation, "ready": True, "rebuilt": 1.0, "saver_pick_s": 0.0}
+    return SlotReport(**{**dict.fromkeys(SlotReport.__struct_fields__, 0), **about, **more})
+
+
+def empty_status(time_s: float, restored: RestoredStatus | None, looks: bool = False) -> dict[str, Any]:
     """Of a coordinator that was started a moment ago."""
-    return {"type": "status", "time_s": time_s, "members": [], "slots": [], "looks": False, "restored": restored}
+    return json_of(status(time_s=time_s, restored=restored, looks=looks))
 
 
 def everything_lost() -> Record:
     """All are killed at 2.42, after step 15; another coordinator begins with step 10 at 5.0; 16 is complete at 9.51."""
     record = _with_a_checkpoint()
     record.on_kill("all@15", "all", 0, time_s=2.42)
-    found = {"folder": f"{10:012d}-run-0-1", "step": 10}
+    found = RestoredStatus(f"{10:012d}-run-0-1", 10)
     late = empty_status(2.3, None)  # of the coordinator before, and read after its end
-    looks = {**empty_status(4.0, None), "looks": True}  # what it begins with is not known yet
+    looks = empty_status(4.0, None, looks=True)  # what it begins with is not known yet
     for message in [late, looks, empty_status(5.0, found), *BACK, *steps(11, 40, 9.0)]:
         record.on_message(message)
     return record

@@ -240,12 +240,12 @@ def check(run: Partial) -> None:
     _check_begun(run, oracle)
     if run.lives == 1:
         _check_checkpoints(run, oracle)
-    status = run.coordinator.status(run.network.clock.now_s)["partial"]
+    status = run.coordinator.status(run.network.clock.now_s).partial
     if oracle.renewals:
         went_on = max(at or 0 for one in oracle.renewals for _, _, at in one.lives)
-        assert went_on <= status["of_steps"] <= run.steps
-        assert abs(status["lost_samples"] - oracle.lost_samples(status["of_steps"])) < 1e-6
-        assert status["exact"] is False
+        assert went_on <= status.of_steps <= run.steps
+        assert abs(status.lost_samples - oracle.lost_samples(status.of_steps)) < 1e-6
+        assert status.exact is False
 
 
 def _check_begun(run: Partial, oracle: Oracle) -> None:

@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 from builds import BUILD
+from coordinator_harness import nested
 
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.router import Router
@@ -136,7 +137,7 @@ class Running:
         }
         welcome = process.wire.told("welcome")
         process.wire = Wire(process.wire.peer)
-        self.router.on_message(process.wire, message, self.now_s)
+        self.router.on_message(process.wire, nested(message), self.now_s)
         process.wire.sent[:0] = welcome  # for its name
         return process.wire
 

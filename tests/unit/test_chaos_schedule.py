@@ -7,7 +7,10 @@ import time
 from collections import Counter
 from typing import Any
 
+import coordinator_words
 import pytest
+from coordinator_words import healthy
+from msgspec.structs import replace
 
 from torch_ecrec.demo.catching_up import catch_up
 from torch_ecrec.demo.chaos import power
@@ -15,6 +18,7 @@ from torch_ecrec.demo.chaos.disturbances import FELT_S, LOOK_S, Disturbance, fel
 from torch_ecrec.demo.chaos.host_events import World
 from torch_ecrec.demo.chaos.schedule import COMBINED, EVERY_KIND, MUST_COME, at_one_instant, role_of
 from torch_ecrec.demo.report import Record
+from torch_ecrec.protocol.status import Complaint, SlotStatus, Status, Unresolved, json_of
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import CHAOS_EVENTS, FLIP_EVENTS, HOST_EVENTS, LEADER_EVENTS
 
@@ -57,24 +61,19 @@ def test_what_must_come_and_has_not_comes_at_every_second_instant_at_least() -> 
 # --- who is where ----------------------------------------------------------------------------------------------------
 
 
-def status(*, without: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
-    members = [
-        {"name": name, "role": role, "rank": rank, "pid": 1, "alive": name not in without, "left": False, "report": {}}
-        for name, role, rank in [
-            *((f"server-{i}", "server", -1) for i in range(4)),
-            ("trainer-0", "trainer", 0),
-            ("trainer-1", "trainer", 1),
-        ]
-    ]
-    slots = [{"slot": i, "server": f"server-{i}", "incarnation": 0, "healthy": True} for i in range(3)]
-    about = {"unreachable": [], "unresolved": {"pairs": [], "why": ""}, "going_back": False, "looks": False}
-    return {"type": "status", "time_s": time.time(), "members": members, "slots": slots, **about, **more}
+NAMES = ("server-0", "server-1", "server-2", "server-3", "trainer-0", "trainer-1")
 
 
-def say(record: Record, message: dict[str, Any]) -> None:
-    record.on_message(message)
-    if message["type"] == "status":
-        catch_up(record, message)
+def status(*, without: tuple[str, ...] = (), **more: Any) -> Status:
+    members = [coordinator_words.member(name, alive=name not in without) for name in NAMES]
+    about: dict[str, Any] = {"time_s": time.time(), "members": members, "slots": healthy(3)}
+    return coordinator_words.status(**{**about, **more})
+
+
+def say(record: Record, said: dict[str, Any] | Status) -> None:
+    record.on_message(said if isinstance(said, dict) else json_of(said))
+    if isinstance(said, Status):
+        catch_up(record, said)
 
 
 @pytest.fixture
@@ -137,9 +136,9 @@ def test_a_loss_is_felt_once_the_coordinator_has_said_so_since(world: World) -> 
 def test_a_cut_is_felt_by_complaints_between_its_ends_or_a_loss_there(world: World) -> None:
     ends = ["server-1", "server-2", "trainer-0"]
     assert world.felt_of_cut(1, 2, ends, ()) == ""
-    say(world.record, status(unreachable=[{"who": "server-0", "whom": "server-1", "for_s": 2.0}]))
+    say(world.record, status(unreachable=[Complaint("server-0", "server-1", 2.0)]))
     assert world.felt_of_cut(1, 2, ends, ()) == "", "other hosts"
-    say(world.record, status(unreachable=[{"who": "trainer-0", "whom": "server-1", "for_s": 2.0}]))
+    say(world.record, status(unreachable=[Complaint("trainer-0", "server-1", 2.0)]))
     assert world.felt_of_cut(1, 2, ends, ()) == "trainer-0 cannot reach server-1"
     lost = {"type": "event", "event": "lost", "member": "server-2", "why": "silent", "slots": [2], "time_s": 1.0}
     say(world.record, status())
@@ -150,9 +149,9 @@ def test_a_cut_is_felt_by_complaints_between_its_ends_or_a_loss_there(world: Wor
 
 def test_what_cannot_be_resolved_must_be_said_of_trainers(world: World) -> None:
     why = "trainers cannot reach each other"
-    say(world.record, status(unresolved={"pairs": [["server-2", "server-3"]], "why": why}))
+    say(world.record, status(unresolved=Unresolved([("server-2", "server-3")], why)))
     assert world.felt_as_unresolved(2, 3) == ""
-    say(world.record, status(unresolved={"pairs": [["trainer-1", "trainer-0"]], "why": why}))
+    say(world.record, status(unresolved=Unresolved([("trainer-1", "trainer-0")], why)))
     assert world.felt_as_unresolved(2, 3) == f"trainer-0 and trainer-1: {why}" and world.felt_as_unresolved(1, 2) == ""
 
 
@@ -164,20 +163,19 @@ def test_what_cannot_be_resolved_must_be_said_of_trainers(world: World) -> None:
 def test_silence_is_felt_where_it_is_longer_than_heartbeats_and_as_long_as_it_lasts(
     silent_s: float, elapsed_s: float, felt: bool
 ) -> None:
-    said = status()
-    for member in said["members"]:
-        member["silent_s"] = silent_s if member["name"] == "server-1" else 0.0
+    silent = {"server-1": silent_s}
+    said = status(members=[coordinator_words.member(name, silent_s=silent.get(name, 0.0)) for name in NAMES])
     since_s = time.time() - elapsed_s
     assert (felt_as_silence(said, ["server-1"], since_s) != "") == felt
     assert felt_as_silence(said, ["server-2"], since_s) == "", "another"
-    assert felt_as_silence({**said, "time_s": since_s - 1}, ["server-1"], since_s) == "", "said before"
+    assert felt_as_silence(replace(said, time_s=since_s - 1), ["server-1"], since_s) == "", "said before"
 
 
 def test_a_coordinator_that_says_nothing_is_felt_too() -> None:
     since_s = time.time() - 8.0
     assert felt_as_silence(status(), (), since_s) == ""
     assert felt_as_silence(status(time_s=since_s), (), since_s).startswith("the coordinator has said nothing for 8.")
-    assert felt_as_silence({}, (), time.time()) == "", "it has just begun"
+    assert felt_as_silence(None, (), time.time()) == "", "it has just begun"
 
 
 def test_a_disturbance_that_is_exact_ends_with_its_time_felt_or_not() -> None:
@@ -221,16 +219,16 @@ def test_who_is_lost_without_an_excuse_is_unexpected_trainers_too(world: World) 
 def test_what_was_rebuilt_while_nobody_watched_is_taken_from_the_status(world: World) -> None:
     record = world.record
     server, trainer = record.on_kill("kill-host", "server", 1, 5.0), record.on_kill("kill-host", "trainer", 0, 5.0)
-    slots = [{"slot": i, "server": f"server-{i}", "incarnation": 0, "healthy": True} for i in range(3)]
-    slots[1] = {"slot": 1, "server": "server-3", "incarnation": 1, "healthy": False}
+    slots = healthy(3)
+    slots[1] = SlotStatus(1, "server-3", 1, False)
     say(record, status(slots=slots, time_s=7.0))
     assert server.detected_s == 7.0 and server.rehosted_s is None and trainer.detected_s is None
-    slots[1] = {**slots[1], "healthy": True}
+    slots[1] = SlotStatus(1, "server-3", 1, True)
     say(record, status(slots=slots, time_s=8.0))
     assert (server.rehosted_s, server.rebuilt_s) == (8.0, 8.0) and trainer.rejoined_s is None
-    again = status(slots=slots, time_s=9.0)
-    again["members"][4]["name"] = "trainer-0_2"
-    say(record, {**again, "going_back": True})
+    members = [coordinator_words.member(name) for name in (*NAMES[:4], "trainer-0_2", "trainer-1")]
+    again = status(slots=slots, time_s=9.0, members=members)
+    say(record, replace(again, going_back=True))
     assert trainer.rejoined_s is None
     say(record, again)
     assert (trainer.detected_s, trainer.rejoined_s) == (9.0, 9.0)

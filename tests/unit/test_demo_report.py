@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from typing import Any
 
 import pytest
 from coordinator_words import (
@@ -15,7 +14,10 @@ from coordinator_words import (
     event,
     everything_lost,
     joined,
+    member,
     recorded,
+    slot_report,
+    status,
     steps,
     two_servers_lost,
     watched,
@@ -23,7 +25,8 @@ from coordinator_words import (
 
 from torch_ecrec.demo.plot import spread, throughput
 from torch_ecrec.demo.report import Record, format_kill
-from torch_ecrec.observe.text import format_connections, format_status, slot_figures
+from torch_ecrec.observe.text import format_connections, format_status
+from torch_ecrec.protocol.status import Connections, Report, RestoredStatus, SlotReport, SlotStatus
 
 
 def test_the_timeline_of_a_failure() -> None:
@@ -228,60 +231,56 @@ def test_labels_are_spread_and_stay_in_order() -> None:
 
 
 FIGURES = {"step": 7, "watermark": 5, "record_bytes": 3 << 20, "parity_bytes": 2048, "log_bytes": 10}
-
-
-def member(name: str, role: str = "server", **more: Any) -> dict[str, Any]:
-    base = {"name": name, "role": role, "pid": 7, "silent_s": 0.25, "report": {}}
-    return {**base, "alive": True, "left": False, "spare": False, "draining": False, **more}
-
-
-WAYS = {"memory": 2, "tcp": 3, "bytes_packed": 1000, "bytes_saved": 390}
+WAYS = Connections(memory=2, tcp=3, bytes_packed=1000, bytes_saved=390)
 
 
 def test_status_as_text() -> None:
-    def slot(index: int, incarnation: int, rebuilt: float) -> dict[str, Any]:
-        return {"slot": index, "incarnation": incarnation, "rebuilt": rebuilt, "snapshot_bytes": 0, **FIGURES}
+    def slot(index: int, incarnation: int, rebuilt: float) -> SlotReport:
+        return slot_report(index, incarnation, rebuilt=rebuilt, **FIGURES)
 
-    status = {
-        "version": "0.1.0",
-        "code": {"slots": 3, "k": 2, "r": 1, "protection": "parity"},
-        "generation": 2,
-        "epoch": 3,
-        "step": 7,
-        "fatal": None,
-        "tables": 26,
-        "slots": [
-            {"slot": 0, "server": "server-0", "incarnation": 0, "healthy": True},
-            {"slot": 1, "server": "server-3", "incarnation": 1, "healthy": False},
-            {"slot": 2, "server": "", "incarnation": 1, "healthy": False},
+    said = status(
+        generation=2,
+        epoch=3,
+        step=7,
+        tables=26,
+        slots=[
+            SlotStatus(0, "server-0", 0, True),
+            SlotStatus(1, "server-3", 1, False),
+            SlotStatus(2, "", 1, False),
         ],
-        "members": [
-            member("server-0", report={"slots": [slot(0, 0, 1.0), slot(1, 0, 1.0)], "connections": WAYS}),
-            member("server-3", report={"slots": [slot(1, 1, 0.42)]}),
+        members=[
+            member("server-0", report=Report([slot(0, 0, 1.0), slot(1, 0, 1.0)], connections=WAYS)),
+            member("server-3", report=Report([slot(1, 1, 0.42)])),
             member("server-1", alive=False),
             member("server-4", spare=True),
-            member("drained", draining=True),
-            member("trainer-0", "trainer", left=True),
+            member("server-5", draining=True, silent_s=0.25),
+            member("trainer-0", left=True),
         ],
-    }
-    lines = format_status(status).splitlines()
+    )
+    lines = format_status(said).splitlines()
     assert "(k, r) = (2, 1) on 3 slots, 26 tables, epoch 3, RPC generation 2, step 7" in lines[0]
     assert re.search(r"0 +server-0 +0 +healthy +7 +5 +3.0 MiB +2.0 KiB +10 B +0 B", lines[2])
     assert re.search(r"1 +server-3 +1 +rebuilding 42% ", lines[3])
     assert re.search(r"2 +\(nobody\) +1 +waiting +- ", lines[4])
     states = {line.split()[0]: line.split()[3] for line in lines if re.match(r" +(server|trainer)-", line)}
     assert states == {
-        "server-0": "serving", "server-3": "serving", "server-1": "lost", "server-4": "spare", "trainer-0": "left"
+        "server-0": "serving", "server-3": "serving", "server-1": "lost", "server-4": "spare", "server-5": "serving,",
+        "trainer-0": "left",
     }  # fmt: skip
-    assert any(re.search(r"drained +server +7 +serving, draining +0.2 s", line) for line in lines)
+    assert any(re.search(r"server-5 +server +7 +serving, draining +0.2 s", line) for line in lines)
     ways = {line.split()[0]: re.split(r"  +", line.strip())[-1] for line in lines if " server " in line}
     assert ways["server-0"] == "2 in memory, 3 over TCP, packed to 61% where it pays" and ways["server-3"] == "-"
-    assert format_connections({"tcp": 1, "bytes_packed": 0, "bytes_saved": 0}) == "1 over TCP"
-    assert format_connections({"tcp": 1, "bytes_packed": 9}) == "1 over TCP, packed to 100% where it pays", "as told"
-    assert format_connections({"rpc": 4}) == "4 over torch RPC"
-    empty = {**status, "slots": [], "members": [], "fatal": "stopped"}
+    assert format_connections(Connections(tcp=1)) == "1 over TCP"
+    assert format_connections(Connections(tcp=1, bytes_packed=9)) == "1 over TCP, packed to 100% where it pays"
+    assert format_connections(Connections(rpc=4)) == "4 over torch RPC"
+    empty = status(fatal="stopped")
     assert "STOPPED: stopped" in format_status(empty) and "no slots placed yet" in format_status(empty)
-    assert slot_figures(empty) == {}
+    assert empty.slot_reports() == {} and not empty.healthy
+    assert list(said.slot_reports()) == [0, 1] and said.slot_reports()[1].rebuilt == 0.42, "of who hosts it"
+    assert [one.name for one in said.servers] == ["server-0", "server-3", "server-4", "server-5"] and not said.trainers
+    assert said.member("server-4").spare
+    with pytest.raises(KeyError):
+        said.member("server-9")
 
 
 # --- beyond parity ---------------------------------------------------------------------------------------------------
@@ -344,6 +343,6 @@ def test_it_is_not_whole_before_the_first_step_is_trained_again() -> None:
 def test_a_checkpoint_that_nobody_heard_of_is_known_once_all_go_back_to_it() -> None:
     record = watched()
     record.on_kill("all@15", "all", 0, time_s=2.42)
-    record.on_message(empty_status(5.0, {"folder": "000000000012-run-0-2", "step": 12}))
+    record.on_message(empty_status(5.0, RestoredStatus("000000000012-run-0-2", 12)))
     assert [(one.name, one.step, one.time_s) for one in record.checkpoints] == [("000000000012-run-0-2", 12, None)]
     assert "step   12/40 (again)" in record.progress_line(40, 10)

@@ -9,7 +9,8 @@ from typing import Any, get_args
 import pytest
 
 from torch_ecrec.observe import events
-from torch_ecrec.observe.events import AnyEvent, Event
+from torch_ecrec.observe.events import AnyEvent, Event, Happened
+from torch_ecrec.protocol import messages
 
 EXAMPLES: tuple[tuple[Event, dict[str, Any]], ...] = (
     (
@@ -38,14 +39,14 @@ EXAMPLES: tuple[tuple[Event, dict[str, Any]], ...] = (
         {"event": "stands_still", "members": ["server-0"], "why": "not heard of for 10 s", "left_s": None},
     ),
     (events.GoesOn(), {"event": "goes_on"}),
-    (events.Left("server-0"), {"event": "left", "member": "server-0"}),
+    (events.MemberLeft("server-0"), {"event": "left", "member": "server-0"}),
     (
         events.Slow("server-0", 0.9, 0.5, 0.01),
         {"event": "slow", "member": "server-0", "share": 0.9, "late_s": 0.5, "usual_s": 0.01},
     ),
     (events.NotSlow("server-0"), {"event": "not_slow", "member": "server-0"}),
     (events.Draining("server-0", "it is slow"), {"event": "draining", "member": "server-0", "why": "it is slow"}),
-    (events.NotExact(7, "a table began anew"), {"event": "not_exact", "step": 7, "what": "a table began anew"}),
+    (messages.NotExact(7, "a table began anew"), {"event": "not_exact", "step": 7, "what": "a table began anew"}),
     (events.JobForgotten("it has seed 0"), {"event": "job_forgotten", "difference": "it has seed 0"}),
     (
         events.CheckpointBegun("000000000010-a-1", 10, ""),
@@ -98,21 +99,21 @@ EXAMPLES: tuple[tuple[Event, dict[str, Any]], ...] = (
     ),
     (events.Regathering(), {"event": "regathering"}),
     (events.Regathered(3, ["server-0"]), {"event": "regathered", "epoch": 3, "members": ["server-0"]}),
-    (events.Placed(1, [("server-0", 0)]), {"event": "placed", "epoch": 1, "slots": [["server-0", 0]]}),
+    (events.PlacedFirst(1, [("server-0", 0)]), {"event": "placed", "epoch": 1, "slots": [["server-0", 0]]}),
     (events.PlacedAnew(2, [("", 1)]), {"event": "re-placed", "epoch": 2, "slots": [["", 1]]}),
     (events.Stayed(2, [("server-1", 1)]), {"event": "stayed", "epoch": 2, "slots": [["server-1", 1]]}),
     (events.Drained("server-1"), {"event": "drained", "member": "server-1"}),
     (events.Moved(2, [("server-1", 1)]), {"event": "moved", "epoch": 2, "slots": [["server-1", 1]]}),
     (events.Kept(2, [("server-1", 1)]), {"event": "kept", "epoch": 2, "slots": [["server-1", 1]]}),
-    (events.Rebuilt(2, [("server-1", 1)]), {"event": "rebuilt", "epoch": 2, "slots": [["server-1", 1]]}),
-    (events.Ready(1, 0), {"event": "ready", "slot": 1, "incarnation": 0}),
+    (events.HealthyAgain(2, [("server-1", 1)]), {"event": "rebuilt", "epoch": 2, "slots": [["server-1", 1]]}),
+    (messages.Ready(1, 0), {"event": "ready", "slot": 1, "incarnation": 0}),
     (events.Rehosted(1, 2), {"event": "re-hosted", "slot": 1, "incarnation": 2}),
     (events.SlotRebuilt(1, 2), {"event": "slot rebuilt", "slot": 1, "incarnation": 2}),
     (events.EraBegun(1, ["trainer-0_2"]), {"event": "era", "era": 1, "trainers": ["trainer-0_2"]}),
     (events.GoingBack(1, 5, 6), {"event": "going back", "era": 1, "step": 5, "applied": 6}),
     (events.Resumable(1, 5), {"event": "resumable", "era": 1, "step": 5}),
     (
-        events.Damaged(1, 2, "record", [("a", 3, 0)], 1, 0, 7, ""),
+        messages.Damaged(1, 2, "record", [("a", 3, 0)], 1, 0, 7, ""),
         {
             "event": "damaged",
             "slot": 1,
@@ -125,16 +126,19 @@ EXAMPLES: tuple[tuple[Event, dict[str, Any]], ...] = (
             "reason": "",
         },
     ),
-    (events.Mended(1, 2, 3), {"event": "mended", "slot": 1, "incarnation": 2, "count": 3}),
-    (events.Fatal("data_loss", "gone"), {"event": "fatal", "kind": "data_loss", "reason": "gone"}),
+    (messages.Mended(1, 2, 3), {"event": "mended", "slot": 1, "incarnation": 2, "count": 3}),
+    (messages.Fatal("data_loss", "gone"), {"event": "fatal", "kind": "data_loss", "reason": "gone"}),
     (
-        events.Refused("127.0.0.1:9", "no type", 3),
+        events.MessagesRefused("127.0.0.1:9", "no type", 3),
         {"event": "refused", "from": "127.0.0.1:9", "why": "no type", "messages": 3},
     ),
 )
 
 
-def leaves(kind: type[Event]) -> Iterator[type[Event]]:
+SAID = {messages.Ready, messages.Damaged, messages.Mended, messages.NotExact, messages.Fatal}  # and events, too
+
+
+def leaves(kind: type[Happened]) -> Iterator[type[Happened]]:
     """Those that are announced: the others are bases."""
     below = kind.__subclasses__()
     yield from [kind] if not below else [leaf for one in below for leaf in leaves(one)]
@@ -142,7 +146,14 @@ def leaves(kind: type[Event]) -> Iterator[type[Event]]:
 
 def test_every_event_can_be_read_and_has_an_example() -> None:
     """One that is announced and cannot be read ends the connection of whoever watches."""
-    assert {type(event) for event, _ in EXAMPLES} == set(get_args(AnyEvent)) == set(leaves(Event))
+    assert {type(event) for event, _ in EXAMPLES} == set(get_args(AnyEvent)) == {*leaves(Happened), *SAID}
+    assert set(get_args(Event)) == {Happened, *SAID}
+
+
+def test_one_name_is_one_class() -> None:
+    """What an event says that is no message, it says under a name of its own."""
+    said = {kind.__name__ for kind in (*get_args(messages.FromMember), *get_args(messages.FromCoordinator))}
+    assert not said & {kind.__name__ for kind in leaves(Happened)}
 
 
 @pytest.mark.parametrize(("event", "shown"), EXAMPLES)

@@ -492,7 +492,7 @@ def finished(start: Fields) -> Running:
     for process in running.processes[4:]:
         running.say(process, type="leave", report={})
         running.close(process.wire)
-    assert running.router.status(running.now_s)["finished"]
+    assert running.router.status(running.now_s).finished
     return running
 
 

@@ -255,9 +255,9 @@ def test_joins_wait_until_it_is_known_what_the_cluster_begins_with() -> None:
     for now_s in (10.0, 1000.0):
         running.now_s = now_s
         running.router.on_tick(now_s)
-        assert not server.wire.sent and running.router.status(now_s)["looks"]
+        assert not server.wire.sent and running.router.status(now_s).looks
     running.router.begin_with((restored, job), 3, running.now_s)
-    assert not running.router.status(now_s)["looks"]
+    assert not running.router.status(now_s).looks
     (event,) = (one for one in running.events if one["event"] == "went_beyond")
     assert (event["name"], event["step"]) == (restored.folder, 10)
     assert server.name == "server-3000" and server.wire.told("welcome")[0]["restored"]["done"] == 10
@@ -272,7 +272,7 @@ def test_what_was_found_before_anybody_may_join_is_not_told_as_decided() -> None
     early = running.router.status(1.0)
     running.router.on_tick(6.0)
     late = running.router.status(6.0)
-    assert [(one["looks"], bool(one["restored"])) for one in (early, late)] == [(True, False), (False, True)]
+    assert [(one.looks, one.restored is not None) for one in (early, late)] == [(True, False), (False, True)]
 
 
 def test_members_of_before_know_better_what_the_cluster_begins_with() -> None:
@@ -339,7 +339,7 @@ def test_a_refused_message_of_a_member_harms_nobody() -> None:
     running.say(running.processes[1], type="loaded", origin=0)
     running.say(running.processes[4], type="progress", trainer=1, step=1)
     assert len(wire.told("refused")) == 3 and not wire.closed
-    assert running.router.status(0.0)["refused_messages"] == 4
+    assert running.router.status(0.0).refused_messages == 4
     assert sum(event["event"] == "refused" for event in running.events) == 1, "the log is told once a second"
     assert running.core.step == 0 and running.core.origin is None
 
@@ -385,7 +385,7 @@ def test_who_joins_where_there_is_nothing_to_begin_with_is_told_so_and_members_o
     (refused,) = late.wire.told("refused")
     assert refused["kind"] == "data_loss" and refused["reason"].endswith("came back: it began with A, which is gone")
     status = after.router.status(after.now_s)
-    assert status["cannot_begin"] == "it began with A, which is gone" and status["looks"]
+    assert status.cannot_begin == "it began with A, which is gone" and status.looks
     for process in before.processes[:4]:
         message = {"generation": 1, "newest": 1, "world": list(before.core.world), "placement": None}
         after.processes.append(process)
@@ -397,7 +397,7 @@ def test_who_joins_where_there_is_nothing_to_begin_with_is_told_so_and_members_o
     after.now_s = REGATHER_S + 1.0
     after.router.on_tick(after.now_s)
     status = after.router.status(after.now_s)
-    assert spare.wire.told("welcome") and not status["looks"] and not status["cannot_begin"]
+    assert spare.wire.told("welcome") and not status.looks and not status.cannot_begin
 
 
 def test_who_joins_is_told_of_a_store_that_cannot_be_looked_at() -> None:

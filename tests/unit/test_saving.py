@@ -46,11 +46,11 @@ def test_by_time_and_later_after_one_that_failed() -> None:
     assert not saving.is_due(119.9) and saving.is_due(120.0)
     saving.on_begun("s", 9)
     saving.on_void("no room", 121.0)
-    assert saving.status()["failing"] == "no room" and not saving.is_due(150.9) and saving.is_due(151.0)
+    assert saving.status().failing == "no room" and not saving.is_due(150.9) and saving.is_due(151.0)
     saving.on_void("no room", 151.0)
     assert not saving.is_due(200.9) and saving.is_due(201.0)
     saving.on_begun("t", 12)
-    assert saving.on_written(202.0) and saving.status()["failing"] == "" and not saving.is_due(221.9)
+    assert saving.on_written(202.0) and saving.status().failing == "" and not saving.is_due(221.9)
 
 
 def test_none_are_wanted_without_a_saver() -> None:

@@ -37,6 +37,7 @@ from torch_ecrec.bench.checkpoint_figures import plot, restore_rows, rows, sprea
 from torch_ecrec.bench.recovery_checkpoint import forget_pages
 from torch_ecrec.bench.train import Group, cpu_s, parse_system, tell_logs
 from torch_ecrec.observe import events
+from torch_ecrec.protocol.messages import Fatal
 from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.transport.control import ControlClient
 
@@ -116,7 +117,7 @@ class Watch:
                 self._begun_s[event.name] = message["time_s"]
             elif isinstance(event, events.Checkpointed) and event.name in self._begun_s:
                 self._whole.append(Written(event, self._begun_s[event.name], message["time_s"]))
-            elif isinstance(event, events.CheckpointVoid | events.Fatal):
+            elif isinstance(event, events.CheckpointVoid | Fatal):
                 self._trouble = event.reason
             self._changed.notify_all()
 

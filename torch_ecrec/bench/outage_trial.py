@@ -27,6 +27,7 @@ from torch_ecrec.bench.recovery_processes import START_LIMIT_S, START_LIMIT_S_PE
 from torch_ecrec.demo.chaos.hosted import COORDINATORS, MEETING_PORT, Homes, HostedCluster, lacking
 from torch_ecrec.observe import events
 from torch_ecrec.processes.children import await_end
+from torch_ecrec.protocol.status import Status
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.testing.hosts import Hosts
 from torch_ecrec.transport.etcd import Leader
@@ -140,7 +141,7 @@ class Trial:
             status = self.watch.record.status
             if not self.cluster.complete or self.watch.leader is None:
                 return "a process is not there, or nobody leads"
-            if not status.get("slots") or not all(one["healthy"] for one in status["slots"]):
+            if status is None or not status.healthy:
                 return "slots that are not healthy"
             return lacking(status, self.code.slots + self.arguments.spares)
 
@@ -148,14 +149,19 @@ class Trial:
 
     # one event ----------------------------------------------------------------------------------
 
+    @property
+    def _status(self) -> Status:
+        """The last one. Called with the lock, once all were whole."""
+        assert self.watch.record.status is not None
+        return self.watch.record.status
+
     def _incarnations(self) -> list[int]:
-        return [one["incarnation"] for one in self.watch.record.status["slots"]]
+        return [one.incarnation for one in self._status.slots]
 
     def _host_of(self, slot: int) -> int:
         """On which host the server of a slot runs. Called with the lock."""
-        status = self.watch.record.status
-        pids = {one["name"]: one["pid"] for one in status["members"]}
-        host = self.hosts.host_of(pids[status["slots"][slot]["server"]])
+        status = self._status
+        host = self.hosts.host_of(status.member(status.slots[slot].server).pid)
         if host is None:
             raise Stopped(f"slot {slot} has no server")
         return host
@@ -207,13 +213,13 @@ class Trial:
 
         def lacks() -> str:
             status, leads = self.watch.record.status, self.watch.leader
-            if status.get("time_s", 0.0) <= event_s or not status["slots"]:
+            if status is None or status.time_s <= event_s or not status.slots:
                 return "a status of now"
             if leader is not None and (leads is None or leads.revision <= leader.revision):
                 return "another leader"
-            if slots and not any(status["slots"][slot]["incarnation"] > lives[slot] for slot in slots):
+            if slots and not any(status.slots[slot].incarnation > lives[slot] for slot in slots):
                 return f"another host of one of the slots {list(slots)}"
-            return "" if all(one["healthy"] for one in status["slots"]) else "slots that are not healthy"
+            return "" if status.healthy else "slots that are not healthy"
 
         return lacks
 
@@ -240,10 +246,9 @@ class Trial:
     def _drain(self, slot: int) -> dict[str, Any]:
         """All slots leave the server of this one, by the command; the window of it, and the bytes that were there."""
         with self.watch.changed:
-            status = self.watch.record.status
-            name = status["slots"][slot]["server"]
-            reports = [one["report"].get("slots", ()) for one in status["members"] if one["name"] == name]
-        held = sum(int(one[what]) for one in reports[0] for what in ("record_bytes", "parity_bytes", "log_bytes"))
+            name = self._status.slots[slot].server
+            reports = self._status.member(name).report.slots or ()
+        held = sum(one.record_bytes + one.parity_bytes + one.log_bytes for one in reports)
         begin_s = time.time()
         self._command("drain", name)
         end_s = time.time()

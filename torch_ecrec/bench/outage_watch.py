@@ -61,8 +61,9 @@ class OutageWatch(CaseWatch):
             event = self.record.on_message(message)
             if event is not None:
                 self.told.append((message["time_s"], event))
-            elif message.get("type") == "status" and not all(one["healthy"] for one in message["slots"]):
-                self.unhealthy_s.append(message["time_s"])
+            elif message.get("type") == "status" and (status := self.record.status) is not None:
+                if not all(slot.healthy for slot in status.slots):
+                    self.unhealthy_s.append(status.time_s)
             self.changed.notify_all()
 
     def on_closed(self, reason: str) -> None:

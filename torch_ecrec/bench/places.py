@@ -23,14 +23,13 @@ import psutil
 from torch_ecrec.processes.children import Child, free_port, with_own_path
 from torch_ecrec.processes.nodes import INTERFACE_VARIABLES
 from torch_ecrec.processes.supervisor import Supervisor
+from torch_ecrec.protocol.status import Status
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.testing import hosts as kit
 from torch_ecrec.testing.hosts import Host, Hosts
-from torch_ecrec.transport.control import request
 
 PORTS = range(29400, 32000)  # of coordinators and of trainers that meet, one after the other: hosts are ours alone
-STATUS_S = 10.0
 
 
 def require_hosts() -> None:
@@ -142,5 +141,5 @@ class _Spread(Supervisor):
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": stdout, "stderr": stderr}
         return self._hosts[number].start(command, env=with_own_path(self.environment), start_new_session=True, **pipes)
 
-    def status(self) -> dict[str, Any]:
-        return self._hosts[0].within(lambda: request(*self.address, {"type": "status"}, timeout_s=STATUS_S))
+    def status(self) -> Status:
+        return self._hosts[0].within(super().status)

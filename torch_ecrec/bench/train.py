@@ -245,20 +245,23 @@ class Group:
         if self.cluster is None:
             return {}
         total: dict[str, int] = {}
-        for member in self.cluster.status()["members"]:
-            for kind, size in member["report"].get("bytes_sent", {}).items():
+        for member in self.cluster.status().members:
+            for kind, size in (member.report.bytes_sent or {}).items():
                 total[kind] = total.get(kind, 0) + size
         return total
 
     def server_bytes(self) -> dict[str, int]:
         """What the slots hold: bytes of records, parities and logs."""
-        total: dict[str, int] = {}
-        if self.cluster is not None:
-            for member in self.cluster.status()["members"]:
-                for slot in member["report"].get("slots", ()):
-                    for name in ("record_bytes", "parity_bytes", "log_bytes"):
-                        total[name] = total.get(name, 0) + int(slot[name])
-        return total
+        if self.cluster is None:
+            return {}
+        slots = [slot for member in self.cluster.status().members for slot in member.report.slots or ()]
+        if not slots:
+            return {}
+        return {
+            "record_bytes": sum(slot.record_bytes for slot in slots),
+            "parity_bytes": sum(slot.parity_bytes for slot in slots),
+            "log_bytes": sum(slot.log_bytes for slot in slots),
+        }
 
     def run(self, steps: int, system: System, checkpoint_every: int) -> dict[str, Any]:
         """Trains a block of steps; returns its figures."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_ecrec.cli.arguments import add_join
 from torch_ecrec.spec.settings import Settings
+
+if TYPE_CHECKING:
+    from torch_ecrec.protocol.status import Status
 
 HELP = "moves all slots away from a server, or from a host or rack, without spending redundancy"
 ASK_S = 0.5  # pause between two looks
@@ -23,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Says it until nothing is left there: so it holds with a coordinator that takes over, too."""
+    from torch_ecrec.protocol.status import of_message
     from torch_ecrec.transport.control import request
     from torch_ecrec.transport.etcd import Leader
     from torch_ecrec.transport.whereabouts import reach, whereabouts
@@ -42,8 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
             if not accepted:
                 raise ValueError(answer["reason"])
         else:
-            accepted, left = True, slots_left(answer)
-            news = "" if arguments.undo else progress(answer, left)
+            status = of_message(answer)
+            accepted, left = True, slots_left(status)
+            news = "" if arguments.undo else progress(status, left)
             if news != last:
                 print(news, flush=True)
             last = news
@@ -52,20 +57,20 @@ def run(arguments: argparse.Namespace) -> int:
         time.sleep(ASK_S)
 
 
-def slots_left(status: dict[str, Any]) -> list[int]:
+def slots_left(status: Status) -> list[int]:
     """Slots that are on servers which are to be without."""
-    draining = {member["name"] for member in status["members"] if member["draining"]}
-    return [place["slot"] for place in status["slots"] if place["server"] in draining]
+    draining = {member.name for member in status.members if member.draining}
+    return [place.slot for place in status.slots if place.server in draining]
 
 
-def progress(status: dict[str, Any], left: list[int]) -> str:
+def progress(status: Status, left: list[int]) -> str:
     """How far it is, for people."""
-    names = ", ".join(member["name"] for member in status["members"] if member["draining"])
+    names = ", ".join(member.name for member in status.members if member.draining)
     if not left:
         return f"drained: no slot is left on {names}, which may be stopped now"
     slots = f"slots {left} are still on {names}"
-    if status["move"] is not None:
-        return f"{slots}; slot {status['move']['slot']} is being copied to {status['move']['server']}"
-    if not all(place["healthy"] for place in status["slots"]):
+    if status.move is not None:
+        return f"{slots}; slot {status.move.slot} is being copied to {status.move.server}"
+    if not all(place.healthy for place in status.slots):
         return f"{slots}; others are being repaired first"
     return f"{slots}; no spare is there to take one: start a server (`torch-ecrec serve`)"

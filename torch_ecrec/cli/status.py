@@ -20,11 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the coordinator's answer."""
     from torch_ecrec.observe.text import format_status
+    from torch_ecrec.protocol.status import json_of
     from torch_ecrec.transport.whereabouts import status_of
 
     settings = Settings.from_environment(**({"join": arguments.join} if arguments.join else {}))
     if settings.join is None:
         raise ValueError("name the coordinator: --join HOST:PORT, or --join etcd://HOST:PORT/NAME")
     answer = status_of(settings.join, settings.give_up_s)
-    print(json.dumps(answer, indent=2) if arguments.json else format_status(answer))
+    print(json.dumps(json_of(answer), indent=2) if arguments.json else format_status(answer))
     return 0

@@ -161,21 +161,19 @@ class Client(SlotReads):
             exchange.send()
         self.on_change()
 
-    def known(self) -> dict[str, Any]:
+    def known(self) -> messages.Known:
         """What a coordinator that was started again must know."""
-        return {
-            "job": self.job.to_json(),
-            "placement": messages.json_of(self.placement) if self.placement is not None else None,
-            "era": self.era,
-            "frozen": False,
-            "resume_step": self.resume_step,
-            "done": self.resume_done,
-            "origin": self.origin,
-            "renewals": [messages.json_of(renewal) for renewal in self.renewals],
-            "whole": [],
-            "incarnations": [],
-            "left": self.left,
-        }
+        return messages.Known(
+            job=self.job,
+            placement=self.placement,
+            era=self.era,
+            frozen=False,
+            resume_step=self.resume_step,
+            done=self.resume_done,
+            origin=self.origin,
+            renewals=self.renewals,
+            left=self.left,
+        )
 
     # loading ------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from torch_ecrec.client.waiting import Waiting
 from torch_ecrec.layout.routing import Parts, Route, arrange
 from torch_ecrec.observe.text import format_gathering, trainers_named
 from torch_ecrec.protocol import messages, wire
+from torch_ecrec.protocol.status import Gathering, Report, WaitedFor
 from torch_ecrec.records.quantised import restore
 from torch_ecrec.runtime.lifetime import belongs_here
 
@@ -90,15 +91,15 @@ class Session:
 
     # the background -----------------------------------------------------------------------------
 
-    def known(self) -> dict[str, Any]:
+    def known(self) -> messages.Known:
         """What a coordinator that was started again must know."""
         return self.client.known()
 
-    def figures(self) -> messages.Report:
+    def figures(self) -> Report:
         """For the coordinator, with heartbeats: for whom this trainer waits, and has waited."""
-        found: list[messages.WaitedFor] = []
+        found: list[WaitedFor] = []
         self.client.run_if_idle(lambda: found.append(self.client.waits.take()))
-        return messages.Report(waits=found[0] if found else None, awaits=self.client.awaited)
+        return Report(waits=found[0] if found else None, awaits=self.client.awaited)
 
     def fail(self, error: BaseException) -> None:
         """Something went wrong in the background: the next or present wait raises it."""
@@ -115,7 +116,7 @@ class Session:
             self._waiting.stand(word.names, word.left_s)
         elif isinstance(word, messages.Rejoined):  # whoever is there now says it again, if it is so
             self._waiting.stand([], None)
-        elif isinstance(word, messages.Gathering):
+        elif isinstance(word, Gathering):
             lacking = format_gathering(word.servers, word.trainers, self.client.settings.join or "")
             self._waiting.hint = lacking
             log.warning("the cluster has not begun%s", lacking)

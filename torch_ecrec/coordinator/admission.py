@@ -45,21 +45,21 @@ def other_cluster(state: ClusterState, rejoin: Rejoin) -> str:
 
     A trainer whose cluster is still to begin has nothing but its place in that.
     """
-    job, own, placed = state.job, own_run(state), rejoin.placement is not None
+    job, own, placed = state.job, own_run(state), rejoin.known.placement is not None
     if not placed and rejoin.role == "server":
         return ""
     if rejoin.code != job.code:
         return f"code parameters are {_said(job.code)} here, and {_said(rejoin.code)} in its cluster"
     if placed and own is not None and rejoin.run != own:
         return f"this is cluster {own}, and it is a member of {rejoin.run}"
-    return job.refusal(rejoin.job) or ""
+    return job.refusal(rejoin.known.job) or ""
 
 
 def gives_way(state: ClusterState, rejoin: Rejoin, now_s: float) -> bool:
     """Whether those who are back are of a cluster of before, and this coordinator is to lead another, that of a member
     which it has turned away: it did not know which is its own, nothing has begun, and more are there of the other."""
-    may = state.regathering.active and not state.job.known and rejoin.placement is not None
-    if not may or rejoin.code != state.job.code or state.job.refusal(rejoin.job):
+    may = state.regathering.active and not state.job.known and rejoin.known.placement is not None
+    if not may or rejoin.code != state.job.code or state.job.refusal(rejoin.known.job):
         return False
     return state.regathering.is_outnumbered(rejoin, now_s)
 
@@ -107,7 +107,7 @@ def rejoin_refusal(state: ClusterState, rejoin: Rejoin) -> tuple[str, str] | Non
         return job.fatal_kind, f"the cluster has stopped: {job.fatal}"
     if rejoin.code != job.code:
         return "fenced", f"code parameters are {_said(job.code)} here, got {_said(rejoin.code)}: joins as a new server"
-    if (reason := job.refusal(rejoin.job)) is not None:
+    if (reason := job.refusal(rejoin.known.job)) is not None:
         return "stopped", reason
     member = state.members.by_name.get(rejoin.name)
     unknown = member is None or (member.alive and member.birth != rejoin.birth)
@@ -115,8 +115,8 @@ def rejoin_refusal(state: ClusterState, rejoin: Rejoin) -> tuple[str, str] | Non
         return ("fenced", FENCED) if state.regathering.knows_better(rejoin) else None
     if member is None or not member.present or member.birth != rejoin.birth:
         return "fenced", FENCED
-    epoch = rejoin.placement.epoch if rejoin.placement is not None else 0
-    if rejoin.newest > state.world.generation or rejoin.era > state.eras.number or epoch > state.table.epoch:
+    epoch = rejoin.known.placement.epoch if rejoin.known.placement is not None else 0
+    if rejoin.newest > state.world.generation or rejoin.known.era > state.eras.number or epoch > state.table.epoch:
         return "fenced", f"{rejoin.name} knows a generation, an era or a placement that there has not been"
     return None
 

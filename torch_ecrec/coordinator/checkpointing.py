@@ -31,6 +31,7 @@ from torch_ecrec.coordinator.saving import Saving
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.status import CheckpointsStatus
 from torch_ecrec.spec.job import JobSpec
 
 SURVEY_S = 0.5  # for the answers to a survey, before it is made again
@@ -408,21 +409,21 @@ class Checkpointing:
 
     # for people -----------------------------------------------------------------------------------
 
-    def status(self) -> dict[str, Any] | None:
+    def status(self) -> CheckpointsStatus | None:
         """What `torch-ecrec status` shows; None where none are wanted."""
         if not self.wanted:
             return None
         running = self._running
-        return {
-            "url": self.settings.url,
-            "last": self.last,
-            "last_step": self.last_done,
-            "last_age_s": round(self._now_s - self.last_s, 1) if self.last else None,
-            "running": running.order.folder if running is not None and running.order is not None else "",
-            "failing": self.failing,
-            "failing_for_s": round(self._now_s - self.failing_since_s, 1) if self.failing else None,
-            "saves": self.saving.status() if self.saving.wanted else None,
-        }
+        return CheckpointsStatus(
+            url=self.settings.url,
+            last=self.last,
+            last_step=self.last_done,
+            last_age_s=round(self._now_s - self.last_s, 1) if self.last else None,
+            running=running.order.folder if running is not None and running.order is not None else "",
+            failing=self.failing,
+            failing_for_s=round(self._now_s - self.failing_since_s, 1) if self.failing else None,
+            saves=self.saving.status() if self.saving.wanted else None,
+        )
 
 
 def choose(shown: Mapping[int, messages.Shown], trainers: int, wanted: int | None) -> tuple[int, int, int] | None:

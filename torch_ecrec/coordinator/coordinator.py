@@ -37,7 +37,6 @@ Each concern has a part with its own state (`state.py`): `members.py`, `job.py`,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch_ecrec.coordinator import admission, arrivals, departures, succession
 from torch_ecrec.coordinator.checkpointing import Ledger, Restorable
@@ -52,6 +51,7 @@ from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.bounds import Address
 from torch_ecrec.protocol.messages import FromCoordinator, Join, OfMember, OfSlot, Rejoin, SlotPlace
+from torch_ecrec.protocol.status import Gathering, Report, Status
 from torch_ecrec.spec.job import JobSpec
 
 GATHERING_SAID_S = 5.0  # between two words of it to who waits
@@ -80,7 +80,7 @@ class Coordinator:
         if before is not None:
             self._state.follow(before._state)
         self._send, self._announce = send, announce
-        self._gathering: tuple[messages.Gathering | None, float] = None, 0.0  # as it was said last, and when
+        self._gathering: tuple[Gathering | None, float] = None, 0.0  # as it was said last, and when
         self.drain = self._state.table.moves.drain
 
     # what it knows, for who asks ----------------------------------------------------------------
@@ -189,8 +189,8 @@ class Coordinator:
         """What those have told who are back; nobody, once all go on."""
         return list(self._state.regathering.said.values())
 
-    def status(self, now_s: float) -> dict[str, Any]:
-        """Everything that `torch-ecrec status` shows."""
+    def status(self, now_s: float) -> Status:
+        """Everything that `torch-ecrec status` shows, but for what its `Router` knows."""
         return status_of(self._state, now_s)
 
     # joining ------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ class Coordinator:
             self._state.job.step = max(self._state.job.step, word.step)
         return None
 
-    def on_heard(self, name: str, now_s: float, report: messages.Report | None = None) -> None:
+    def on_heard(self, name: str, now_s: float, report: Report | None = None) -> None:
         """A sign of life, with figures for `status`."""
         self._state.silence.on_heard(name, now_s)
         self._state.members.heard(name, now_s, report)
@@ -384,12 +384,12 @@ class Coordinator:
         elif isinstance(word, messages.Unrecoverable):
             table.on_unrecoverable(word.slot, word.reason)
         elif isinstance(word, messages.Damaged):
-            self._announce(events.Damaged(**{name: getattr(word, name) for name in word.__struct_fields__}))
+            self._announce(word)
             if word.used:
                 what = f"of slot {word.slot}, {word.used} ({word.what}) were damaged, and a step may have used them"
                 self._state.job.on_inexact(word.step, what)
         elif isinstance(word, messages.Mended):
-            self._announce(events.Mended(word.slot, word.incarnation, word.count))
+            self._announce(word)
         elif isinstance(word, messages.Reach):
             eras.on_reach(word)
         elif isinstance(word, messages.Durable) and eras.on_durable(word):

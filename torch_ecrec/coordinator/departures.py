@@ -184,7 +184,7 @@ def leave(state: ClusterState, name: str, now_s: float) -> None:
         what = "the initial values" if state.job.restored is None else "its share of the checkpoint"
         reason = f"{name} left before it had loaded {what}"
         members.tell(messages.Fatal("trainers_lost", reason), "trainer")
-    state.announce(events.Left(name))
+    state.announce(events.MemberLeft(name))
     state.world.give_up(name, now_s, table.placed)
     table.moves.on_gone(name)
 

@@ -237,9 +237,9 @@ class Eras:
     def learn(self, said: Iterable[messages.Rejoin]) -> None:
         """The newest era that members of the coordinator before know; it never becomes less."""
         for one in said:
-            self.number = max(self.number, one.era)
-            self.resume_step, self.done = max((self.resume_step, self.done), (one.resume_step, one.done))
-            self.floor = max(self.floor, one.floor)
+            self.number = max(self.number, one.known.era)
+            self.resume_step, self.done = max((self.resume_step, self.done), (one.known.resume_step, one.known.done))
+            self.floor = max(self.floor, one.known.floor)
         self._went_back_to = self.resume_step
         if self.resume_step == 0:
             self.done = self._job.done_at_origin

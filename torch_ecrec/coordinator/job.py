@@ -6,10 +6,9 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from torch_ecrec.coordinator.members import Members
-from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.bounds import INEXACT_MOST
+from torch_ecrec.protocol.bounds import INEXACT_MOST, TEXT_MOST
 from torch_ecrec.protocol.messages import Rejoin, Restored
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Beyond
@@ -87,9 +86,10 @@ class RunningJob:
 
     def on_inexact(self, step: int, what: str) -> None:
         """From a step of training on this run is not exact. The same is noted once, and of many the first."""
+        what = what[:TEXT_MOST]  # members take no longer one, and it may hold a member's word
         if (step, what) not in self.inexact and len(self.inexact) < INEXACT_MOST:
             self.inexact.append((step, what))
-            self._announce(events.NotExact(step, what))
+            self._announce(messages.NotExact(step, what))
             self._members.tell(messages.KnownInexact(self.inexact))
 
     def tell_inexact(self, name: str) -> None:
@@ -103,14 +103,14 @@ class RunningJob:
         Initial values that are loaded may have to be loaded again in a later era, so the newest era counts, and in that
         who knows already where it begins. `era`: the newest that this coordinator knows.
         """
-        for one in sorted(said, key=lambda one: one.placement is not None):  # who has nothing may be of no run yet
-            self.take(one.job)
+        for one in sorted(said, key=lambda one: one.known.placement is not None):  # who has none may be of no run yet
+            self.take(one.known.job)
             self.restored, self.run = one.restored, one.run
             self.inexact += [known for known in one.inexact if known not in self.inexact]
-        newest = max((one.era for one in said), default=0)
-        of_it = [one for one in said if one.era == newest]
-        told = [one for one in of_it if not one.frozen] or of_it
-        origins = [one.origin for one in told if one.origin is not None]
+        newest = max((one.known.era for one in said), default=0)
+        of_it = [one for one in said if one.known.era == newest]
+        told = [one for one in of_it if not one.known.frozen] or of_it
+        origins = [one.known.origin for one in told if one.known.origin is not None]
         if newest > era or (newest == era and origins):
             self.origin = origins[0] if origins else None
 
@@ -124,5 +124,6 @@ class RunningJob:
     def stop(self, reason: str, kind: str) -> None:
         """Ends the job for everybody: kinds are data_loss and stopped."""
         self.fatal, self.fatal_kind, self.goes_back = reason, kind, False
-        self._announce(events.Fatal(kind, reason))
-        self._members.tell(messages.Fatal(kind, reason))
+        word = messages.Fatal(kind, reason)
+        self._announce(word)
+        self._members.tell(word)

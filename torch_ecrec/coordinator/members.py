@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from torch_ecrec.coordinator import domains
-from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.bounds import Address
+from torch_ecrec.protocol.bounds import Address, Role
 from torch_ecrec.protocol.messages import Entering, FromCoordinator, Join
+from torch_ecrec.protocol.status import Report
 
 NAMES_OF_A_LIFE = 1000  # servers that one coordinator names: some of those before may be known to nobody any more
 TICK_MOST_S = 2.0  # between two calls of `Members.on_tick`, unless the coordinator itself was stopped
@@ -41,7 +40,7 @@ class MemberRecord:
     """
 
     name: str
-    role: str
+    role: Role
     rank: int
     pid: int
     birth: str
@@ -50,7 +49,7 @@ class MemberRecord:
     generation: int = 0
     alive: bool = True
     left: bool = False
-    report: dict[str, Any] = field(default_factory=dict)
+    report: Report = Report()
     back_s: float = -math.inf
     address: Address | None = None
     domain: str = ""
@@ -167,14 +166,14 @@ class Members:
             launch=entering.launch,
         )
 
-    def heard(self, name: str, now_s: float, report: messages.Report | None = None) -> None:
+    def heard(self, name: str, now_s: float, report: Report | None = None) -> None:
         """A sign of life, with figures for `status`."""
         member = self.by_name[name]
         if now_s - member.heard_s > HEARD_S:
             member.back_s = now_s
         member.heard_s = now_s
         if report is not None:
-            member.report = {**member.report, **messages.json_of(report)}
+            member.report = member.report.followed_by(report)
 
     def on_tick(self, now_s: float) -> None:
         """To be called about every `heartbeat_s`: time that this process stood still is no silence of members."""

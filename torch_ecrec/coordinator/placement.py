@@ -193,7 +193,7 @@ class SlotTable:
             servers.remove(best)
             self.slots.append(SlotPlace(best, 0, True))
         self._partial.dense = set(range(len(self.slots)))
-        self.new_epoch(events.Placed)
+        self.new_epoch(events.PlacedFirst)
 
     def lose(self, slots: Collection[int]) -> None:
         """Slots whose host is gone: checks that the code can repair them, then finds them new hosts."""
@@ -343,7 +343,7 @@ class SlotTable:
     def on_ready(self, slot: int, incarnation: int, at: int | None) -> None:
         """A slot's new host serves. `at`: if it began anew, the steps of training after which it goes on."""
         self._partial.on_ready(slot, incarnation, at)
-        event = events.Rehosted if incarnation else events.Ready
+        event = events.Rehosted if incarnation else messages.Ready
         self._announce(event(slot, incarnation))
 
     def on_rebuilt(self, slot: int, incarnation: int, renewals: int) -> None:
@@ -353,7 +353,7 @@ class SlotTable:
             return
         self._partial.on_rebuilt(slot)
         self.slots[slot] = SlotPlace(place.server, incarnation, True)
-        self.new_epoch(events.Rebuilt)
+        self.new_epoch(events.HealthyAgain)
         self._announce(events.SlotRebuilt(slot, incarnation))
         self.moves.rebalance()
 

@@ -34,12 +34,12 @@ class Knowledge:
     @property
     def placement(self) -> messages.Placement | None:
         """The newest."""
-        known = (one.placement for one in self.said.values())
+        known = (one.known.placement for one in self.said.values())
         return max((p for p in known if p is not None), key=lambda p: p.epoch, default=None)
 
     @property
     def job(self) -> JobSpec | None:
-        return next((one.job for one in self.said.values() if one.job is not None), None)
+        return next((one.known.job for one in self.said.values() if one.known.job is not None), None)
 
     @property
     def done(self) -> set[int]:
@@ -48,9 +48,9 @@ class Knowledge:
         Servers may not have heard that trainers were started again since: those in the newest era have.
         """
         trainers = [one for one in self.said.values() if one.role == "trainer"]
-        era = max((one.era for one in self.said.values()), default=0)
-        told = trainers or [one for one in self.said.values() if one.era == era]
-        return {rank for one in told for rank in one.left}
+        era = max((one.known.era for one in self.said.values()), default=0)
+        told = trainers or [one for one in self.said.values() if one.known.era == era]
+        return {rank for one in told for rank in one.known.left}
 
     @property
     def trainers(self) -> int:
@@ -72,25 +72,26 @@ class Knowledge:
     @property
     def renewals(self) -> list[messages.Renewal]:
         """Slots that began anew, as who knows of most of them does."""
-        newest = max(self.said.values(), key=lambda one: (len(one.renewals), one.era), default=None)
-        return [] if newest is None else list(newest.renewals)
+        newest = max(self.said.values(), key=lambda one: (len(one.known.renewals), one.known.era), default=None)
+        return [] if newest is None else list(newest.known.renewals)
 
     @property
     def saves(self) -> messages.Saves:
         """Prioritised saves that count, as who knows of the newest does, of those that have heard where all go on."""
-        era = max((one.era for one in self.said.values()), default=0)
-        said = [one.saves for one in self.said.values() if one.era == era]
+        era = max((one.known.era for one in self.said.values()), default=0)
+        said = [one.known.saves for one in self.said.values() if one.known.era == era]
         return max(said, key=lambda saves: (saves.done, saves.newest), default=messages.Saves())
 
     @property
     def kept(self) -> dict[tuple[int, int], bool]:
         """(slot, incarnation) of those that have all their records -> whether dense snapshots are there."""
-        return {(slot, life): dense for one in self.said.values() for slot, life, dense in one.kept}
+        return {(slot, life): dense for one in self.said.values() for slot, life, dense in one.known.kept}
 
     @property
     def unsettled(self) -> bool:
         """Servers were going back, or not all know of the same era."""
-        return any(one.frozen for one in self.said.values()) or len({one.era for one in self.said.values()}) > 1
+        known = [one.known for one in self.said.values()]
+        return any(one.frozen for one in known) or len({one.era for one in known}) > 1
 
     def slots(self) -> tuple[list[SlotPlace], set[int]]:
         """The newest placement that is known, with what its hosts know better.
@@ -105,12 +106,12 @@ class Knowledge:
         found = [] if placement is None else list(placement.slots)
         most = len(self.renewals)
         for one in self.said.values():  # who has not heard of the last slots that began anew may lack parity
-            for i, incarnation in one.whole if len(one.renewals) == most else ():
+            for i, incarnation in one.known.whole if len(one.known.renewals) == most else ():
                 if found[i].incarnation == incarnation and found[i].server == one.name:
                     found[i] = SlotPlace(found[i].server, incarnation, True)
         lost = set()
         for one in self.said.values():
-            for i, incarnation in enumerate(one.incarnations):
+            for i, incarnation in enumerate(one.known.incarnations):
                 if incarnation > found[i].incarnation:
                     found[i] = SlotPlace(NO_HOST, incarnation, False)
                     lost.add(i)
@@ -138,7 +139,7 @@ class Regathering:
     @property
     def run(self) -> str | None:
         """The cluster of those who are back and know where slots are; None: nobody of them does."""
-        return next((one.run for one in self.said.values() if one.placement is not None), None)
+        return next((one.run for one in self.said.values() if one.known.placement is not None), None)
 
     def begin(self, now_s: float, lease_s: float) -> None:
         self.active, self.said, self._until_s = True, {}, now_s + REGATHER_S
@@ -157,7 +158,7 @@ class Regathering:
         """Whether more members of another cluster look for their coordinator here than are back of this one."""
         self._others[other.birth] = other.run, now_s
         recent = [run for run, at_s in self._others.values() if now_s - at_s <= AGAIN_S]
-        return recent.count(other.run) > sum(one.placement is not None for one in self.said.values())
+        return recent.count(other.run) > sum(one.known.placement is not None for one in self.said.values())
 
     def on_beat(self, name: str, unreachable: Iterable[str]) -> None:
         """Whom a member cannot reach, though it tries."""
@@ -220,4 +221,4 @@ class Regathering:
 
 def _newest(rejoin: Rejoin) -> tuple[int, int]:
     """How new what a member knows is: epoch, generation."""
-    return rejoin.placement.epoch if rejoin.placement is not None else -1, rejoin.generation
+    return rejoin.known.placement.epoch if rejoin.known.placement is not None else -1, rejoin.generation

@@ -37,9 +37,10 @@ from torch_ecrec.coordinator.launches import RESTART_S
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
-from torch_ecrec.protocol import messages
+from torch_ecrec.protocol import messages, status
 from torch_ecrec.protocol.bounds import Address
 from torch_ecrec.protocol.messages import BadMessage, ForLeader, FromCoordinator, Join, OtherBuild, Rejoin
+from torch_ecrec.protocol.status import Status
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.transport.liveness import COMPUTES, GONE, UNREACHABLE
 
@@ -165,17 +166,17 @@ class Router:
             else:
                 self._rejoin(peer, word, now_s)
             self._let_in(now_s)
-        elif isinstance(word, (messages.Status, messages.Watch)):
+        elif isinstance(word, (messages.AskStatus, messages.Watch)):
             if isinstance(word, messages.Watch):
                 self._watchers[peer] = None
                 peer.admit()
-            peer.send(self._stamp({"type": "status", **self.status(now_s)}))
+            self._say_status(peer, now_s)
         elif isinstance(word, messages.Drain):
             late = "members of the coordinator before come first" if self.core.regathering else ""
             if why := late or self.core.drain(word.what, word.undo):
                 self.refuse(peer, why, now_s)
             else:
-                peer.send(self._stamp({"type": "status", **self.status(now_s)}))
+                self._say_status(peer, now_s)
         elif isinstance(word, messages.Stop):
             self.core.stop("stopped", "stopped")
             self._stop()
@@ -207,7 +208,7 @@ class Router:
         if now_s >= self._told_s + REFUSED_SHOWN_S:
             self._told_s, count, self._refusals = now_s, self._refusals, 0
             who = self._names.get(peer, peer.peer)
-            self._tell_watchers(events.Refused(who, reason, count))
+            self._tell_watchers(events.MessagesRefused(who, reason, count))
 
     def _look_beyond(self) -> None:
         """More may be lost than can be repaired: then a checkpoint is looked for."""
@@ -451,9 +452,12 @@ class Router:
         self._asked.forget(name)
         peer.admit()
 
-    def status(self, now_s: float) -> Message:
-        """Everything that `torch-ecrec status` shows."""
+    def _say_status(self, peer: Peer, now_s: float) -> None:
+        peer.send(self._stamp(status.json_of(self.status(now_s))))
+
+    def status(self, now_s: float) -> Status:
+        """Everything that `torch-ecrec status` shows, but for the time of day."""
         looks = self._looks_back or (self._looks and self.core.job is None)  # also: found, and joins still wait
         why, trouble = (self._hindrance, self._trouble) if self.looks else ("", "")
-        about = {"cannot_begin": why, "store_trouble": trouble, "refused_messages": self.refused}
-        return {**self.core.status(now_s), "looks": looks, **about}
+        about = {"looks": looks, "cannot_begin": why, "store_trouble": trouble, "refused_messages": self.refused}
+        return msgspec.structs.replace(self.core.status(now_s), **about)

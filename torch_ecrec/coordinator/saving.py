@@ -20,10 +20,10 @@ Pure, as the coordinator is.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.protocol.messages import Saves
+from torch_ecrec.protocol.status import SavesStatus
 
 
 class Saving:
@@ -106,12 +106,7 @@ class Saving:
         """Those on that checkpoint, oldest first."""
         return list(self.known.since) if self.known.base == base else []
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> SavesStatus:
         """What `torch-ecrec status` shows."""
-        return {
-            "saver": self._settings.saver,
-            "portion": self._settings.portion,
-            "saves": len(self.known.since),
-            "last_step": self.known.newest,
-            "failing": self.failing,
-        }
+        saver, portion = self._settings.saver, self._settings.portion
+        return SavesStatus(saver, portion, len(self.known.since), self.known.newest, self.failing)

@@ -31,6 +31,7 @@ from torch_ecrec.coordinator.suspicion import Suspicion
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.status import Standstill
 
 AWAY_S = 1.5  # who was silent for longer has been away
 MOMENT_S = 0.5  # who was silent for longer, and not so long, was for a moment: no heartbeat is so late by itself
@@ -166,8 +167,6 @@ class Silence:
         """None: until somebody is heard."""
         return None if math.isinf(self._until_s) else round(max(self._until_s - now_s, 0.0), 1)
 
-    def status(self, now_s: float) -> dict[str, object] | None:
-        """For whom training stands, and for how long at most (None: until somebody is heard); None: for nobody."""
-        if not self._awaited:
-            return None
-        return {"why": dict(self._awaited), "left_s": self._left_s(now_s)}
+    def status(self, now_s: float) -> Standstill | None:
+        """For whom training stands; None: for nobody."""
+        return Standstill(dict(self._awaited), self._left_s(now_s)) if self._awaited else None

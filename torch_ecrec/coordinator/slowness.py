@@ -26,7 +26,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch_ecrec.coordinator.members import TICK_MOST_S
-from torch_ecrec.protocol.messages import WaitedFor
+from torch_ecrec.protocol.status import Late, WaitedFor
 
 WINDOW_S = 5.0
 WINDOWS = 4
@@ -36,27 +36,13 @@ RATIO = 3.0
 CALM = 0.5
 
 
-@dataclass(frozen=True)
-class Late:
-    """How a server was waited for, in one window.
-
-    Attributes:
-        share: of the trainers' time, 0 to 1.
-        late_s: for each lookup, after most others had answered.
-        usual_s: for each lookup, until they had.
-    """
-
-    share: float
-    late_s: float
-    usual_s: float
-
-    def exceeds(self, of_limits: float) -> bool:
-        """Whether all limits are reached, or so much of each."""
-        least_s = max(LEAST_S, RATIO * self.usual_s)
-        return self.share >= of_limits * SHARE and self.late_s >= of_limits * least_s
-
-
 NOT_LATE = Late(0.0, 0.0, 0.0)
+
+
+def exceeds(late: Late, of_limits: float) -> bool:
+    """Whether all limits are reached, or so much of each."""
+    least_s = max(LEAST_S, RATIO * late.usual_s)
+    return late.share >= of_limits * SHARE and late.late_s >= of_limits * least_s
 
 
 @dataclass
@@ -139,9 +125,9 @@ class Slowness:
             return [], []
         for server in sorted(servers - self._excused - self._quiet):
             seen = late.get(server, NOT_LATE)
-            self._against[server] = self._against.get(server, 0) + 1 if seen.exceeds(1.0) else 0
-            self._calm[server] = self._calm.get(server, 0) + 1 if not seen.exceeds(CALM) else 0
-            if server in self.named and seen.exceeds(CALM):
+            self._against[server] = self._against.get(server, 0) + 1 if exceeds(seen, 1.0) else 0
+            self._calm[server] = self._calm.get(server, 0) + 1 if not exceeds(seen, CALM) else 0
+            if server in self.named and exceeds(seen, CALM):
                 self.named[server] = seen
             if server not in self.named and self._against[server] >= WINDOWS:
                 self.named[server] = seen

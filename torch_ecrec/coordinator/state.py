@@ -19,8 +19,8 @@ from torch_ecrec.coordinator.slowness import Slowness
 from torch_ecrec.coordinator.suspicion import Suspicion
 from torch_ecrec.coordinator.world import World
 from torch_ecrec.observe.events import Event
-from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import FromCoordinator
+from torch_ecrec.protocol.status import Gathering
 
 
 class ClusterState:
@@ -96,7 +96,7 @@ class ClusterState:
         trains = self.job.origin is not None and self.eras.going_back is None and self.job.fatal is None
         return healthy and trains and not self.regathering.active and not self.partial.pending
 
-    def gathering(self) -> messages.Gathering | None:
+    def gathering(self) -> Gathering | None:
         """How many servers and trainers the cluster lacks to begin; None: it has begun, or all are there."""
         job, members = self.job, self.members
         if self.table.placed or self.regathering.active or job.fatal is not None:
@@ -104,7 +104,7 @@ class ClusterState:
         servers = len(members.present("server")), job.code.slots
         trainers = len(members.present("trainer")), 0 if job.spec is None else job.spec.trainers
         lacking = servers[0] < servers[1] or trainers[0] < max(trainers[1], 1)
-        return messages.Gathering(servers, trainers) if lacking else None
+        return Gathering(servers, trainers) if lacking else None
 
     def learn(self, known: Knowledge) -> None:
         """Versions as the members know them. None ever becomes less: this coordinator may have given some, too."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from torch_ecrec.demo.report import Message, Record
+from torch_ecrec.demo.report import Record
+from torch_ecrec.protocol.status import Status
 
 
-def catch_up(record: Record, status: Message) -> None:
+def catch_up(record: Record, status: Status) -> None:
     """Slots that were lost and trainers that were started again may be there by now. `status`: the record knows it."""
-    time_s = status.get("time_s", 0.0)
+    time_s = status.time_s
     for slot, (server, incarnation) in enumerate(record.places):
         for kill in record.kills:
             if server and incarnation > kill.lost.get(slot, incarnation) and kill.kill_s < time_s:
@@ -15,16 +16,8 @@ def catch_up(record: Record, status: Message) -> None:
                 if record.healthy[slot]:
                     kill.rehosted.setdefault(slot, time_s)
                     kill.rebuilt.setdefault(slot, time_s)
-    _trainers(record, status, time_s)
-
-
-def _trainers(record: Record, status: Message, time_s: float) -> None:
-    here = {
-        member["rank"]: member["name"]
-        for member in status["members"]
-        if member["role"] == "trainer" and member["alive"] and not member["left"]
-    }
-    if len(here) != len(record.steps) or status["going_back"]:
+    here = {trainer.rank: trainer.name for trainer in status.trainers}
+    if len(here) != len(record.steps) or status.going_back:
         return
     record.trainers = here
     for kill in record.kills:

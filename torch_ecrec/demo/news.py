@@ -6,6 +6,7 @@ from torch_ecrec.demo.report import Record
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import AnyEvent
 from torch_ecrec.observe.text import size
+from torch_ecrec.protocol import messages
 
 
 def news_of(event: AnyEvent, record: Record) -> list[str]:
@@ -23,7 +24,7 @@ def _of_member(event: AnyEvent, record: Record) -> str:
             return f"  slot {event.slot} serves again, on {record.places[event.slot][0]}; rebuild begins"
         case events.SlotRebuilt():
             return f"  slot {event.slot} is rebuilt"
-        case events.Damaged():
+        case messages.Damaged():
             first = ", ".join(f"{table}, row {row}, member {member}" for table, row, member in event.places[:3])
             then = event.reason or "being repaired"
             used = f"; A STEP MAY HAVE USED {event.used}" if event.used else ""
@@ -50,7 +51,7 @@ def _of_checkpoint(event: AnyEvent) -> str:
             return f"  no checkpoint: {event.reason}"
         case events.WentBeyond():
             return f"  all go back to the checkpoint of step {event.step}: {event.reason}"
-        case events.NotExact():
+        case messages.NotExact():
             return f"  NOT EXACT from step {event.step} on: {event.what}"
         case events.RecoveredPartly():
             lost = f"{100 * event.lost_samples:.3g} % of the samples are lost"

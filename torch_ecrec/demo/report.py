@@ -38,7 +38,9 @@ from typing import Any
 
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import AnyEvent
-from torch_ecrec.observe.text import size, slot_figures, table
+from torch_ecrec.observe.text import size, table
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.status import MemberStatus, RestoredStatus, Status, of_message
 
 Message = dict[str, Any]
 KINDS = ("lookup", "push", "fold", "rebuild", "snapshot")
@@ -201,7 +203,7 @@ class Record:
         self.void: list[Void] = []
         self.went_back: list[WentBack] = []
         self.recovered_partly: list[Partly] = []
-        self.damaged: list[events.Damaged] = []
+        self.damaged: list[messages.Damaged] = []
         self.mended = 0  # records and parities
         self.kills: list[Kill] = []
         self.may_be_lost: set[str] = set()  # members that we stopped for so long that they may be taken for lost
@@ -210,7 +212,7 @@ class Record:
         self.unexpected: list[str] = []  # losses that are not our doing
         self._ranks: set[int] = set()  # of trainers that have joined
         self.fatal: Message | None = None  # kind and reason
-        self.status: Message = {}  # the last
+        self.status: Status | None = None  # the last
         self.status_count = 0
 
     # what arrives ---------------------------------------------------------------------------------
@@ -219,7 +221,7 @@ class Record:
         """A line from a coordinator that is watched: status, event or progress. Returns the event, if it is one.
 
         Raises:
-            ValueError: it is called an event, but is none (`observe/events.py`).
+            ValueError: it is called an event or a status, but is none (`observe/events.py`, `protocol/status.py`).
         """
         kind = message.get("type")
         if kind == "event":
@@ -229,7 +231,7 @@ class Record:
         if kind == "progress":
             self._on_progress(message)
         elif kind == "status":
-            self._on_status(message)
+            self._on_status(of_message(message))
         return None
 
     def _on_progress(self, message: Message) -> None:
@@ -267,20 +269,20 @@ class Record:
             self.recovered_partly.append(
                 Partly(event.slots, event.name, event.step, event.at, event.lost_samples, time_s, event.reason)
             )
-        elif isinstance(event, (events.Placed, events.PlacedAnew, events.Moved)):
+        elif isinstance(event, (events.PlacedFirst, events.PlacedAnew, events.Moved)):
             for slot, (server, incarnation) in enumerate(event.slots):
                 if incarnation > self.places[slot][1]:
-                    self.healthy[slot], self.rebuilt[slot] = isinstance(event, events.Placed), 0.0
+                    self.healthy[slot], self.rebuilt[slot] = isinstance(event, events.PlacedFirst), 0.0
                 self.places[slot] = (server, incarnation)
-        elif isinstance(event, events.Damaged):
+        elif isinstance(event, messages.Damaged):
             self.damaged.append(event)
-        elif isinstance(event, events.Mended):
+        elif isinstance(event, messages.Mended):
             self.mended += event.count
         elif isinstance(event, events.Lost):
             self._on_lost(event, time_s)
         elif isinstance(event, (events.Rehosted, events.SlotRebuilt)):
             self._on_slot(event, time_s)
-        elif isinstance(event, events.Fatal):
+        elif isinstance(event, messages.Fatal):
             self.fatal = self.fatal or {"kind": event.kind, "reason": event.reason}
 
     def _on_joined(self, event: events.Joined, time_s: float) -> None:
@@ -332,27 +334,26 @@ class Record:
         self.trainers, self.places = {}, [("", -1)] * len(self.places)
         self.healthy = [False] * len(self.healthy)
 
-    def _on_status(self, message: Message) -> None:
-        self.status = message
+    def _on_status(self, status: Status) -> None:
+        self.status = status
         self.status_count += 1
         if any(kill.role == "all" and kill.went_back_s is None for kill in self.kills):
             last_s = max(kill.kill_s for kill in self.kills if kill.role == "all")
-            if message.get("time_s", 0.0) <= last_s or message["looks"]:
+            if status.time_s <= last_s or status.looks:
                 return  # of the coordinator before, or its successor does not know yet what to begin with
-            restored = message.get("restored") or {"folder": "", "step": 0}
-            self._go_back(restored["folder"], restored["step"], "everything was killed", message["time_s"])
+            restored = status.restored or RestoredStatus("", 0)
+            self._go_back(restored.folder, restored.step, "everything was killed", status.time_s)
         for kill in self.kills:  # the next coordinator may have told of itself before we found it
-            if kill.role == "coordinator" and message["slots"] and message.get("time_s", 0.0) > kill.kill_s:
-                kill.rejoined_s = kill.rejoined_s or message["time_s"]
-        for member in message["members"]:
-            self.pids[member["name"]], self.roles[member["name"]] = member["pid"], member["role"]
-        for place in message["slots"]:
-            slot = place["slot"]
-            self.places[slot] = (place["server"], place["incarnation"])
-            self.healthy[slot] = place["healthy"]
-        for slot, figures in slot_figures(message).items():
-            if figures["incarnation"] == self.places[slot][1]:
-                self.rebuilt[slot] = figures["rebuilt"]
+            if kill.role == "coordinator" and status.slots and status.time_s > kill.kill_s:
+                kill.rejoined_s = kill.rejoined_s or status.time_s
+        for member in status.members:
+            self.pids[member.name], self.roles[member.name] = member.pid, member.role
+        for place in status.slots:
+            self.places[place.slot] = (place.server, place.incarnation)
+            self.healthy[place.slot] = place.healthy
+        for slot, figures in status.slot_reports().items():
+            if figures.incarnation == self.places[slot][1]:
+                self.rebuilt[slot] = figures.rebuilt
 
     def _mark(self, what: str, time_s: float, role: str = "trainer", after: str = "kill_s") -> list[Kill]:
         """Marks the kills of a role that did not have this time yet, and have that one."""
@@ -412,6 +413,11 @@ class Record:
         """And no server holds two slots: r may be lost again."""
         return self.whole and len({server for server, _ in self.places}) == len(self.places)
 
+    @property
+    def members(self) -> list[MemberStatus]:
+        """Whom the last status has; nobody before the first."""
+        return [] if self.status is None else self.status.members
+
     def throughput(self, samples_per_step: int) -> Message:
         """Samples per second before the first kill, while something was missing, and after the last rebuild."""
         times = self.step_times
@@ -438,20 +444,22 @@ class Record:
     def bytes_sent(self) -> dict[str, int]:
         """By kind, over all processes, the lost ones with what they last reported."""
         total = dict.fromkeys(KINDS, 0)
-        for member in self.status.get("members", []):
-            for kind, count in member["report"].get("bytes_sent", {}).items():
+        for member in self.members:
+            for kind, count in (member.report.bytes_sent or {}).items():
                 total[kind] = total.get(kind, 0) + count
         return total
 
     def servers(self) -> list[Message]:
         """Bytes held, per living server."""
         servers = []
-        for member in self.status.get("members", []):
-            if member["role"] == "server" and member["alive"]:
-                slots = member["report"].get("slots", [])
-                entry: Message = {"server": member["name"], "pid": member["pid"], "slots": [s["slot"] for s in slots]}
-                for name in ("record_bytes", "parity_bytes", "log_bytes", "snapshot_bytes"):
-                    entry[name] = sum(s[name] for s in slots)
+        for member in self.members:
+            if member.role == "server" and member.alive:
+                slots = member.report.slots or []
+                entry: Message = {"server": member.name, "pid": member.pid, "slots": [one.slot for one in slots]}
+                entry["record_bytes"] = sum(one.record_bytes for one in slots)
+                entry["parity_bytes"] = sum(one.parity_bytes for one in slots)
+                entry["log_bytes"] = sum(one.log_bytes for one in slots)
+                entry["snapshot_bytes"] = sum(one.snapshot_bytes for one in slots)
                 servers.append(entry)
         return servers
 

@@ -154,8 +154,8 @@ class DemoRun:
         with self._lock:
             before, trained = self.record.step, len(self.record.trained)
             event = self.record.on_message(message)
-            if message.get("type") == "status":
-                catch_up(self.record, message)
+            if message.get("type") == "status" and self.record.status is not None:
+                catch_up(self.record, self.record.status)
             if self.record.step > before or len(self.record.trained) > trained:
                 self._moved_s = time.monotonic()
                 self._start_kills()

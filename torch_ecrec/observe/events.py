@@ -3,8 +3,11 @@
 An event is an object of JSON whose "event" names its struct. It stands in the coordinator's log as it is, and goes to
 watchers as a message of type "event" with the time of day:
 
-    json_of(Left("server-1"))                       # {"event": "left", "member": "server-1"}
-    of_message({"type": "event", "event": "left", "member": "server-1", "time_s": 1.5})     # Left("server-1")
+    json_of(MemberLeft("server-1"))                 # {"event": "left", "member": "server-1"}
+    of_message({"type": "event", "event": "left", "member": "server-1", "time_s": 1.5})     # MemberLeft("server-1")
+
+Where what happened is that a message was said, the event is that message (`protocol/messages.py`): `Ready`, `Damaged`,
+`Mended`, `NotExact` and `Fatal`. All others are declared here, and none has the name of a message.
 
 Nothing that the cluster does follows from an event: they are for logs, figures and people.
 """
@@ -17,17 +20,22 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
+from torch_ecrec.protocol.messages import Damaged, Fatal, Mended, NotExact, Ready
+
 Host = tuple[str, int]  # of a slot: server, incarnation
 
 
-class Event(Struct, frozen=True, tag_field="event"):
+class Happened(Struct, frozen=True, tag_field="type"):
     """Base: something that has happened, as the coordinator sees it."""
+
+
+Event = Happened | Ready | Damaged | Mended | NotExact | Fatal  # what is announced
 
 
 # members ----------------------------------------------------------------------------------------------
 
 
-class Joined(Event, frozen=True, tag="joined"):
+class Joined(Happened, frozen=True, tag="joined"):
     """A process has joined, or has rejoined at a coordinator that was started again. `rank`: -1 for a server."""
 
     member: str
@@ -36,14 +44,14 @@ class Joined(Event, frozen=True, tag="joined"):
     pid: int
 
 
-class Back(Event, frozen=True, tag="back"):
+class Back(Happened, frozen=True, tag="back"):
     """A member whose connection had ended is there again, and has lost nothing."""
 
     member: str
     pid: int
 
 
-class TurnedAway(Event, frozen=True, tag="turned_away"):
+class TurnedAway(Happened, frozen=True, tag="turned_away"):
     """A member of another cluster has found this coordinator, and goes on looking for its own.
 
     Attributes:
@@ -57,13 +65,13 @@ class TurnedAway(Event, frozen=True, tag="turned_away"):
     refuses: bool
 
 
-class Left(Event, frozen=True, tag="left"):
+class MemberLeft(Happened, frozen=True, tag="left"):
     """A member is done."""
 
     member: str
 
 
-class Lost(Event, frozen=True, tag="lost"):
+class Lost(Happened, frozen=True, tag="lost"):
     """A member is gone, or was taken for lost. `slots`: those that it hosted."""
 
     member: str
@@ -71,7 +79,7 @@ class Lost(Event, frozen=True, tag="lost"):
     slots: list[int]
 
 
-class Cut(Event, frozen=True, tag="cut"):
+class Cut(Happened, frozen=True, tag="cut"):
     """Members that the coordinator hears cannot reach each other. `pairs`: who complains of whom.
 
     `fenced`: servers that are taken for lost, so that training goes on. Nobody: it cannot, and `why`.
@@ -82,7 +90,7 @@ class Cut(Event, frozen=True, tag="cut"):
     why: str
 
 
-class StandsStill(Event, frozen=True, tag="stands_still"):
+class StandsStill(Happened, frozen=True, tag="stands_still"):
     """Members are silent that the code could not repair together: training waits for them. `left_s`: for how long at
     most, then they are given up; None: nobody is heard, and nobody is given up."""
 
@@ -91,11 +99,11 @@ class StandsStill(Event, frozen=True, tag="stands_still"):
     left_s: float | None
 
 
-class GoesOn(Event, frozen=True, tag="goes_on"):
+class GoesOn(Happened, frozen=True, tag="goes_on"):
     """Training waits for nobody any more: they are back, or were given up."""
 
 
-class Slow(Event, frozen=True, tag="slow"):
+class Slow(Happened, frozen=True, tag="slow"):
     """Training waits for this server, as it has for a while: a hint to drain it (`torch-ecrec drain`).
 
     Attributes:
@@ -109,24 +117,24 @@ class Slow(Event, frozen=True, tag="slow"):
     usual_s: float
 
 
-class NotSlow(Event, frozen=True, tag="not_slow"):
+class NotSlow(Happened, frozen=True, tag="not_slow"):
     """Training does not wait for this server any more."""
 
     member: str
 
 
-class GenerationFormed(Event, frozen=True, tag="generation"):
+class GenerationFormed(Happened, frozen=True, tag="generation"):
     """All members of a generation have entered its world."""
 
     generation: int
     members: list[str]
 
 
-class Regathering(Event, frozen=True, tag="regathering"):
+class Regathering(Happened, frozen=True, tag="regathering"):
     """This coordinator was started again: members begin to tell it what they know."""
 
 
-class Regathered(Event, frozen=True, tag="regathered"):
+class Regathered(Happened, frozen=True, tag="regathered"):
     """It goes on with those who have. `epoch`: its own before it takes over theirs."""
 
     epoch: int
@@ -136,14 +144,14 @@ class Regathered(Event, frozen=True, tag="regathered"):
 # placement --------------------------------------------------------------------------------------------
 
 
-class NewEpoch(Event, frozen=True):
+class NewEpoch(Happened, frozen=True):
     """Base: the placement has changed. `slots`: by slot."""
 
     epoch: int
     slots: list[Host]
 
 
-class Placed(NewEpoch, frozen=True, tag="placed"):
+class PlacedFirst(NewEpoch, frozen=True, tag="placed"):
     """Every slot has a server, for the first time."""
 
 
@@ -159,13 +167,13 @@ class Stayed(NewEpoch, frozen=True, tag="stayed"):
     """A slot was to move, and stays: the server that was to have it is gone."""
 
 
-class Drained(Event, frozen=True, tag="drained"):
+class Drained(Happened, frozen=True, tag="drained"):
     """No slot is left on a server that was to be without."""
 
     member: str
 
 
-class Draining(Event, frozen=True, tag="draining"):
+class Draining(Happened, frozen=True, tag="draining"):
     """The coordinator itself has begun to move all slots away from a server, and why."""
 
     member: str
@@ -176,76 +184,42 @@ class Kept(NewEpoch, frozen=True, tag="kept"):
     """A coordinator that was started again goes on with the placement of before."""
 
 
-class Rebuilt(NewEpoch, frozen=True, tag="rebuilt"):
+class HealthyAgain(NewEpoch, frozen=True, tag="rebuilt"):
     """A slot is healthy again; `SlotRebuilt` says which."""
 
 
-class OfSlot(Event, frozen=True):
+class OfOneSlot(Happened, frozen=True):
     """Base: the host of a slot has said something."""
 
     slot: int
     incarnation: int
 
 
-class AtRisk(Event, frozen=True, tag="at_risk"):
+class AtRisk(Happened, frozen=True, tag="at_risk"):
     """The servers of these failure domains host more together than the code repairs. None: that is over."""
 
     domains: list[str]
 
 
-class Ready(OfSlot, frozen=True, tag="ready"):
-    """The first host of a slot serves."""
-
-
-class Rehosted(OfSlot, frozen=True, tag="re-hosted"):
+class Rehosted(OfOneSlot, frozen=True, tag="re-hosted"):
     """A new host of a slot serves; records that are not there yet are repaired when they are touched."""
 
 
-class SlotRebuilt(OfSlot, frozen=True, tag="slot rebuilt"):
+class SlotRebuilt(OfOneSlot, frozen=True, tag="slot rebuilt"):
     """All records of a slot are there again."""
-
-
-# damage ---------------------------------------------------------------------------------------------
-
-
-class Damaged(OfSlot, frozen=True, tag="damaged"):
-    """Something that a slot keeps is not what it should be: bits of it have changed in memory, or on their way.
-
-    Attributes:
-        what: "record", "parity", "mismatch" (a parity that is not the code of its stripe, though all fit their seals),
-            "delta log" or "dense snapshot".
-        places: (table, row, member of the stripe), of a parity with the stripe's first row; of many, the first ones.
-        count: how many.
-        used: so many of them a step may have used. Then the run may differ from an undisturbed one.
-        step: of training, that the slot stands at.
-        reason: why they cannot be repaired; "": they are being repaired. Of a log or a snapshot, what follows.
-    """
-
-    what: str
-    places: list[tuple[str, int, int]]
-    count: int
-    used: int
-    step: int
-    reason: str
-
-
-class Mended(OfSlot, frozen=True, tag="mended"):
-    """So many records and parities of a slot that were damaged have been repaired."""
-
-    count: int
 
 
 # lost trainers ----------------------------------------------------------------------------------------
 
 
-class EraBegun(Event, frozen=True, tag="era"):
+class EraBegun(Happened, frozen=True, tag="era"):
     """Trainers were lost, or a server while all went back. `trainers`: those of the new era that are there already."""
 
     era: int
     trainers: list[str]
 
 
-class GoingBack(Event, frozen=True, tag="going back"):
+class GoingBack(Happened, frozen=True, tag="going back"):
     """Servers go back to a step of training. `applied`: the last one that all of them had applied."""
 
     era: int
@@ -253,7 +227,7 @@ class GoingBack(Event, frozen=True, tag="going back"):
     applied: int
 
 
-class Resumable(Event, frozen=True, tag="resumable"):
+class Resumable(Happened, frozen=True, tag="resumable"):
     """That step is durable everywhere: trainers may go on after it."""
 
     era: int
@@ -263,7 +237,7 @@ class Resumable(Event, frozen=True, tag="resumable"):
 # checkpoints ------------------------------------------------------------------------------------------
 
 
-class CheckpointBegun(Event, frozen=True, tag="checkpoint_begun"):
+class CheckpointBegun(Happened, frozen=True, tag="checkpoint_begun"):
     """Servers were told to write a checkpoint. `step`: of training; `base`: what it builds on, or ""."""
 
     name: str
@@ -271,7 +245,7 @@ class CheckpointBegun(Event, frozen=True, tag="checkpoint_begun"):
     base: str
 
 
-class Checkpointed(Event, frozen=True, tag="checkpointed"):
+class Checkpointed(Happened, frozen=True, tag="checkpointed"):
     """A checkpoint counts. `step`: of training; `base`: what it builds on, or ""; `seconds`: from its beginning, in
     ticks of the coordinator."""
 
@@ -282,7 +256,7 @@ class Checkpointed(Event, frozen=True, tag="checkpointed"):
     seconds: float
 
 
-class Saved(Event, frozen=True, tag="saved"):
+class Saved(Happened, frozen=True, tag="saved"):
     """A prioritised save counts: some rows of every slot, on the checkpoint `base`, which is no checkpoint itself.
     `step`: of training; `seconds`: as of `Checkpointed`."""
 
@@ -293,7 +267,7 @@ class Saved(Event, frozen=True, tag="saved"):
     seconds: float
 
 
-class WentBeyond(Event, frozen=True, tag="went_beyond"):
+class WentBeyond(Happened, frozen=True, tag="went_beyond"):
     """More was lost than parity can repair, or everything at once: all go back to a checkpoint. `step`: of training,
     that it is of."""
 
@@ -302,12 +276,12 @@ class WentBeyond(Event, frozen=True, tag="went_beyond"):
     reason: str
 
 
-class BeganAnew(Event, frozen=True, tag="began_anew"):
+class BeganAnew(Happened, frozen=True, tag="began_anew"):
     """This coordinator was started again, nobody has come back who knows what was trained, and there is no checkpoint:
     the cluster begins at its beginning. What was trained before, if something was, is gone."""
 
 
-class JobForgotten(Event, frozen=True, tag="job_forgotten"):
+class JobForgotten(Happened, frozen=True, tag="job_forgotten"):
     """The job of the first trainers was given up before anything was made of it; others have come, whose job it is now.
 
     `difference`: between the two.
@@ -316,7 +290,7 @@ class JobForgotten(Event, frozen=True, tag="job_forgotten"):
     difference: str
 
 
-class RecoveredPartly(Event, frozen=True, tag="recovered_partly"):
+class RecoveredPartly(Happened, frozen=True, tag="recovered_partly"):
     """More was lost than parity can repair. NOT EXACT: these slots alone have their records of a checkpoint, and lack
     what was trained since.
 
@@ -333,15 +307,7 @@ class RecoveredPartly(Event, frozen=True, tag="recovered_partly"):
     saves: int = 0
 
 
-class NotExact(Event, frozen=True, tag="not_exact"):
-    """NOT EXACT from here on, or perhaps not: what has happened makes this run another than one that nothing happened
-    to, also where somebody has allowed it. `step`: of training, until then."""
-
-    step: int
-    what: str
-
-
-class CheckpointVoid(Event, frozen=True, tag="checkpoint_void"):
+class CheckpointVoid(Happened, frozen=True, tag="checkpoint_void"):
     """A checkpoint came to nothing; another is tried later. `step`: of training, 0 where none was chosen yet."""
 
     step: int
@@ -351,14 +317,7 @@ class CheckpointVoid(Event, frozen=True, tag="checkpoint_void"):
 # ends -------------------------------------------------------------------------------------------------
 
 
-class Fatal(Event, frozen=True, tag="fatal"):
-    """The job has ended for everybody."""
-
-    kind: str
-    reason: str
-
-
-class Refused(Event, frozen=True, tag="refused"):
+class MessagesRefused(Happened, frozen=True, tag="refused"):
     """Messages that counted for nothing: the last one's sender and what was wrong, and how many since the last word."""
 
     sender: str = field(name="from")
@@ -370,7 +329,7 @@ AnyEvent = (
     Joined
     | Back
     | TurnedAway
-    | Left
+    | MemberLeft
     | Lost
     | Cut
     | StandsStill
@@ -380,14 +339,14 @@ AnyEvent = (
     | GenerationFormed
     | Regathering
     | Regathered
-    | Placed
+    | PlacedFirst
     | PlacedAnew
     | Moved
     | Stayed
     | Draining
     | Drained
     | Kept
-    | Rebuilt
+    | HealthyAgain
     | AtRisk
     | Ready
     | Rehosted
@@ -407,14 +366,14 @@ AnyEvent = (
     | RecoveredPartly
     | NotExact
     | Fatal
-    | Refused
+    | MessagesRefused
 )
 
 
 def json_of(event: Event) -> dict[str, Any]:
     """An event as an object of JSON."""
     found: dict[str, Any] = msgspec.to_builtins(event)
-    return found
+    return {"event": found.pop("type"), **found}
 
 
 def of_message(message: Mapping[str, Any]) -> AnyEvent:
@@ -423,5 +382,8 @@ def of_message(message: Mapping[str, Any]) -> AnyEvent:
     Raises:
         ValueError: it is none of those above; the text says which field, what was wanted and what came.
     """
-    event: AnyEvent = msgspec.convert(message, AnyEvent)
+    if "event" not in message:
+        raise ValueError("no event: `event` must name one")
+    found = {name: value for name, value in message.items() if name not in ("event", "time_s")}
+    event: AnyEvent = msgspec.convert({**found, "type": message["event"]}, AnyEvent)
     return event

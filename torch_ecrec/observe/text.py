@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-Message = dict[str, Any]
-
-
-def slot_figures(status: Message) -> dict[int, Message]:
-    """What the present host of each slot reports, where it has."""
-    host = {place["slot"]: place["server"] for place in status["slots"]}
-    return {
-        figures["slot"]: figures
-        for member in status["members"]
-        for figures in member["report"].get("slots", [])
-        if host.get(figures["slot"]) == member["name"]
-    }
+from torch_ecrec.protocol.status import (
+    CheckpointsStatus,
+    Connections,
+    Late,
+    MemberStatus,
+    PartialStatus,
+    SavesStatus,
+    SlotReport,
+    Status,
+)
 
 
 def size(count: float) -> str:
@@ -43,85 +40,93 @@ def table(rows: list[list[str]], indent: str = "  ") -> list[str]:
     ]
 
 
-def format_status(status: Message) -> str:
+def format_status(status: Status) -> str:
     """A coordinator's status as text: the cluster, a line per slot, a line per member."""
-    code = status["code"]
-    protection = f"(k, r) = ({code['k']}, {code['r']})" if code["protection"] == "parity" else "no protection"
+    code = status.code
+    protection = f"(k, r) = ({code.k}, {code.r})" if code.protection == "parity" else "no protection"
     lines = [
-        f"torch-ecrec {status['version']}: {protection} on {code['slots']} slots, {status['tables']} tables,"
-        f" epoch {status['epoch']}, RPC generation {status['generation']}, step {status['step']}"
+        f"torch-ecrec {status.version}: {protection} on {code.slots} slots, {status.tables} tables,"
+        f" epoch {status.epoch}, RPC generation {status.generation}, step {status.step}"
     ]
-    if status["fatal"]:
-        lines.append(f"STOPPED: {status['fatal']}")
-    elif status.get("finished"):
+    lines += _troubles(status)
+    reports = status.slot_reports()
+    if status.checkpoints is not None:
+        lines += format_checkpoints(status.checkpoints)
+        if status.checkpoints.saves is not None:
+            lines += format_saves(status.checkpoints.saves, list(reports.values()))
+    if status.move is not None:
+        lines.append(f"slot {status.move.slot} moves to {status.move.server}, and goes on where it is")
+    lacking = "" if status.gathering is None else format_gathering(status.gathering.servers, status.gathering.trainers)
+    lines += _slots(status, reports) if status.slots else [f"  no slots placed yet{lacking}"]
+    lines += ["", *_members(status)] if status.members else ["  no members"]
+    return "\n".join(lines)
+
+
+def _troubles(status: Status) -> list[str]:
+    """A line for each thing that is not as it should be."""
+    lines = []
+    if status.fatal:
+        lines.append(f"STOPPED: {status.fatal}")
+    elif status.finished:
         lines.append("the job has ended: all its trainers were done")
-    if stands := status.get("stands_still"):
-        limit = "until somebody is heard" if stands["left_s"] is None else f"for {stands['left_s']:.0f} s at most"
+    if (stands := status.stands_still) is not None:
+        limit = "until somebody is heard" if stands.left_s is None else f"for {stands.left_s:.0f} s at most"
         lines.append(f"STANDS STILL, waits for silent members, {limit}:")
-        lines += [f"  {name}: {why}" for name, why in sorted(stands["why"].items())]
-    for one in status.get("unreachable", []):
-        lines.append(f"CUT: {one['who']} cannot reach {one['whom']}, for {one['for_s']:.1f} s")
-    if status.get("unresolved", {}).get("pairs"):
-        lines.append(f"TRAINING CANNOT GO ON until they can: {status['unresolved']['why']}")
-    for one in status.get("at_risk", []):
-        lines.append(f"AT RISK: if {one['domain']} is lost, {one['why']}")
-    lines += [format_slow(member) for member in status["members"] if member.get("slow") and member["alive"]]
-    if status.get("cannot_begin"):
-        lines.append(f"has nothing to begin with, and refuses whoever joins: {status['cannot_begin']}")
-    elif status.get("looks"):
+        lines += [f"  {name}: {why}" for name, why in sorted(stands.why.items())]
+    lines += [f"CUT: {one.who} cannot reach {one.whom}, for {one.for_s:.1f} s" for one in status.unreachable]
+    if status.unresolved.pairs:
+        lines.append(f"TRAINING CANNOT GO ON until they can: {status.unresolved.why}")
+    lines += [f"AT RISK: if {one.domain} is lost, {one.why}" for one in status.at_risk]
+    lines += [format_slow(one, one.slow) for one in status.members if one.slow is not None and one.alive]
+    if status.cannot_begin:
+        lines.append(f"has nothing to begin with, and refuses whoever joins: {status.cannot_begin}")
+    elif status.looks:
         lines.append("looks for a checkpoint to begin with: whoever joins waits until it is found, or there is none")
-        lines += [f"  not yet: {status['store_trouble']}"] if status.get("store_trouble") else []
-    if status.get("partial"):
-        lines.append(format_partial(status["partial"]))
-    lines += [f"NOT EXACT from step {one['step']} on: {one['what']}" for one in status.get("inexact", [])]
-    if status.get("checkpoints"):
-        lines += format_checkpoints(status["checkpoints"])
-    figures = slot_figures(status)
-    if status.get("checkpoints") and status["checkpoints"].get("saves"):
-        lines += format_saves(status["checkpoints"]["saves"], list(figures.values()))
+        lines += [f"  not yet: {status.store_trouble}"] if status.store_trouble else []
+    if status.partial is not None:
+        lines.append(format_partial(status.partial))
+    return lines + [f"NOT EXACT from step {one.step} on: {one.what}" for one in status.inexact]
+
+
+def _slots(status: Status, reports: Mapping[int, SlotReport]) -> list[str]:
     rows = [["slot", "server", "incarnation", "state", "step", "watermark", "records", "parity", "logs", "snapshots"]]
-    for place in status["slots"]:
-        own = figures.get(place["slot"])
-        if own is not None and own["incarnation"] != place["incarnation"]:
+    for place in status.slots:
+        own = reports.get(place.slot)
+        if own is not None and own.incarnation != place.incarnation:
             own = None
-        state = "healthy" if place["healthy"] else "waiting" if not place["server"] else "starting"
-        if own is not None and not place["healthy"]:
-            state = f"rebuilding {own['rebuilt']:.0%}"
-        cells = [str(place["slot"]), place["server"] or "(nobody)", str(place["incarnation"]), state]
+        state = "healthy" if place.healthy else "waiting" if not place.server else "starting"
+        if own is not None and not place.healthy:
+            state = f"rebuilding {own.rebuilt:.0%}"
+        cells = [str(place.slot), place.server or "(nobody)", str(place.incarnation), state]
         if own is None:
             cells += ["-"] * 6
         else:
-            sizes = [size(own[f"{name}_bytes"]) for name in ("record", "parity", "log", "snapshot")]
-            cells += [str(own["step"]), str(own["watermark"]), *sizes]
+            sizes = (own.record_bytes, own.parity_bytes, own.log_bytes, own.snapshot_bytes)
+            cells += [str(own.step), str(own.watermark), *map(size, sizes)]
         rows.append(cells)
-    if status.get("move"):
-        lines.append(f"slot {status['move']['slot']} moves to {status['move']['server']}, and goes on where it is")
-    lines += table(rows) if status["slots"] else [f"  no slots placed yet{_lacking(status)}"]
+    return table(rows)
+
+
+def _members(status: Status) -> list[str]:
     rows = [["member", "role", "pid", "state", "silent", "connections"]]
-    for member in status["members"]:
-        state = "spare" if member["spare"] else "serving" if member["role"] == "server" else "training"
-        if not status["slots"]:
+    for member in status.members:
+        state = "spare" if member.spare else "serving" if member.role == "server" else "training"
+        if not status.slots:
             state = "waiting"
-        elif awaited := member["report"].get("awaits"):
-            state = f"waits for {trainers_named(awaited)}"
-        state += ", draining" if member["draining"] else ""
-        state += ", slow" if member.get("slow") else ""
-        state = "left" if member["left"] else state if member["alive"] else "lost"
-        silent = f"{member['silent_s']:.1f} s" if state not in ("left", "lost") else "-"
-        ways = format_connections(member["report"].get("connections") or {})
-        rows.append([member["name"], member["role"], str(member["pid"]), state, silent, ways])
-    lines += ["", *table(rows)] if status["members"] else ["  no members"]
-    return "\n".join(lines)
+        elif member.report.awaits:
+            state = f"waits for {trainers_named(member.report.awaits)}"
+        state += ", draining" if member.draining else ""
+        state += ", slow" if member.slow is not None else ""
+        state = "left" if member.left else state if member.alive else "lost"
+        silent = f"{member.silent_s:.1f} s" if member.present else "-"
+        ways = format_connections(member.report.connections or Connections())
+        rows.append([member.name, member.role, str(member.pid), state, silent, ways])
+    return table(rows)
 
 
 def trainers_named(ranks: Sequence[int]) -> str:
     """Trainers by rank, for people: "trainer 1", "trainers 1, 3"."""
     return f"trainer{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _lacking(status: Message) -> str:
-    lacking = status.get("gathering")
-    return format_gathering(lacking["servers"], lacking["trainers"]) if lacking else ""
 
 
 def format_gathering(of_servers: Sequence[int], of_trainers: Sequence[int], join: str = "HOST:PORT") -> str:
@@ -139,60 +144,58 @@ def format_gathering(of_servers: Sequence[int], of_trainers: Sequence[int], join
     return f": {' and '.join(said)} are there; {'; '.join(hints)}"
 
 
-def format_slow(member: Message) -> str:
+def format_slow(member: MemberStatus, slow: Late) -> str:
     """A server that training waits for, and what to do about it."""
-    slow, name = member["slow"], member["name"]
+    name = member.name
     remedy = f"to move its slots to a spare: torch-ecrec drain {name}"
-    if member["draining"]:
-        remedy = (
-            "its slots are being moved away" if not member["spare"] else "it has no slot any more, and may be stopped"
-        )
+    if member.draining:
+        remedy = "its slots are being moved away" if not member.spare else "it has no slot any more, and may be stopped"
     return (
-        f"SLOW: training waits for {name} {slow['share']:.0%} of the time: it answers {slow['late_s']:.2f} s later than"
-        f" most others, which take {slow['usual_s']:.3f} s; {remedy}"
+        f"SLOW: training waits for {name} {slow.share:.0%} of the time: it answers {slow.late_s:.2f} s later than"
+        f" most others, which take {slow.usual_s:.3f} s; {remedy}"
     )
 
 
-def format_connections(said: Message) -> str:
+def format_connections(said: Connections) -> str:
     """What carries a member's bytes to and from others: the more, the nearer they are."""
-    ways = [("memory", "in memory"), ("tcp", "over TCP"), ("rpc", "over torch RPC")]
-    told = [f"{said[way]} {text}" for way, text in ways if said.get(way)]
-    if packed := said.get("bytes_packed"):
-        told.append(f"packed to {1 - said.get('bytes_saved', 0) / packed:.0%} where it pays")
+    ways = [(said.memory, "in memory"), (said.tcp, "over TCP"), (said.rpc, "over torch RPC")]
+    told = [f"{count} {text}" for count, text in ways if count]
+    if said.bytes_packed:
+        told.append(f"packed to {1 - said.bytes_saved / said.bytes_packed:.0%} where it pays")
     return ", ".join(told) or "-"
 
 
-def format_partial(partial: Message) -> str:
+def format_partial(partial: PartialStatus) -> str:
     """What partial recoveries have lost, for people."""
-    slots = ", ".join(map(str, partial["last_slots"]))
-    saves = f" and {partial['last_saves']} saves on it" if partial.get("last_saves") else ""
+    slots = ", ".join(map(str, partial.last_slots))
+    saves = f" and {partial.last_saves} saves on it" if partial.last_saves else ""
     return (
-        f"NOT EXACT: {partial['lost_samples']:.3%} of lost samples (CPR) by {partial['times']} partial recoveries;"
-        f" the last: slots {slots} took their records from checkpoint {partial['last']}, of step {partial['last_step']}"
-        f"{saves}"
+        f"NOT EXACT: {partial.lost_samples:.3%} of lost samples (CPR) by {partial.times} partial recoveries;"
+        f" the last: slots {slots} took their records from checkpoint {partial.last}, of step"
+        f" {partial.last_step}{saves}"
     )
 
 
-def format_checkpoints(said: Message) -> list[str]:
+def format_checkpoints(said: CheckpointsStatus) -> list[str]:
     """The checkpoints that a cluster writes: the last that counts, one that is under way, and what is wrong."""
     last = "none yet in this run"
-    if said["last"]:
-        last = f"the last is of step {said['last_step']}, {said['last_age_s']:.0f} s ago"
-    lines = [f"checkpoints at {said['url']}: {last}" + (f"; writing {said['running']}" if said["running"] else "")]
-    if said["failing"]:
-        lines.append(f"  FAILING for {said['failing_for_s']:.0f} s, is tried again: {said['failing']}")
+    if said.last_age_s is not None:
+        last = f"the last is of step {said.last_step}, {said.last_age_s:.0f} s ago"
+    lines = [f"checkpoints at {said.url}: {last}" + (f"; writing {said.running}" if said.running else "")]
+    if said.failing_for_s is not None:
+        lines.append(f"  FAILING for {said.failing_for_s:.0f} s, is tried again: {said.failing}")
     return lines
 
 
-def format_saves(said: Message, slots: list[Message]) -> list[str]:
+def format_saves(said: SavesStatus, slots: Sequence[SlotReport]) -> list[str]:
     """Prioritised saves since that checkpoint, and what their savers cost the slots that tell it."""
-    last = f", the last of step {said['last_step']}" if said["saves"] else ""
-    memory = size(sum(slot.get("saver_bytes", 0) for slot in slots))
-    longest_ms = 1e3 * max((slot.get("saver_pick_s", 0.0) for slot in slots), default=0.0)
+    last = f", the last of step {said.last_step}" if said.saves else ""
+    memory = size(sum(slot.saver_bytes for slot in slots))
+    longest_ms = 1e3 * max((slot.saver_pick_s for slot in slots), default=0.0)
     lines = [
-        f"  saves of {said['portion']:.1%} of the rows ({said['saver']}) since then: {said['saves']}{last}; savers have"
+        f"  saves of {said.portion:.1%} of the rows ({said.saver}) since then: {said.saves}{last}; savers have"
         f" {memory}, and picked within {longest_ms:.1f} ms"
     ]
-    if said["failing"]:
-        lines.append(f"  the last save FAILED, is tried again: {said['failing']}")
+    if said.failing:
+        lines.append(f"  the last save FAILED, is tried again: {said.failing}")
     return lines

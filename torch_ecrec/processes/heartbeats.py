@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 from torch_ecrec.errors import Fenced
 from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.status import Report
 from torch_ecrec.runtime.cores import Idle, wanted_s
 from torch_ecrec.runtime.lifetime import end_with_stacks
 from torch_ecrec.spec.settings import Settings
@@ -86,7 +87,7 @@ class Heartbeats:
         self,
         tell: Callable[[messages.Beat], None],
         unreachable: Callable[[], list[str]],
-        figures: Callable[[], messages.Report],
+        figures: Callable[[], Report],
         sign: SignOfLife | None,
     ) -> None:
         """From now on they are told, until `timers` are closed.
@@ -126,7 +127,7 @@ class Heartbeats:
             end_with_stacks(f"torch-ecrec: this process has hung for {self._ends_s:g} s", Fenced.exit_code)
         return silent
 
-    def _word(self, unreachable: list[str], figures: Callable[[], messages.Report]) -> messages.Beat:
+    def _word(self, unreachable: list[str], figures: Callable[[], Report]) -> messages.Beat:
         now_s = time.monotonic()
         if now_s < self._due_s:
             return messages.Beat(unreachable=unreachable)

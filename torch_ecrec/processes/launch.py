@@ -37,8 +37,9 @@ from torch_ecrec.processes.member import Member, exit_code_of
 from torch_ecrec.processes.part_reader import FileReader
 from torch_ecrec.processes.restoring import StoredCheckpoint
 from torch_ecrec.processes.scribe import FileScribe
-from torch_ecrec.processes.supervisor import Supervisor, await_trainers, trainers_in
+from torch_ecrec.processes.supervisor import Supervisor, await_trainers
 from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.status import Gathering, Report
 from torch_ecrec.runtime import allocator, byte_sums, unlocked
 from torch_ecrec.runtime.lifetime import end_at_once, end_if_it_hangs, ends_within, freeze, on_signals
 from torch_ecrec.server.service import Host
@@ -117,7 +118,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
         return hosts[0]
 
     def on_control(word: messages.FromCoordinator) -> None:
-        if isinstance(word, messages.Gathering):
+        if isinstance(word, Gathering):
             log.info("the cluster has not begun%s", format_gathering(word.servers, word.trainers, settings.join or ""))
         hosts[0].on_control(word)
 
@@ -127,7 +128,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
         make,
         on_control=on_control,
         on_end=ends.put,
-        report=lambda: hosts[0].report() if hosts else messages.Report(),
+        report=lambda: hosts[0].report() if hosts else Report(),
         known=lambda: hosts[0].known(),
     )
     on_signals(lambda number, _: ends.put(KeyboardInterrupt(number)))
@@ -381,7 +382,7 @@ def _logs_folder() -> Path:
 def _wait_for_trainers(cluster: Supervisor, limit_s: float) -> None:
     """Until no trainer is left: another one may still evaluate. As long as they look rows up, and `limit_s` more."""
     deadline_s, told = time.monotonic() + limit_s, time.monotonic() + WAITS_S
-    seen: list[object] = []
+    seen: list[dict[str, int] | None] = []
     while time.monotonic() < deadline_s:
         try:
             status = cluster.status()
@@ -390,10 +391,10 @@ def _wait_for_trainers(cluster: Supervisor, limit_s: float) -> None:
                 return
             time.sleep(0.1)
             continue
-        there = trainers_in(status)
+        there = [one.name for one in status.trainers]
         if not there:
             return
-        sent = [m["report"].get("bytes_sent") for m in status["members"]]
+        sent = [one.report.bytes_sent for one in status.members]
         if sent != seen:
             seen, deadline_s = sent, time.monotonic() + limit_s
         if time.monotonic() > told:

@@ -29,6 +29,7 @@ from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.bounds import Address
 from torch_ecrec.protocol.build import own_build
 from torch_ecrec.protocol.messages import BadMessage
+from torch_ecrec.protocol.status import Report
 from torch_ecrec.protocol.wire import A, Outcome, Request
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.threads import Worker
@@ -85,8 +86,8 @@ class Member:
         make_node: builds the node, given its name, its port and the cluster's code parameters.
         on_control: gets the coordinator's messages that are not about membership.
         on_end: called once when the cluster ends for this process, with the reason.
-        report: figures for the coordinator, with every heartbeat.
         known: what a coordinator that was started again must know of this member.
+        report: figures for the coordinator, with every heartbeat.
 
     The end of the coordinator, or of the connection with it, is not the end of the cluster: the member goes on, and
     rejoins for up to `give_up_s`.
@@ -104,8 +105,8 @@ class Member:
         make_node: Callable[[str, Member, CodeSpec], Node],
         on_control: Callable[[messages.FromCoordinator], None],
         on_end: Callable[[BaseException], None],
-        report: Callable[[], messages.Report] = messages.Report,
-        known: Callable[[], dict[str, Any]] = dict,
+        known: Callable[[], messages.Known],
+        report: Callable[[], Report] = Report,
     ) -> None:
         if settings.join is None:
             raise ValueError("no cluster named: `settings.join` (TORCH_ECREC_JOIN) must be HOST:PORT or etcd://...")
@@ -473,12 +474,12 @@ class Member:
         self.tell(messages.Leave(figures_of(self.transport)))
 
 
-def figures_of(transport: Transport | None, report: messages.Report | None = None) -> messages.Report:
+def figures_of(transport: Transport | None, report: Report | None = None) -> Report:
     """What every member reports, beside figures of its own."""
     assert transport is not None
     refused = sum(transport.complaints.counts.values()) + sum(COMPLAINTS.counts.values())
     return replace(
-        report or messages.Report(),
+        report or Report(),
         bytes_sent=by_kind(transport.bytes_sent),
         connections=transport.connections(),
         refused_messages=refused,
@@ -565,7 +566,7 @@ def join_message(**hello: Any) -> dict[str, Any]:
 
 
 def rejoin_message(
-    known: Mapping[str, Any],
+    known: messages.Known,
     *,
     hello: Mapping[str, Any],
     name: str,
@@ -592,8 +593,9 @@ def rejoin_message(
         restored: the checkpoint that the cluster began with.
         run, inexact: as it was told.
     """
+    of_process = {name: value for name, value in hello.items() if name not in ("job", "code")}  # as it knows them now
     return {
-        **join_message(**hello),
+        **join_message(**of_process),
         "type": "rejoin",
         "name": name,
         "code": code,
@@ -605,7 +607,7 @@ def rejoin_message(
         "restored": None if restored is None else messages.json_of(restored),
         "run": run,
         "inexact": list(inexact),
-        **known,
+        "known": messages.json_of(known),
     }
 
 

@@ -29,18 +29,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, OtherCluster
 from torch_ecrec.processes.children import Child, await_end, tail, with_own_path
 from torch_ecrec.processes.fork_server import ForkServer, is_available
+from torch_ecrec.protocol.status import Status
 from torch_ecrec.runtime.addresses import parse_host, text_of
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.runtime.lifetime import belongs_here, tell_to_end
 from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import new_run
-from torch_ecrec.transport.control import request
+from torch_ecrec.transport.whereabouts import ask_status
 
 log = logging.getLogger(__name__)
 
@@ -307,8 +308,9 @@ class Supervisor:
 
     # the rest -----------------------------------------------------------------------------------
 
-    def status(self) -> dict[str, Any]:
-        return request(*self.address, {"type": "status"}, timeout_s=10.0)
+    def status(self) -> Status:
+        """What its coordinator says of the cluster. Raises ClusterUnavailable: nothing, within 10 s."""
+        return ask_status(self.address)
 
     def close(self) -> None:
         """Ends all children: politely, then with SIGKILL. Idempotent."""
@@ -343,12 +345,7 @@ class Supervisor:
         self.close()
 
 
-def trainers_in(status: dict[str, Any]) -> list[str]:
-    """Those that are there: neither lost nor done."""
-    return [one["name"] for one in status["members"] if one["role"] == "trainer" and one["alive"] and not one["left"]]
-
-
-def await_trainers(status: Callable[[], dict[str, Any]], limit_s: float, over: Callable[[], bool]) -> None:
+def await_trainers(status: Callable[[], Status], limit_s: float, over: Callable[[], bool]) -> None:
     """Returns once no trainer is there, or `over`, or after `limit_s`.
 
     For who serves and was told to end, as the trainers were, perhaps: what they save then they save from who serves.
@@ -362,7 +359,7 @@ def await_trainers(status: Callable[[], dict[str, Any]], limit_s: float, over: C
     waits_for: list[str] = []
     while not over() and time.monotonic() < deadline_s:
         with contextlib.suppress(ClusterError):
-            there = trainers_in(status())
+            there = [one.name for one in status().trainers]
             if not there:
                 return
             if there != waits_for:

@@ -63,6 +63,8 @@ from torch_ecrec.protocol.recoveries import Renewal as Renewal
 from torch_ecrec.protocol.recoveries import Renewals
 from torch_ecrec.protocol.recoveries import Restored as Restored
 from torch_ecrec.protocol.recoveries import Saves as Saves
+from torch_ecrec.protocol.status import Gathering as Gathering
+from torch_ecrec.protocol.status import Report
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import CheckpointSaver
@@ -107,35 +109,6 @@ class WantedCode(Struct, frozen=True, forbid_unknown_fields=True):
     slots: Count | None = None
 
 
-class WaitedFor(Struct, frozen=True, forbid_unknown_fields=True):
-    """For whom a process has waited since it said so last; see `protocol/waits.py`.
-
-    Attributes:
-        over_s: since then.
-        lookups: that a trainer made, of several servers; steps of which a server sent folds to several.
-        usual_s: summed over them, until most servers had answered.
-        late_s: of each server, for how long its answer was out and those of most others were there.
-        held_s: for how long a trainer could not go on, since earlier steps were not acknowledged.
-    """
-
-    over_s: Annotated[float, Meta(ge=0)]
-    lookups: Count
-    usual_s: Annotated[float, Meta(ge=0)]
-    late_s: Annotated[dict[Name, Annotated[float, Meta(ge=0)]], Meta(max_length=MEMBERS_MOST)]
-    held_s: Annotated[float, Meta(ge=0)] = 0.0
-
-
-class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A member's figures for `status`."""
-
-    slots: Annotated[list[dict[Text, Scalar]], Meta(max_length=SLOTS_MOST)] | None = None
-    bytes_sent: Annotated[dict[Text, Version], Meta(max_length=FIGURES_MOST)] | None = None
-    connections: Annotated[dict[Text, Version], Meta(max_length=FIGURES_MOST)] | None = None  # `Transport.connections`
-    refused_messages: Version | None = None  # of the data plane, with connections that were not let in
-    waits: WaitedFor | None = None
-    awaits: Ranks | None = None  # of a trainer: those without whom it does not go on
-
-
 # from processes that are no members yet, and from tools -----------------------------------------------
 
 
@@ -174,54 +147,95 @@ class Entering(ForLeader, frozen=True, kw_only=True):
     relaunched: bool = False
     again: bool = False
     rank: Rank = -1
-    job: JobSpec | None = None
 
     def __post_init__(self) -> None:
         if self.address is not None:
             ipaddress.ip_address(self.address[0])  # nothing is looked up by name: that could block
         require((self.rank >= 0) == (self.role == "trainer"), f"a {self.role} of rank {self.rank}")
-        require(self.role == "server" or self.job is not None, "not a job: a trainer without one")
-        if self.job is not None:
-            require(len(self.job.tables) <= TABLES_MOST, f"a job of {len(self.job.tables)} tables")
-            require(self.job.trainers <= MEMBERS_MOST, f"a job of {self.job.trainers} trainers")
-            require(max(table.rows * table.dim for table in self.job.tables) <= COUNT_MOST, "a table that is too large")
-            require(self.rank < self.job.trainers, f"trainer rank must be below {self.job.trainers}, got {self.rank}")
+
+    def check_job(self, job: JobSpec | None) -> None:
+        """Raises ValueError: who enters cannot be of this job."""
+        require(self.role == "server" or job is not None, "not a job: a trainer without one")
+        if job is not None:
+            require(len(job.tables) <= TABLES_MOST, f"a job of {len(job.tables)} tables")
+            require(job.trainers <= MEMBERS_MOST, f"a job of {job.trainers} trainers")
+            require(max(table.rows * table.dim for table in job.tables) <= COUNT_MOST, "a table that is too large")
+            require(self.rank < job.trainers, f"trainer rank must be below {job.trainers}, got {self.rank}")
 
 
 class Join(Entering, frozen=True, kw_only=True, tag="join"):
+    """A process wants to be a member. `code`: what it insists on; `job`: of a trainer, what it trains."""
+
     code: WantedCode = WantedCode()
+    job: JobSpec | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_job(self.job)
+
+
+class Known(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the node of a member knows of its run, for a coordinator that was started again.
+
+    Attributes:
+        job: None: it has not heard of one.
+        placement: the newest that it was told; None: none.
+        era: the newest that it was told. `frozen`: of a server, it has stopped, and was not told where that era begins.
+        resume_step: the protocol's, that the era began after. `done`: steps of training until then. `floor`: see `Era`.
+        origin: the protocol's step that training begins after; None: initial values are not loaded.
+        left: trainers that are done, as it was told (`Left`).
+        renewals: all slots that began anew, in this run, as it was told.
+        saves: prioritised ones that count, as it was told.
+        kept: (slot, incarnation, whether dense snapshots are there) of the slots here that have all their records.
+        whole: (slot, incarnation) of the slots here that have everything.
+        incarnations: of a server, the latest life of each slot that somebody here has heard of; nothing: of none.
+    """
+
+    job: JobSpec | None
+    placement: Placement | None
+    era: Count
+    frozen: bool
+    resume_step: Count
+    done: Count
+    floor: Count = 0
+    origin: Count | None
+    left: Ranks = []
+    renewals: Renewals = []
+    saves: Saves = Saves()
+    kept: Annotated[list[tuple[Count, Count, bool]], Meta(max_length=SLOTS_MOST)] = []
+    whole: Annotated[list[tuple[Count, Count]], Meta(max_length=SLOTS_MOST)] = []
+    incarnations: Annotated[list[Count], Meta(max_length=SLOTS_MOST)] = []
+
+    def __post_init__(self) -> None:
+        if self.placement is not None:
+            require(self.job is not None, "a placement without a job")
+            versions = [self.placement.epoch, *(place.incarnation for place in self.placement.slots)]
+            require(max(versions) <= COUNT_MOST, f"version {max(versions)} of a placement")
 
 
 class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
     """A member tells a coordinator that it has not spoken to, or lost for a moment, what it knows.
 
-    `run`: the identity of its cluster. `kept`: (slot, incarnation, whether dense snapshots are there) of the slots here
-    that have all their records.
+    Attributes:
+        name, code, life, run: its own, and of its cluster, as it was told.
+        generation: that it is in; 0: in none. `newest`: the last that it was asked to enter.
+        world: who is in that generation.
+        addresses: of the newest generation: where its members listen, for as long as they live.
+        restored: the checkpoint that the cluster began with. `inexact`: what has made the run so, as it was told.
+        known: what its node knows.
     """
 
     name: Name
     code: CodeSpec
     life: Count
+    run: Run
     generation: Count
     newest: Count
     world: Names
-    placement: Placement | None
-    era: Count
-    frozen: bool
-    resume_step: Count
-    done: Count  # steps of training at `resume_step`
-    origin: Count | None  # the step that training begins after, once initial values are loaded
-    whole: Annotated[list[tuple[Count, Count]], Meta(max_length=SLOTS_MOST)]
-    incarnations: Annotated[list[Count], Meta(max_length=SLOTS_MOST)]
-    left: Ranks = []  # trainers that are done, as it was told (`Left`)
+    addresses: Addresses = {}
     restored: Restored | None = None
-    floor: Count = 0  # of `resume_step`: see `Era`
-    renewals: Renewals = []
-    kept: Annotated[list[tuple[Count, Count, bool]], Meta(max_length=SLOTS_MOST)] = []
-    saves: Saves = Saves()
-    addresses: Addresses = {}  # of the newest generation: where its members listen, for as long as they live
-    run: Run
-    inexact: Inexact = []  # as it was told
+    inexact: Inexact = []
+    known: Known
 
     @property
     def times(self) -> int:
@@ -230,32 +244,31 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        slots = self.code.slots
+        self.check_job(self.known.job)
+        slots, known = self.code.slots, self.known
         require(self.name.startswith(self.role), f"a {self.role} that is called {self.name}")
         require(slots <= SLOTS_MOST, f"{slots} slots")
         require(self.generation <= self.newest, f"generation {self.generation}, but the newest is {self.newest}")
         require(not self.generation or self.name in self.world, f"{self.name} is not in the world that it is in")
-        require(all(slot < slots for slot, _ in self.whole), f"a slot that is not there; there are {slots}")
-        require(len(self.incarnations) in (0, slots), f"{len(self.incarnations)} incarnations of {slots} slots")
+        require(all(slot < slots for slot, _ in known.whole), f"a slot that is not there; there are {slots}")
+        require(len(known.incarnations) in (0, slots), f"{len(known.incarnations)} incarnations of {slots} slots")
         for address in self.addresses.values():
             ipaddress.ip_address(address[0])
-        if self.placement is not None:
-            require(len(self.placement.slots) == slots, f"{len(self.placement.slots)} of {slots} slots are placed")
-            require(self.job is not None, "a placement without a job")
-            versions = [self.placement.epoch, *(place.incarnation for place in self.placement.slots)]
-            require(max(versions) <= COUNT_MOST, f"version {max(versions)} of a placement")
+        if known.placement is not None:
+            placed = len(known.placement.slots)
+            require(placed == slots, f"{placed} of {slots} slots are placed")
 
 
-class Status(Said, frozen=True, tag="status"):
-    pass
+class AskStatus(Said, frozen=True, tag="status"):
+    """How are things? The answer is a `Status` (`status.py`)."""
 
 
 class Watch(Said, frozen=True, tag="watch"):
-    pass
+    """As `status`, and from now on all that happens."""
 
 
 class Stop(ForLeader, frozen=True, kw_only=True, tag="stop"):
-    pass
+    """The job is to end for everybody."""
 
 
 class Drain(ForLeader, frozen=True, kw_only=True, tag="drain"):
@@ -290,7 +303,7 @@ class OfSlot(Said, frozen=True):
     incarnation: Count
 
 
-class Ready(OfSlot, frozen=True, tag="ready"):
+class Ready(OfSlot, frozen=True, omit_defaults=True, tag="ready"):
     """It serves. `at`: of a slot that begins anew, the steps of training after which it goes on."""
 
     at: Count | None = None
@@ -400,7 +413,8 @@ class Loaded(Said, frozen=True, tag="loaded"):
 
 
 class NotExact(Said, frozen=True, tag="not_exact"):
-    """What comes from here on is not, or may not be, what an undisturbed run gives. Said again, it counts once.
+    """NOT EXACT: what comes from here on is not, or may not be, what an undisturbed run gives. Said again, it counts
+    once.
 
     Attributes:
         step: steps of training that were done then. `what`: has happened.
@@ -447,16 +461,6 @@ class Waits(Said, frozen=True, tag="waits"):
     """Who joins is not let in yet, for a reason that may last. A welcome or a refusal follows."""
 
     reason: str
-
-
-class Gathering(Said, frozen=True, tag="gathering"):
-    """The cluster has not begun, since somebody is lacking: (those that are there, those that it takes).
-
-    `trainers`: it takes 0 where none has come that would say how many there will be.
-    """
-
-    servers: tuple[Count, Count]
-    trainers: tuple[Count, Count]
 
 
 class Generation(Said, frozen=True, tag="generation"):
@@ -624,6 +628,12 @@ class Left(Said, frozen=True, tag="left"):
 
 
 class Fatal(Said, frozen=True, tag="fatal"):
+    """The job has ended for everybody, or only for whom it is said to.
+
+    Attributes:
+        kind: "data_loss" or "stopped"; to one, also "trainers_lost" or "fenced".
+    """
+
     kind: Text
     reason: str
 
@@ -647,7 +657,7 @@ OfMember = (
     | Progress
     | OfCheckpoint
 )
-FromMember = Join | Rejoin | Status | Watch | Stop | Drain | OfMember
+FromMember = Join | Rejoin | AskStatus | Watch | Stop | Drain | OfMember
 FromCoordinator = (
     Welcome
     | Refused

@@ -16,7 +16,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 
-from torch_ecrec.protocol.messages import WaitedFor
+from torch_ecrec.protocol.status import WaitedFor
 
 
 class Round:

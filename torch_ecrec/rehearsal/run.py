@@ -191,7 +191,7 @@ class Training:
 
     def _check_cluster(self, cluster: Supervisor) -> None:
         self._checked = True
-        here = sum(member["role"] == "trainer" for member in cluster.status()["members"])
+        here = sum(one.role == "trainer" for one in cluster.status().members)
         require(
             here > 0,
             "the script's trainers are in a cluster of their own, which this rehearsal cannot see: let the script name"
@@ -225,13 +225,12 @@ class Training:
         deadline_s = time.monotonic() + self.plan.limit_s
         while True:
             status = cluster.status()
-            if all(slot["healthy"] for slot in status["slots"]):
+            if status.healthy:
                 break
             if time.monotonic() > deadline_s:
                 raise ClusterUnavailable(f"a lost server was not rebuilt within {self.plan.limit_s:g} s: {self.folder}")
             time.sleep(TICK_S)
-        name = status["slots"][len(self._outcome.killed) % len(status["slots"])]["server"]
-        return int(next(member["pid"] for member in status["members"] if member["name"] == name))
+        return status.member(status.slots[len(self._outcome.killed) % len(status.slots)].server).pid
 
     # what went wrong ------------------------------------------------------------------------------
 

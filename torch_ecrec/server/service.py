@@ -15,7 +15,8 @@ from torch_ecrec.durability import POLICIES
 from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.layout.stripes import Layout, layout_of
 from torch_ecrec.protocol import messages, wire
-from torch_ecrec.protocol.messages import Placement
+from torch_ecrec.protocol.messages import Known, Placement
+from torch_ecrec.protocol.status import Report
 from torch_ecrec.protocol.wellformed import Judge
 from torch_ecrec.protocol.wire import Answer, Malformed, Refused
 from torch_ecrec.server.arriving import Arrival
@@ -79,15 +80,15 @@ class Host(ServerProcess):
             case messages.Checkpointing() | messages.Survey() | messages.Capture() | messages.Release():
                 self.run(self._on_checkpoint, word)
 
-    def known(self) -> dict[str, Any]:
+    def known(self) -> Known:
         """What a coordinator that was started again must know."""
-        found: dict[str, Any] = {}
+        found: list[Known] = []
 
         def look() -> None:
             known = [slot.known_incarnations() for slot in self.slots.values()]
-            found.update(
-                job=self.job.to_json() if self.job is not None else None,
-                placement=messages.json_of(self.placement) if self.placement is not None else None,
+            told = Known(
+                job=self.job,
+                placement=self.placement,
                 era=self.era,
                 frozen=self.frozen,
                 resume_step=self.resume_step,
@@ -95,19 +96,20 @@ class Host(ServerProcess):
                 origin=self.origin,
                 floor=self.floor,
                 left=self.left,
-                renewals=[messages.json_of(renewal) for renewal in self.renewals],
-                saves=messages.json_of(self.saves),
+                renewals=self.renewals,
+                saves=self.saves,
                 kept=[
-                    [slot.index, slot.incarnation, not slot.snapshots.lacks_all]
+                    (slot.index, slot.incarnation, not slot.snapshots.lacks_all)
                     for slot in self.slots.values()
                     if slot.ready and slot.missing.has_all_data
                 ],
-                whole=[[slot.index, slot.incarnation] for slot in self.slots.values() if slot.reported],
+                whole=[(slot.index, slot.incarnation) for slot in self.slots.values() if slot.reported],
                 incarnations=[max(lives) for lives in zip(*known, strict=True)],
             )
+            found.append(told)
 
         self.run(look)
-        return found
+        return found[0]
 
     def _tell_again(self, life: int) -> None:
         """What a coordinator may have missed, or never heard. `life`: which one it is."""
@@ -307,13 +309,13 @@ class Host(ServerProcess):
 
     # for people -----------------------------------------------------------------------------------
 
-    def report(self) -> messages.Report:
+    def report(self) -> Report:
         """Figures of every slot; nothing while the host is busy, so that a heartbeat never waits for it."""
-        found = [messages.Report()]
+        found = [Report()]
 
         def look() -> None:
-            slots = [slot.status() for slot in self.slots.values()]
-            found.append(messages.Report(slots=slots, waits=self.waits.take() if slots else None))
+            slots = [slot.figures() for slot in self.slots.values()]
+            found.append(Report(slots=slots, waits=self.waits.take() if slots else None))
 
         self.run_if_idle(look)
         return found[-1]

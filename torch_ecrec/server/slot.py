@@ -35,8 +35,8 @@ from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.durability.policy import PeerRequest, Policy
 from torch_ecrec.durability.scrubber import Scrubber
 from torch_ecrec.protocol import messages, wire
-from torch_ecrec.protocol.bounds import Scalar
 from torch_ecrec.protocol.messages import Renewal
+from torch_ecrec.protocol.status import SlotReport
 from torch_ecrec.protocol.wire import Answer, Refused
 from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.records.positions import Positions
@@ -380,29 +380,29 @@ class Slot(SlotContext):
         elif self.hopeless:
             self.give_up(self.renewing.failed if self.renewing is not None else "")
 
-    def status(self) -> dict[str, Scalar]:
-        """Figures for `torch-ecrec status`."""
+    def figures(self) -> SlotReport:
+        """What `torch-ecrec status` shows of the slot."""
         rule = self.rule
-        return {
-            "slot": self.index,
-            "incarnation": self.incarnation,
-            "ready": self.ready,
-            "step": self.trained(rule.applied),
-            "acknowledged": self.trained(rule.acknowledged),
-            "watermark": self.trained(rule.watermark),
-            "rebuilt": self.missing.done_fraction,
-            "record_bytes": sum(shard.data_bytes for shard in self.shards),
-            "parity_bytes": sum(shard.parity_bytes for shard in self.shards),
-            "log_bytes": self.log.bytes + self.durability.kept().bytes,
-            "snapshot_bytes": self.snapshots.bytes,
-            "checkpoint_bytes": self.checkpoints.kept_bytes,
-            "saver_bytes": self.checkpoints.saver_bytes,
-            "saver_pick_s": round(self.checkpoints.picked_s, 6),
-            "scrubbed_bytes": self.scrubber.scrubbed_bytes,
-            "scrub_rounds": self.scrubber.rounds,
-            "damaged": self.scrubber.damaged,
-            "mended": self.scrubber.mended,
-        }
+        return SlotReport(
+            slot=self.index,
+            incarnation=self.incarnation,
+            ready=self.ready,
+            step=self.trained(rule.applied),
+            acknowledged=self.trained(rule.acknowledged),
+            watermark=self.trained(rule.watermark),
+            rebuilt=self.missing.done_fraction,
+            record_bytes=sum(shard.data_bytes for shard in self.shards),
+            parity_bytes=sum(shard.parity_bytes for shard in self.shards),
+            log_bytes=self.log.bytes + self.durability.kept().bytes,
+            snapshot_bytes=self.snapshots.bytes,
+            checkpoint_bytes=self.checkpoints.kept_bytes,
+            saver_bytes=self.checkpoints.saver_bytes,
+            saver_pick_s=round(self.checkpoints.picked_s, 6),
+            scrubbed_bytes=self.scrubber.scrubbed_bytes,
+            scrub_rounds=self.scrubber.rounds,
+            damaged=self.scrubber.damaged,
+            mended=self.scrubber.mended,
+        )
 
 
 def _not_trained(before: int | None, step: int, iteration: int | None) -> int | None:

@@ -129,7 +129,7 @@ class Handlers(Protocol):
     def on_fatal(self, process: VirtualProcess, word: messages.Fatal | messages.Refused) -> None:
         """It is told to end, and why."""
 
-    def known(self, process: VirtualProcess) -> Message:
+    def known(self, process: VirtualProcess) -> messages.Known:
         """What its node tells a coordinator that it rejoins."""
 
     def on_sent(self, number: int, connection: VirtualConnection) -> None:

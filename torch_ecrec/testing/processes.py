@@ -175,7 +175,7 @@ class Process:
         )
         self.out.append(("tell", rejoin))
 
-    def known(self) -> dict[str, Any]:
+    def known(self) -> messages.Known:
         raise NotImplementedError
 
     @property
@@ -197,7 +197,7 @@ class Server(Process):
         self.ended |= isinstance(word, messages.Fatal)
         self.node.on_control(word)
 
-    def known(self) -> dict[str, Any]:
+    def known(self) -> messages.Known:
         return self.node.known()
 
     @property
@@ -277,7 +277,7 @@ class Trainer(Process):
         step, trainer, loss = what
         self.losses.setdefault(step, {})[trainer] = loss
 
-    def known(self) -> dict[str, Any]:
+    def known(self) -> messages.Known:
         return self.node.known()
 
     @property

@@ -22,7 +22,6 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Sequence
-from typing import Any
 
 from torch_ecrec.client.client import Client
 from torch_ecrec.coordinator.coordinator import Coordinator
@@ -136,7 +135,7 @@ class SimulatedCluster:
         self.ranks = [start(i) for i in range(self.scenario.trainers)]
         self.scripts.begin()
 
-    def known(self, process: VirtualProcess) -> dict[str, Any]:
+    def known(self, process: VirtualProcess) -> messages.Known:
         """What its node tells a coordinator that it rejoins."""
         name = process.name
         return self.hosts[name].known() if process.role == "server" else self.clients[name].known()

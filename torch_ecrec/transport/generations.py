@@ -34,6 +34,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.protocol.build import own_build
 from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
+from torch_ecrec.protocol.status import Connections
 from torch_ecrec.protocol.wire import A, Answer, Failed, Malformed, Outcome, Refused, Request, Unknown
 from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.transport.complaints import Complaints
@@ -57,11 +58,8 @@ class Way(ABC):
         return self._tries.unreachable()
 
     @abstractmethod
-    def connections(self) -> dict[str, int]:
-        """How many there are with other members, by what carries their bytes; and what packing saves on those there.
-
-        `memory`, `tcp`, `rpc`: connections. `bytes_packed`: of tensors, before they were packed; `bytes_saved` by that.
-        """
+    def connections(self) -> Connections:
+        """Those that there are with other members."""
 
     @abstractmethod
     def _send(self, world: World, peer: str, ticket: int, encoded: Encoded, timeout_s: float) -> None:

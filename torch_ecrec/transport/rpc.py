@@ -34,6 +34,7 @@ from torch.futures import Future
 
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
+from torch_ecrec.protocol.status import Connections
 from torch_ecrec.protocol.wire import Ok, Refused
 from torch_ecrec.runtime.addresses import interface_of
 from torch_ecrec.runtime.lifetime import belongs_here
@@ -197,8 +198,8 @@ class RpcTransport(Transport):
         if _active is self and _is_current_rpc_agent_set():
             shutdown(graceful=False)
 
-    def connections(self) -> dict[str, int]:
-        return {"rpc": max(len(self.members) - 1, 0)}  # torch's own affair
+    def connections(self) -> Connections:
+        return Connections(rpc=max(len(self.members) - 1, 0))  # torch's own affair
 
     def _send(self, world: World, peer: str, ticket: int, encoded: Encoded, timeout_s: float) -> None:
         future = rpc_async(self._workers[peer], _serve, args=(world.generation, _compact(encoded)), timeout=timeout_s)

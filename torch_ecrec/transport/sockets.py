@@ -38,6 +38,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
+from torch_ecrec.protocol.status import Connections
 from torch_ecrec.protocol.wire import Failed, Ok, Unknown
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.addresses import family_of, own_host
@@ -404,16 +405,16 @@ class SocketTransport(Transport):
             channel.sweep(now_s)
         self._tries.look([*(channel.sock for channel in channels), *(one.sock for one in inbound)], now_s)
 
-    def connections(self) -> dict[str, int]:
+    def connections(self) -> Connections:
         with self._gate:
             there = [*(channel.connection for channel in self._channels.values()), *self._inbound]
         in_memory = sum(one.lending is not None for one in there)
-        return {
-            "memory": in_memory,
-            "tcp": len(there) - in_memory,
-            "bytes_packed": sum(one.bytes_packed for one in there),
-            "bytes_saved": sum(one.bytes_saved for one in there),
-        }
+        return Connections(
+            memory=in_memory,
+            tcp=len(there) - in_memory,
+            bytes_packed=sum(one.bytes_packed for one in there),
+            bytes_saved=sum(one.bytes_saved for one in there),
+        )
 
     # from others ------------------------------------------------------------------------------------
 

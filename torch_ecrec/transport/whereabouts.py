@@ -12,9 +12,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.protocol import status
+from torch_ecrec.protocol.status import Status
 from torch_ecrec.runtime.addresses import parse_address, text_of
 from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.transport.control import request
@@ -150,13 +152,23 @@ def reach(where: Whereabouts, limit_s: float, connect: Callable[[Leader, float],
                 raise
 
 
-def status_of(join: str, limit_s: float) -> dict[str, Any]:
+def status_of(join: str, limit_s: float) -> Status:
     """What the coordinator says of its cluster. Raises ClusterUnavailable: not within `limit_s`, nor 10 s."""
-
-    def ask(leader: Leader, seconds: float) -> dict[str, Any]:
-        return request(*leader.address, {"type": "status"}, seconds)
-
+    ask = lambda leader, seconds: ask_status(leader.address, seconds)  # noqa: E731
     return reach(whereabouts(join), min(STATUS_S, limit_s), ask)[0]
+
+
+def ask_status(address: tuple[str, int], timeout_s: float = STATUS_S) -> Status:
+    """What the coordinator at this address says of its cluster.
+
+    Raises:
+        ClusterUnavailable: no answer within `timeout_s`, or one that is no status of this version.
+    """
+    answer = request(*address, {"type": "status"}, timeout_s)
+    try:
+        return status.of_message(answer)
+    except ValueError as error:
+        raise ClusterUnavailable(f"the coordinator at {text_of(address)} answered with {error}") from error
 
 
 def is_followed(mine: Leader | None, leads: Leader | None) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_ecrec.demo.report import Message
+from torch_ecrec.protocol.status import Status
 
 FELT_S = 90.0  # for a disturbance to be felt, on a busy machine
 LOOK_S = 0.5  # between two looks at whether it was felt
@@ -57,21 +57,22 @@ class Disturbance:
         return now_s >= self.until_s and (self.exact or late or bool(self.entry["felt"]))
 
 
-def felt_as_silence(status: Message, names: Collection[str], since_s: float) -> str:
+def felt_as_silence(status: Status | None, names: Collection[str], since_s: float) -> str:
     """Somebody of these was not heard of for a while, as the coordinator said; or it says nothing itself.
 
     Args:
-        status: the last one.
+        status: the last one; None: there is none yet.
         names: of members.
         since_s: when their silence began (time of day).
     """
     now_s = time.time()
     least_s = max(QUIET_S, QUIET_SHARE * (now_s - since_s))
-    if not names and now_s - max(status.get("time_s", 0.0), since_s) >= least_s:
-        return f"the coordinator has said nothing for {now_s - status.get('time_s', 0.0):.1f} s"
-    for member in status.get("members", []) if status.get("time_s", 0.0) > since_s else []:
-        if member["name"] in names and member["alive"] and member["silent_s"] >= least_s:
-            return f"{member['name']} was silent for {member['silent_s']:.1f} s"
+    said_s = 0.0 if status is None else status.time_s
+    if not names and now_s - max(said_s, since_s) >= least_s:
+        return f"the coordinator has said nothing for {now_s - said_s:.1f} s"
+    for member in status.members if status is not None and said_s > since_s else ():
+        if member.name in names and member.alive and member.silent_s >= least_s:
+            return f"{member.name} was silent for {member.silent_s:.1f} s"
     return ""
 
 

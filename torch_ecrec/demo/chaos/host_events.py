@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from torch_ecrec.demo.report import Record
+from torch_ecrec.protocol.status import Unresolved
 from torch_ecrec.spec.job import CodeSpec
 
 AWAY_S = (1.0, 4.0, 10.0)  # of a host
@@ -57,8 +58,7 @@ class World:
 
     def present(self) -> set[str]:
         """Members that are there, as the coordinator sees it."""
-        status = {one["name"] for one in self.record.status.get("members", []) if one["alive"] and not one["left"]}
-        return status - self.record.lost.keys()
+        return {one.name for one in self.record.members if one.present} - self.record.lost.keys()
 
     def on(self, host: int, role: str | None = None) -> list[str]:
         """Members on a host. `role`: of this role only."""
@@ -112,24 +112,25 @@ class World:
     def felt_of_loss(self, names: Collection[str], since_s: float) -> str:
         """All of these are lost, as the coordinator has said since (time of day)."""
         status = self.record.status
-        if status.get("time_s", 0.0) <= since_s or not status.get("slots"):
+        if status is None or status.time_s <= since_s or not status.slots:
             return ""
         left = self.present() & set(names)
         return "" if left else f"lost: {', '.join(sorted(names)) or 'nobody'}"
 
     def felt_of_cut(self, one: int, other: int, names: Collection[str], lost: Collection[str]) -> str:
         """A complaint of one end about the other, or somebody at one end is lost who was not in `lost`."""
-        for entry in self.record.status.get("unreachable", []):
-            if {self.where.get(entry["who"]), self.where.get(entry["whom"])} == {one, other}:
-                return f"{entry['who']} cannot reach {entry['whom']}"
+        status = self.record.status
+        for entry in status.unreachable if status is not None else ():
+            if {self.where.get(entry.who), self.where.get(entry.whom)} == {one, other}:
+                return f"{entry.who} cannot reach {entry.whom}"
         gone = sorted(name for name in names if name in self.record.lost and name not in lost)
         return f"{gone[0]} is lost: {self.record.lost[gone[0]]}" if gone else ""
 
     def felt_as_unresolved(self, one: int, other: int) -> str:
         """The coordinator says of trainers at both ends that they cannot reach each other, and that this is all."""
-        unresolved = self.record.status.get("unresolved") or {"pairs": [], "why": ""}
-        for pair in unresolved["pairs"]:
+        unresolved = Unresolved([], "") if self.record.status is None else self.record.status.unresolved
+        for pair in unresolved.pairs:
             trainers = all(self.record.roles.get(name) == "trainer" for name in pair)
             if trainers and {self.where.get(name) for name in pair} == {one, other}:
-                return f"{' and '.join(sorted(pair))}: {unresolved['why']}"
+                return f"{' and '.join(sorted(pair))}: {unresolved.why}"
         return ""

@@ -27,6 +27,7 @@ from typing import Any, Self
 
 from torch_ecrec.demo.training import example
 from torch_ecrec.processes.children import await_end
+from torch_ecrec.protocol.status import Status
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.testing.hosts import Hosts
@@ -79,15 +80,14 @@ def together(servers: int, hosts: int, elects: bool) -> Homes:
     return Homes([i % hosts for i in range(servers)], first, first if elects else ())
 
 
-def lacking(status: Mapping[str, Any], servers: int) -> str:
+def lacking(status: Status | None, servers: int) -> str:
     """What a cluster lacks until so many servers are there and at peace, by its coordinator's status; "": nothing."""
-    here = [one for one in status.get("members", []) if one["alive"] and not one["left"]]
-    found = [one["name"] for one in here if one["role"] == "server"]
-    if time.time() - status.get("time_s", 0.0) > FRESH_S:
+    if status is None or time.time() - status.time_s > FRESH_S:
         return "the coordinator does not answer"
-    if len(found) != servers or any(one["silent_s"] > HEARD_S for one in here):
-        return f"{len(found)} servers of {servers} are there, and all members must be heard of"
-    if status["unreachable"] or status["going_back"] or status["move"]:
+    found = len(status.servers)
+    if found != servers or any(one.silent_s > HEARD_S for one in status.members if one.present):
+        return f"{found} servers of {servers} are there, and all members must be heard of"
+    if status.unreachable or status.going_back or status.move:
         return "members cannot reach each other, or servers go back, or a slot moves"
     return ""
 

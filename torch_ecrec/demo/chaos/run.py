@@ -235,11 +235,10 @@ class ChaosRun(DemoRun):
     def _freeze_all(self, kind: str, since_s: float) -> None:
         """All servers stop at one instant, for longer than a lease, and go on: nobody has died."""
         with self._lock:
-            members = self.record.status.get("members", [])
-            servers = [m for m in members if m["role"] == "server" and m["alive"] and not m["left"]]
+            servers = [one for one in self.record.members if one.role == "server" and one.present]
             if len(servers) < self.code.slots:
                 return  # a status of before all were there
-            names, pids = [m["name"] for m in servers], [m["pid"] for m in servers]
+            names, pids = [one.name for one in servers], [one.pid for one in servers]
             began_s = time.time()
 
             def felt() -> str:

@@ -1,0 +1,461 @@
+"""What a coordinator says of its cluster when it is asked, and what members report for that: every figure, declared.
+
+    asked      {"type": "status"}, on the control channel; who watches asks the same on its connection
+    answer     `Status`: an object of JSON, which `torch-ecrec status --json` prints as it is
+
+    json_of(status)                 # {"type": "status", "version": "0.9", ..., "slots": [{"slot": 0, ...}], ...}
+    of_message(message).slots[0].healthy
+
+A figure that is added is a field here, set by who computes it: `coordinator/status.py` of the cluster,
+`server/reports.py` of a slot, `processes/member.py` of a process. Whoever reads it reads an attribute.
+
+Terms. *Steps* are of training, not of the protocol: 0 before the first. *Seconds* are of the coordinator's clock, since
+something happened, unless the name ends in `time_s`. A *report* is what a member has said of itself with its last
+heartbeat, so it is as old as that.
+
+Invariants.
+- What a member reports is strict, as all that it says is: a figure that is not declared makes its message none.
+- A status is read strictly, too, but for what is declared nowhere here: a newer coordinator may say more.
+- This module loads neither torch nor NumPy: `torch-ecrec status` answers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+
+import torch_ecrec
+from torch_ecrec.protocol.bounds import (
+    FIGURES_MOST,
+    MEMBERS_MOST,
+    SHOWN_MOST,
+    SLOTS_MOST,
+    Count,
+    Name,
+    Ranks,
+    Role,
+    Text,
+    TransportName,
+    Version,
+)
+from torch_ecrec.spec.job import CodeSpec
+
+Seconds = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+# what members report ----------------------------------------------------------------------------------
+
+
+class WaitedFor(Struct, frozen=True, forbid_unknown_fields=True):
+    """For whom a process has waited since it said so last; see `protocol/waits.py`.
+
+    Attributes:
+        over_s: since then.
+        lookups: that a trainer made, of several servers; steps of which a server sent folds to several.
+        usual_s: summed over them, until most servers had answered.
+        late_s: of each server, for how long its answer was out and those of most others were there.
+        held_s: for how long a trainer could not go on, since earlier steps were not acknowledged.
+    """
+
+    over_s: Seconds
+    lookups: Count
+    usual_s: Seconds
+    late_s: Annotated[dict[Name, Seconds], Meta(max_length=MEMBERS_MOST)]
+    held_s: Seconds = 0.0
+
+
+class Connections(Struct, frozen=True, forbid_unknown_fields=True):
+    """What carries a member's bytes to and from others, and what packing saves where it pays.
+
+    Attributes:
+        memory, tcp, rpc: connections in shared memory, over TCP, and those of torch RPC.
+        bytes_packed: of tensors that were packed, on the connections that are there, before that.
+        bytes_saved: of these, by packing.
+    """
+
+    memory: Version = 0
+    tcp: Version = 0
+    rpc: Version = 0
+    bytes_packed: Version = 0
+    bytes_saved: Version = 0
+
+
+class SlotReport(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the host of a slot reports of it.
+
+    Attributes:
+        slot, incarnation: of which life of which slot.
+        ready: it serves.
+        step: that its records are of.
+        acknowledged: the last step that survives r losses, as trainers were told.
+        watermark: nobody goes back to before this step.
+        rebuilt: the share of its records and parities that are there, 0 to 1.
+        record_bytes: of records, with optimizer state. `parity_bytes`: of parities.
+        log_bytes: of its own delta log and of those that it folded for others.
+        snapshot_bytes: of dense snapshots. `checkpoint_bytes`: kept for checkpoints that are under way.
+        saver_bytes: of memory of the saver that picks rows for prioritised saves.
+        saver_pick_s: seconds that its longest pick took.
+        scrubbed_bytes: looked at for damage, since it began. `scrub_rounds`: so often at everything.
+        damaged, mended: records and parities that were found damaged, and those that were repaired.
+    """
+
+    slot: Annotated[int, Meta(ge=0, lt=SLOTS_MOST)]
+    incarnation: Version
+    ready: bool
+    step: Count
+    acknowledged: Count
+    watermark: Count
+    rebuilt: Share
+    record_bytes: Version
+    parity_bytes: Version
+    log_bytes: Version
+    snapshot_bytes: Version
+    checkpoint_bytes: Version
+    saver_bytes: Version
+    saver_pick_s: Seconds
+    scrubbed_bytes: Version
+    scrub_rounds: Version
+    damaged: Version
+    mended: Version
+
+
+class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A member's figures. None: it does not say, and what it said before holds; in JSON the key is absent then.
+
+    Attributes:
+        slots: of a server, those that it hosts.
+        bytes_sent: of tensors, since the process began, by what they were for: "lookup", "push", "fold", "snapshot",
+            "rebuild", "scrubbing", "other".
+        connections: those with other members.
+        refused_messages: of the data plane, with connections that were not let in.
+        waits: for whom it has waited, if for somebody.
+        awaits: of a trainer, the ranks of those without whom it does not go on.
+    """
+
+    slots: Annotated[list[SlotReport], Meta(max_length=SLOTS_MOST)] | None = None
+    bytes_sent: Annotated[dict[Text, Version], Meta(max_length=FIGURES_MOST)] | None = None
+    connections: Connections | None = None
+    refused_messages: Version | None = None
+    waits: WaitedFor | None = None
+    awaits: Ranks | None = None
+
+    def followed_by(self, later: Report) -> Report:
+        """What is known once a member has reported again."""
+        said = {name: getattr(later, name) for name in later.__struct_fields__}
+        return replace(self, **{name: value for name, value in said.items() if value is not None})
+
+
+# what the coordinator says ----------------------------------------------------------------------------
+
+
+class SlotStatus(Struct, frozen=True):
+    """Where a slot is.
+
+    Attributes:
+        slot: its index.
+        server: its host; "": it waits for one.
+        incarnation: how many hosts it had before.
+        healthy: all its records and parities are there.
+    """
+
+    slot: int
+    server: str
+    incarnation: int
+    healthy: bool
+
+
+class Late(Struct, frozen=True):
+    """How training waits for a server (`coordinator/slowness.py`).
+
+    Attributes:
+        share: of the trainers' time, 0 to 1, in which its answer was out and those of most others were there.
+        late_s: seconds by which it answers a lookup later than most others. `usual_s`: that those take.
+    """
+
+    share: float
+    late_s: float
+    usual_s: float
+
+
+class MemberStatus(Struct, frozen=True, kw_only=True):
+    """A process that has joined; who is gone is shown for a while.
+
+    Attributes:
+        rank: of a trainer; -1 of a server.
+        pid: its process id, on its own host.
+        launch: of a trainer, a word of whoever starts all of them, again and again; "": there is none.
+        alive: it was not taken for lost. `left`: it is done.
+        spare: a server without a slot. `draining`: one that is to be without.
+        slow: how training waits for it, where that is long; None: it is not.
+        silent_s: seconds since it was heard of.
+        report: its figures.
+    """
+
+    name: str
+    role: Role
+    rank: int
+    pid: int
+    launch: str = ""
+    alive: bool
+    left: bool
+    spare: bool
+    draining: bool
+    slow: Late | None = None
+    silent_s: float
+    report: Report
+
+    @property
+    def present(self) -> bool:
+        """It is there: neither lost nor done."""
+        return self.alive and not self.left
+
+
+class SavesStatus(Struct, frozen=True):
+    """Prioritised saves: some rows of every slot, on the last checkpoint.
+
+    Attributes:
+        saver: the rule that picks the rows. `portion`: of each slot's rows, that one save has, 0 to 1.
+        saves: how many count, since that checkpoint. `last_step`: of the newest, or of the checkpoint.
+        failing: why the last one came to nothing; "": it did not.
+    """
+
+    saver: str
+    portion: float
+    saves: int
+    last_step: int
+    failing: str
+
+
+class CheckpointsStatus(Struct, frozen=True):
+    """The checkpoints that a cluster writes.
+
+    Attributes:
+        url: where they are kept.
+        last: the name of the last that counts; "": none yet in this run. `last_step`: that it is of.
+        last_age_s: seconds since it counted; None: there is none.
+        running: the name of one that is being written; "": none is.
+        failing: why the last one came to nothing; "": it did not. `failing_for_s`: seconds since none has succeeded.
+        saves: prioritised ones; None: none are wanted.
+    """
+
+    url: str
+    last: str
+    last_step: int
+    last_age_s: float | None
+    running: str
+    failing: str
+    failing_for_s: float | None
+    saves: SavesStatus | None
+
+
+class PartialStatus(Struct, frozen=True, kw_only=True):
+    """What partial recoveries have lost for good.
+
+    Attributes:
+        exact: False: this run is not what an undisturbed one is.
+        times: how many there were.
+        lost_samples: CPR's portion of lost samples, 0 to 1, of the run until step `of_steps`.
+        lost_steps: of each slot that lost some, steps whose changes it lacks.
+        last: the name of the checkpoint of the last recovery. `last_step`: that it is of.
+        last_saves: prioritised saves on it, of which rows were newer. `last_slots`: that began anew.
+    """
+
+    exact: bool
+    times: int
+    lost_samples: float
+    of_steps: int
+    lost_steps: list[int]
+    last: str
+    last_step: int
+    last_saves: int
+    last_slots: list[int]
+
+
+class Inexactness(Struct, frozen=True):
+    """Something that makes this run another than an undisturbed one. `step`: training's, until then."""
+
+    step: int
+    what: str
+
+
+class RestoredStatus(Struct, frozen=True):
+    """The checkpoint that a cluster began with: its name, and the step that it is of."""
+
+    folder: str
+    step: int
+
+
+class Complaint(Struct, frozen=True):
+    """A member cannot reach another one, and has said so for so many seconds."""
+
+    who: str
+    whom: str
+    for_s: float
+
+
+class Unresolved(Struct, frozen=True):
+    """Members that cannot reach each other, where nobody can be given up for it: training cannot go on until they can.
+
+    Attributes:
+        pairs: (who, whom). Nobody: all is resolved. `why`: nobody can be given up.
+    """
+
+    pairs: list[tuple[str, str]]
+    why: str
+
+
+class DomainAtRisk(Struct, frozen=True):
+    """A failure domain whose servers host more together than the code repairs: which `slots`, and `why`, for people."""
+
+    domain: str
+    slots: list[int]
+    why: str
+
+
+class Standstill(Struct, frozen=True):
+    """Training stands for members that are silent.
+
+    Attributes:
+        why: of each member, by name. `left_s`: seconds until they are given up; None: not before somebody is heard.
+    """
+
+    why: dict[str, str]
+    left_s: float | None
+
+
+class Gathering(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="gathering"):
+    """The cluster has not begun, since somebody is lacking: (those that are there, those that it takes).
+
+    `trainers`: it takes 0 where none has come that would say how many there will be.
+    """
+
+    servers: tuple[Count, Count]
+    trainers: tuple[Count, Count]
+
+
+class MoveStatus(Struct, frozen=True):
+    """A slot is being copied to that server, and goes on where it is meanwhile."""
+
+    slot: int
+    server: str
+
+
+class Status(Struct, frozen=True, kw_only=True, tag_field="type", tag="status"):
+    """All that a coordinator says of its cluster.
+
+    Attributes:
+        version: of the package. `run`: the identity of the cluster.
+        code, transport: of the cluster.
+        generation: of the data plane. `epoch`: of the placement; 0: nothing is placed yet. `era`: of the trainers.
+        going_back: servers go back, or say how far they can.
+        resume_step: the step that the era began after; None: that is being found out.
+        step: the last that a trainer has reported.
+        finished: the job has ended, as all its trainers were done.
+        fatal: why it has ended for everybody; None: it has not.
+        checkpoints: that are written; None: none are wanted.
+        partial: what partial recoveries have lost; None: nothing.
+        inexact: all that makes this run another than an undisturbed one.
+        restored: the checkpoint that it began with; None: with none.
+        unreachable: who cannot reach whom. `unresolved`: those for whom training cannot go on.
+        at_risk: failure domains that must not be lost.
+        stands_still: for whom training waits; None: for nobody.
+        gathering: who is lacking; None: the cluster has begun, or all are there.
+        tables: of the job; 0: no trainer has come yet that would say.
+        slots: by index; none: they are not placed yet.
+        move: that is under way; None: none is.
+        members: who has joined.
+        looks: a checkpoint is looked for, and whoever joins waits.
+        cannot_begin: why there is nothing to begin with, so that whoever joins is refused; "": there is, or may be.
+        store_trouble: why it is not known yet what to begin with; "": it is, or nothing is in the way.
+        refused_messages: on the control channel, since the coordinator began.
+        time_s: when this was said, by the coordinator's clock, in seconds since the epoch; 0: it has none.
+    """
+
+    version: str
+    run: str
+    code: CodeSpec
+    transport: TransportName
+    generation: int
+    epoch: int
+    era: int
+    going_back: bool
+    resume_step: int | None
+    step: int
+    finished: bool
+    fatal: str | None
+    checkpoints: CheckpointsStatus | None
+    partial: PartialStatus | None
+    inexact: list[Inexactness]
+    restored: RestoredStatus | None
+    unreachable: list[Complaint]
+    at_risk: list[DomainAtRisk]
+    stands_still: Standstill | None
+    unresolved: Unresolved
+    gathering: Gathering | None
+    tables: int
+    slots: list[SlotStatus]
+    move: MoveStatus | None
+    members: list[MemberStatus]
+    looks: bool = False
+    cannot_begin: str = ""
+    store_trouble: str = ""
+    refused_messages: int = 0
+    time_s: float = 0.0
+
+    @property
+    def healthy(self) -> bool:
+        """Slots are placed, and all of them have all that is theirs."""
+        return bool(self.slots) and all(slot.healthy for slot in self.slots)
+
+    @property
+    def servers(self) -> list[MemberStatus]:
+        """Those that are there."""
+        return [one for one in self.members if one.role == "server" and one.present]
+
+    @property
+    def trainers(self) -> list[MemberStatus]:
+        """Those that are there."""
+        return [one for one in self.members if one.role == "trainer" and one.present]
+
+    def member(self, name: str) -> MemberStatus:
+        """The member of that name. Raises KeyError: there is none."""
+        found = [one for one in self.members if one.name == name]
+        if not found:
+            raise KeyError(name)
+        return found[0]
+
+    def slot_reports(self) -> dict[int, SlotReport]:
+        """What the host of each slot reports, by slot, where it has; perhaps of an earlier life of the slot."""
+        host = {place.slot: place.server for place in self.slots}
+        return {
+            report.slot: report
+            for member in self.members
+            for report in member.report.slots or ()
+            if host.get(report.slot) == member.name
+        }
+
+
+def json_of(status: Status) -> dict[str, Any]:
+    """A status as an object of JSON: the inverse of `of_message`."""
+    found: dict[str, Any] = msgspec.to_builtins(status)
+    return found
+
+
+def of_message(message: Mapping[str, Any]) -> Status:
+    """The status in a coordinator's answer.
+
+    Raises:
+        ValueError: it is none; the text says which field, what was wanted and what came, and if it came from another
+            version of this package.
+    """
+    try:
+        return msgspec.convert(message, Status)
+    except (msgspec.ValidationError, ValueError) as error:
+        here = torch_ecrec.__version__
+        there = str(message.get("version", here))[:SHOWN_MOST]
+        other = f", of torch-ecrec {there}, here {here}" if there != here else ""
+        raise ValueError(f"no status{other}: {str(error)[:SHOWN_MOST]}") from None
