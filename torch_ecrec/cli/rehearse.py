@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from torch_ecrec.cli.arguments import add_code
-from torch_ecrec.observe.rehearsed import FOLDER
 from torch_ecrec.runtime.installed import require_torchrec
+from torch_ecrec.spec.settings import REHEARSALS
 
 HELP = "your own script: does it go on to the same bits when killed?"
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit-s", type=float, default=300.0, metavar="S", help="without news for so long, it hangs (default 300)"
     )
-    parser.add_argument("--out", type=Path, default=Path(FOLDER), metavar="DIR", help="for logs and records")
+    parser.add_argument("--out", type=Path, default=Path(REHEARSALS), metavar="DIR", help="for logs and records")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="-- SCRIPT ARGS...", help="as torchrun takes it")
 
 

@@ -1,6 +1,6 @@
 """Which scripts were rehearsed here, so that `attach` need not say that this one was not.
 
-    FOLDER/equal-3f0c9a51d2e84b76   an empty file: a rehearsal of the script of this digest came to EQUAL
+    rehearsal/equal-3f0c9a51d2e84b76   an empty file: a rehearsal of the script of this digest came to EQUAL
 
 The digest is of the file that Python runs, and of nothing else. A script that was changed has to be rehearsed again;
 other arguments, or a change in what the script imports, are not noticed.
@@ -12,7 +12,6 @@ import hashlib
 import sys
 from pathlib import Path
 
-FOLDER = "rehearsal"  # where rehearsals keep their logs, and leave marks, unless they are told another place
 DIGITS = 16
 
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torch_ecrec.observe.rehearsed import FOLDER
 from torch_ecrec.runtime.checks import Flag, require, require_int, take_fields
 
 _NUMBERS: dict[type, Callable[[str], object]] = {int: int, float: float}
 STANDS_S, STANDS_BEFORE_CHECKPOINT_S = 3600.0, 60.0  # `standstill_s`, where it is not given
+REHEARSALS = "rehearsal"  # the folder where rehearsals keep logs and leave marks, unless they are told another
 WITHOUT_SPARE = ("survivor", "wait")  # who gets a lost slot when there is no spare
 TRANSPORTS = ("sockets", "rpc")  # what carries messages between trainers and servers
 CHAOS_EVENTS = ("kill-server", "kill-trainer", "kill-coordinator", "stop-server", "stop-trainer")
@@ -81,7 +81,7 @@ def record_folder() -> Path | None:
 
 def rehearsed_folder() -> Path:
     """Where rehearsals have left marks of the scripts that they found equal."""
-    return Path(os.environ.get("TORCH_ECREC_REHEARSED") or FOLDER)
+    return Path(os.environ.get("TORCH_ECREC_REHEARSED") or REHEARSALS)
 
 
 def set_unless_set(name: str, value: Callable[[], str]) -> None:
