@@ -75,7 +75,6 @@ setup(
         "etcd": ["etcd3gw"],
         "dev": [
             "galois>=0.4.4",
-            "greenlet",
             "hypothesis",
             "mypy",
             "py-spy",

@@ -22,7 +22,6 @@ from torch_ecrec.processes import coordination
 from torch_ecrec.processes.coordination import Coordination, run_coordinator
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.transport.etcd import NOBODY
 
 LIMIT_S = 120.0
 
@@ -59,7 +58,7 @@ def test_a_coordinator_that_is_told_to_end_removes_the_saves_of_its_run(
 class Fenced:
     """The office of one that leads, is fenced, and is told to end (SIGTERM) as it gives its lease back."""
 
-    run, began_with, known, again, over, led, holds = "run", "none", NOBODY, False, False, 1, True
+    run, began_with, known, again, over, led, holds = "run", "none", None, False, False, 1, True
     stood = 0
 
     def __init__(self, *_: Any) -> None:

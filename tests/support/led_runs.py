@@ -42,7 +42,7 @@ FOLLOWED = tuple(kind for kind in LEADERS if kind != "hangs for a moment")  # af
 SERVER = "a server dies"
 BOTH = "killed, and a server dies"
 HOST = "its host vanishes, with a server"
-FORGETS = "etcd forgets"  # all that it knew
+FORGETS = "etcd forgets"  # all that it knew, and coordinators, which notice it, end and are started again
 LOSE = (SERVER, BOTH, HOST)  # a server
 AT_ONCE = ("killed", "killed, leads again", BOTH)  # its port is there again before anybody else leads
 
@@ -79,7 +79,6 @@ class LedRun(SimulatedCluster):
         self.happenings, self._tools = list(happenings), tools
         self._next, self._counted = 0, {"control": 0, "data": 0}
         self._waits_for = 0  # leaderships
-        self._forgotten = False  # by etcd, and who leads has not said again that it does
         self.asked, self.killed = 0, set[str]()
         self.led: list[int] = [0]
         self.spans: list[dict[str, int]] = []
@@ -115,9 +114,8 @@ class LedRun(SimulatedCluster):
 
     @property
     def _led(self) -> bool:
-        """Somebody leads since what happened last, and etcd says so."""
-        self._forgotten = self._forgotten and self.standbys.etcd.leader is None
-        return self.standbys.leaderships >= self._waits_for and not self._forgotten
+        """Somebody leads since what happened last."""
+        return self.standbys.leaderships >= self._waits_for
 
     def _on_leadership(self, center: Standby) -> None:
         self.led.append(center.number)
@@ -173,7 +171,7 @@ class LedRun(SimulatedCluster):
         now = {"control": self.plane.sent, "data": len(self.network.sent)}
         self.spans.append({plane: now[plane] - self._counted[plane] for plane in now})
         self._count_from_here()
-        if happening.kind in (*FOLLOWED, BOTH, HOST):
+        if happening.kind in (*FOLLOWED, BOTH, HOST, FORGETS):
             self._waits_for = self.standbys.leaderships + 1
         if victim is not None:
             self.killed.add(victim)
@@ -193,7 +191,6 @@ class LedRun(SimulatedCluster):
         plane = self.standbys
         if kind == FORGETS:
             plane.etcd.forget()
-            self._forgotten = True
         elif kind == "hangs for a moment":
             plane.stop(center, 0.4 * TTL_S / FASTER)
         elif kind == "hangs":

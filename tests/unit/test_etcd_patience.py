@@ -11,7 +11,7 @@ from etcd3gw.exceptions import ConnectionFailedError, ConnectionTimeoutError
 
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.transport import etcd
-from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Last, Leader, parse_place
+from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Leader, Run, View, parse_place
 from torch_ecrec.transport.whereabouts import PATIENT_S, Elected
 
 
@@ -22,10 +22,11 @@ class Address:
         self.host, self.port, self.timeout = name, 2379, timeout_s
         self.clock, self.takes_s, self.refuses = clock, 0.0, False
         self.fails: Exception | None = None
-        self.has: list[object] = []
+        self.leader: dict[str, str] | None = None
+        self.run: dict[str, str] | None = None
         self.asked = 0
 
-    def get(self, key: str, metadata: bool) -> list[object]:
+    def transaction(self, _: dict[str, Any]) -> dict[str, Any]:
         self.asked += 1
         if self.refuses:
             raise ConnectionFailedError("Connection refused")
@@ -34,7 +35,13 @@ class Address:
             raise ConnectionTimeoutError("late")
         if self.fails is not None:
             raise self.fails
-        return self.has
+        responses = [{"response_range": {} if one is None else {"kvs": [one]}} for one in (self.leader, self.run)]
+        return {"header": {"cluster_id": "3", "revision": "9"}, "responses": responses}
+
+
+def kept(value: bytes) -> dict[str, str]:
+    """A key, as etcd has it."""
+    return {"value": base64.b64encode(value).decode(), "mod_revision": "7", "create_revision": "5", "lease": "1"}
 
 
 @pytest.fixture
@@ -58,14 +65,14 @@ def test_an_etcd_that_is_slow_all_the_time_is_waited_for(addresses: list[Address
     failed = 0
     while True:
         try:
-            assert asks.leader() is None
+            assert asks.look().leader is None
             break
         except EtcdUnavailable as error:
             assert str(error).count("no answer in time") == 3
             failed += 1
     assert failed == 2, "0.2, then 0.4, then 0.8"
     for _ in range(5):
-        assert asks.leader() is None, "from then on each time"
+        assert asks.look().leader is None, "from then on each time"
 
 
 def test_patience_has_an_end_and_shrinks_with_the_answers(addresses: list[Address]) -> None:
@@ -74,16 +81,16 @@ def test_patience_has_an_end_and_shrinks_with_the_answers(addresses: list[Addres
         one.takes_s = 5.0
     for _ in range(10):
         with pytest.raises(EtcdUnavailable):
-            asks.leader()
+            asks.look()
     assert [one.timeout for one in addresses] == [1.0, 1.0, 1.0]
     addresses[0].takes_s = 0.001
-    asks.leader()
+    asks.look()
     assert 0.9 < addresses[0].timeout < 1.0, "it may be slow again"
     for _ in range(100):
-        asks.leader()
+        asks.look()
     assert addresses[0].timeout == 0.2 and addresses[1].timeout == 1.0
     addresses[0].takes_s = 0.1
-    asks.leader()
+    asks.look()
     assert addresses[0].timeout == pytest.approx(0.4), "some times what it took"
 
 
@@ -92,7 +99,7 @@ def test_one_address_that_hangs_costs_little_and_one_that_refuses_nothing(addres
     addresses[0].takes_s, addresses[1].refuses = 60.0, True
     begin_s = clock[0]
     for _ in range(20):
-        asks.leader()
+        asks.look()
     assert clock[0] - begin_s == pytest.approx(0.2), "it is not asked first any more"
     assert [one.asked for one in addresses] == [1, 1, 20] and addresses[1].timeout == 0.2
 
@@ -103,22 +110,19 @@ def test_who_has_no_patience_waits_as_long_each_time(addresses: list[Address]) -
         one.takes_s = 0.3
     for _ in range(5):
         with pytest.raises(EtcdUnavailable):
-            asks.leader()
+            asks.look()
     assert {one.timeout for one in addresses} == {0.2}
 
 
-def looked(last: bytes) -> dict[str, Any]:
-    """An answer of etcd."""
-    of_last = {"value": base64.b64encode(last).decode(), "mod_revision": "7"}
-    return {"responses": [{"response_range": {}}, {"response_range": {"kvs": [of_last]}}]}
-
-
-def test_what_an_older_build_has_left_is_read(addresses: list[Address], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It did not say what the run began with: not known, which is no reason for nobody to lead."""
-    left = b'{"id": "before", "run": "its word"}'
-    monkeypatch.setattr(Address, "transaction", lambda self, asked: looked(left), raising=False)
-    leader, last = keys(addresses).look()
-    assert leader is None and last == Last("before", "its word", 7, "") and last.written == left.decode()
+def test_what_etcd_has_is_read(addresses: list[Address]) -> None:
+    first = addresses[0]
+    assert keys(addresses).look() == View(None, None, 3, 9)
+    first.leader = kept(b'{"id": "x", "address": ["here", 1], "ttl_s": 2}')
+    first.run = kept(b'{"word": "its word", "leader": "x", "began_with": "none", "over": false}')
+    leader, run = Leader(("here", 1), 7, "x", 1, 2), Run("its word", "x", "none", False, 7)
+    assert keys(addresses).look() == View(leader, run, 3, 9)
+    first.leader["lease"] = "0"
+    assert keys(addresses).look() == View(None, run, 3, 9), "a key that hangs on no lease is nobody's"
 
 
 @pytest.mark.parametrize(
@@ -128,21 +132,19 @@ def test_what_an_older_build_has_left_is_read(addresses: list[Address], monkeypa
 def test_whatever_an_address_fails_by_the_next_one_is_asked(addresses: list[Address], fails: Exception) -> None:
     """Where it ended the thread that keeps the lead, that process led for ever, and never acted."""
     addresses[0].fails = fails
-    assert keys(addresses).leader() is None and [one.asked for one in addresses] == [1, 1, 0]
+    assert keys(addresses).look().leader is None and [one.asked for one in addresses] == [1, 1, 0]
     for one in addresses:
         one.fails = fails
     with pytest.raises(EtcdUnavailable, match=re.escape(str(fails.args[0]))):
-        keys(addresses).leader()
+        keys(addresses).look()
 
 
 @pytest.mark.parametrize("value", [b"", b"[]", b"\xff", b"7", b'{"id": "x"}', b'{"id": "x", "address": 7, "lease": 1}'])
 def test_what_somebody_else_has_written_is_nobody_s_end(value: bytes, addresses: list[Address]) -> None:
     for one in addresses:
-        one.has = [(value, {"mod_revision": "7", "create_revision": "7", "lease": "1"})]
-        one.transaction = lambda asked: looked(value)  # type: ignore[attr-defined]
-    for ask in (keys(addresses).leader, keys(addresses).look):
-        with pytest.raises(EtcdUnavailable):
-            ask()
+        one.leader = kept(value)
+    with pytest.raises(EtcdUnavailable):
+        keys(addresses).look()
     with pytest.raises(ClusterUnavailable, match="no coordinator of etcd://a/ads"):
         Elected("etcd://a/ads", keys(addresses)).find(0.0)
 
@@ -152,10 +154,9 @@ def test_members_wait_for_a_slow_etcd_as_coordinators_do(addresses: list[Address
     where, (slow, *_) = Elected("etcd://a/ads"), addresses
     where._keys._clients = [slow]  # type: ignore[attr-defined]
     slow.timeout, slow.takes_s = 1.0, 1.3
-    leads = b'{"id": "x", "address": ["here", 1], "lease": 1}'
-    slow.has = [(leads, {"mod_revision": "7", "create_revision": "7", "lease": "1"})]
+    slow.leader = kept(b'{"id": "x", "address": ["here", 1], "ttl_s": 2}')
     found = [where.look() for _ in range(3)]
-    assert found[0] is None and found[1] == found[2] == Leader(("here", 1), 7, "x", 1)
+    assert found[0] is None and found[1] == found[2] == Leader(("here", 1), 7, "x", 1, 2)
     slow.takes_s = 60.0
     for _ in range(5):
         begin_s = slow.clock[0]

@@ -1,67 +1,115 @@
-"""One of several coordinators of a cluster: when it leads, and until when it may.
+"""One of several coordinators of a cluster: when it leads, and until when it may act.
 
-Pure but for `Keys`, which asks etcd (`transport/etcd.py`); the clocks are given. Each `step` is one thing to do next.
+The rule is pure. A `Candidate` says what to ask etcd next, and is told the answer and the time. Who asks is
+`processes/leadership.py`. etcd has two keys of a cluster (`transport/etcd.py`): `leader`, with a lease, and `run`.
+
+    ask() -> Look        answer(view): nobody leads, and it has watched for a lease
+    ask() -> Grant       answer(7): its lease
+    ask() -> Take        both keys become its own in one transaction, if neither has changed since the look
+    ask() -> Look        answer(view): `leader` is its own, by lease 7
+    ask() -> Renew       answer(True): it leads, and acts until 1.8 s after it asked, with a lease of 2 s
 
 Invariants.
-- *One leads.* A leader acts while `holds` alone: until `MARGIN` of its lease is over, counted from before it asked for
-  it, so that it stops before etcd can give the lease to another; and a lease counts only if etcd has just said that the
-  lead is still its own. A process that was stopped, or cannot reach etcd, finds its time over by its own clock before
-  it does anything.
-- *An outage of etcd is no change.* A leader whose lease has ended leads again, as it is, if nobody has led since: the
-  key `last` says so. Otherwise it is fenced, for ever.
-- *Nor is an etcd that has forgotten everything, or was put back to an earlier state.* Whoever knows more than etcd says
-  so at once, with a *mark* in the place of `last`; from then on nobody leads. Who led and held its lease when it marked
-  leads again, as it is: nobody can have led since. One whose lease was over by then may have been followed: it is
-  fenced. Others lead once a mark has stood for `FORGOTTEN_LEASES`, when no lease of before can last. A run that nobody
-  knows of begins with a mark, too: who knows of one writes over it, within `UNKNOWN_LEASES` in which etcd answered.
-- *A run ends once.* Who has stood by it, or led it, has nothing to do with the next one of that name: it ends, too.
-  Each try to begin one has a word of its own, so that no two runs have the same.
-- *Nothing is written but over what was read.* What `last` has is never written twice, so that who was stopped in
-  between writes nothing, whatever etcd has been put back to.
-- *Revisions grow*, by what this one has seen and by the time of day (a hybrid logical clock: S. Kulkarni et al.,
-  "Logical Physical Clocks", OPODIS 2014): also where etcd and all who knew are gone.
-- What was asked and not answered may have been done: it is found out before anything is asked again.
+- *One acts.* A leader acts until `MARGIN` of its lease is over, counted by its own clock from before it asked for the
+  renewal. etcd counts from later, and gives the lead to nobody else before the lease is over. A process that was
+  stopped, or cannot reach etcd, finds its time over before it does anything.
+- *A lease that is lost is a lead that is lost.* Its owner is fenced, for ever. One that could not reach etcd, and finds
+  its lease there again, leads on: nobody has led meanwhile.
+- *What was asked and not answered may have been done.* The next thing after it is a look.
+- *A run ends once.* Who has stood by it, or has led it, has nothing to do with the next one of that name: it ends, too.
+- *Whoever was out of touch watches first.* Nobody takes the lead, or acts again, before its looks have shown the same
+  `run` for a lease, none of them more than a lease after the one before. A lease alone needs no such wait. It is for an
+  etcd that has lost its data, or was put back to a backup: who led by what is gone has stopped acting by then.
+- *An etcd that was put back is noticed*: its revision falls, it is another cluster, or `run` is gone. Whoever has seen
+  more ends with `EtcdPutBack`, and is to be started again.
+
+Not seen: an etcd put back to a moment ago, when somebody had just taken the lead; then two may act for as long as
+`MARGIN` of a lease.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import time
-import uuid
-from collections.abc import Callable
+from collections.abc import Hashable
+from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
-from torch_ecrec.transport.etcd import BEGINS, COUNTS_MOST, GOES_ON, NOBODY, Last, Leader
+from torch_ecrec.errors import ClusterError
+from torch_ecrec.transport.etcd import Run, View
 
 POLL_S = 0.2  # between two looks of a standby
 RETRY_S = 0.2  # after etcd did not answer
 RENEWS = 4  # times in a lease
 MARGIN = 0.9  # of a lease in which its owner acts
-SETTLED = 1.0  # leases: for who knows more than etcd to say so, or to stop
-STOOD = 1.0  # leases, with looks, before who stands by takes the lead where etcd says that nobody has it
-LOOKED = 0.5  # of a lease: so old may be what etcd has said when it is renewed
-FORGOTTEN_LEASES = 1.5  # after a mark: who was deposed by it has stopped, and who led before has led again
-UNKNOWN_LEASES = 2.5  # likewise, before a run begins: by then who knows of one has marked it
-TICKS = 1 << 20  # revisions in a millisecond of the time of day
-TIME_MOST = COUNTS_MOST - (1 << 56)  # in 2107: a clock that says later leaves revisions for all who lead after it
+FRESH = 0.5  # of a lease: how old a look may be when the lease is renewed because of it
+
+
+class EtcdPutBack(ClusterError):
+    """etcd knows less than it has said before: it has lost its data, or was put back to a backup."""
 
 
 class Keys(Protocol):
     """What etcd has of a cluster: `transport/etcd.py:EtcdKeys`, `testing/standbys.py:Keys`."""
 
-    def look(self) -> tuple[Leader | None, Last]: ...
+    def look(self) -> View: ...
 
     def grant(self, ttl_s: int) -> int: ...
 
     def renew(self, lease: int) -> bool: ...
 
-    def revoke(self, lease: int) -> None: ...
+    def take(self, address: tuple[str, int], lease: int, ttl_s: int, run: Run, seen: int) -> None: ...
 
-    def take(self, me: Last, address: tuple[str, int], lease: int, last: Last) -> bool: ...
 
-    def write(self, said: Last, last: Last) -> bool: ...
+@dataclass(frozen=True)
+class Look:
+    """Asks who leads, and which run."""
+
+    def of(self, keys: Keys) -> View:
+        return keys.look()
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Asks what a new run begins with: not of etcd. It may take as long as it likes."""
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Asks for a lease of `ttl_s` seconds."""
+
+    ttl_s: int
+
+    def of(self, keys: Keys) -> int:
+        return keys.grant(self.ttl_s)
+
+
+@dataclass(frozen=True)
+class Take:
+    """Takes the lead, if nobody has it, and `run` is what it was at revision `seen`. The answer counts for nothing."""
+
+    address: tuple[str, int]
+    lease: int
+    ttl_s: int
+    run: Run
+    seen: int
+
+    def of(self, keys: Keys) -> None:
+        keys.take(self.address, self.lease, self.ttl_s, self.run, self.seen)
+
+
+@dataclass(frozen=True)
+class Renew:
+    """Renews a lease; answered by whether it was still there."""
+
+    lease: int
+
+    def of(self, keys: Keys) -> bool:
+        return keys.renew(self.lease)
+
+
+Question = Look | Begin | Grant | Take | Renew
 
 
 class Standing(Enum):
@@ -69,255 +117,132 @@ class Standing(Enum):
 
     STANDBY = "standby"
     LEADING = "leading"
-    FENCED = "fenced"  # another has led since it did, or may have
+    FENCED = "fenced"  # it has led, and its lease is lost
     OVER = "over"  # the run that it stood by, or has led, has ended
 
 
 class Candidate:
-    """One of them.
+    """One of several coordinators.
 
     Args:
-        keys: what etcd has.
+        id: a word that no other candidate has, or has had.
         address: where it listens, once it leads.
-        ttl_s: of its lease.
-        words: a new word for a run, whenever it is about to be the first to lead one; else the run has one.
-        clock: seconds, which never go back, and go on while the host sleeps.
-        begins: what the run begins with, if it is the first to lead; asked for then, however long that takes. Else the
-            run began with something, whatever is there now.
-        known: who has led, as this process has seen before. It goes on with that run, and begins no other.
-        time_of_day: seconds since 1970.
+        ttl_s: length of its lease, in seconds. The same for all candidates: each waits for leases of that length.
+        word: of the run, if it is the first to lead one; else the run has a word.
+        known: what etcd has said to this process before. It goes on with that run, and begins no other.
 
     Attributes:
         standing: what it is.
-        again: somebody has led before it.
+        view: what etcd has said last; None: nothing yet.
+        lease: by which it leads, or tries to; 0: none yet.
+        again: somebody has led the run before it.
         run: the word of the run that it leads; `began_with`: the checkpoint that this began with.
-        leads: who leads, as it has seen last.
-        led: the revision since when this one has led first; 0: it has not.
-        known: who has led its run last, as it has seen, or what was marked of it.
+        led: the revision since when it leads, by which members know it; 0: it has not led.
     """
 
-    def __init__(
-        self,
-        keys: Keys,
-        address: tuple[str, int],
-        ttl_s: int,
-        words: Callable[[], str],
-        clock: Callable[[], float],
-        begins: Callable[[], str] = lambda: "none",
-        known: Last = NOBODY,
-        time_of_day: Callable[[], float] = time.time,
-    ) -> None:
-        self._keys, self._address, self._ttl_s, self._clock, self._time_of_day = (
-            keys,
-            address,
-            ttl_s,
-            clock,
-            time_of_day,
-        )
-        self.id, self.run, self.began_with = uuid.uuid4().hex, "", ""
-        self._words, self._begins_with = words, begins
-        self._found = NOBODY, ""  # what was there as it was looked for what a run begins with, and what was found
-        self.known = known
-        self._newest = known.since  # of the revisions of leaders that it has seen
-        self._knows_less, self._ended = False, False  # etcd, than this one; the run that it stands by, or leads
-        self.standing = Standing.STANDBY
-        self.again = False
-        self.leads: Leader | None = None
-        self.led = 0
-        self._last, self._asked_last_s, self._looked_s = NOBODY, 0.0, 0.0  # what was there last; when it was
-        self._stood_s = 0.0  # how long that has been there, with looks that were never a lease apart
-        self._since, self._marked = 0, ""  # revision since when it leads now; what it has marked as its own
-        self._lease, self._asked_s, self._renewed_s = 0, 0.0, -math.inf
+    def __init__(self, id: str, address: tuple[str, int], ttl_s: int, word: str, known: View | None = None) -> None:
+        self.id, self._address, self._ttl_s, self._word = id, address, ttl_s, word
+        self.standing, self.view, self.lease = Standing.STANDBY, known, 0
+        self.again, self.run, self.began_with, self.led = False, "", "", 0
+        self._question: Question = Look()
+        self._asked_s = self._looked_s = self._acts_until_s = -math.inf  # its question; the last look was answered
+        self._watched_s = math.inf  # since when looks, never more than a lease apart, have shown the same run
+        self._begins: tuple[Run | None, str] | None = None  # in the place of which run, and with what
+
+    def holds(self, now_s: float) -> bool:
+        """Whether it may act at this time: it leads, and nobody else can."""
+        return self.standing is Standing.LEADING and now_s < self._acts_until_s
 
     @property
-    def holds(self) -> bool:
-        """It may act: it leads, and nobody else can."""
-        return self.standing is Standing.LEADING and self._clock() < self._renewed_s + MARGIN * self._ttl_s
+    def state(self) -> Hashable:
+        """All that its next decision follows from: for explorations, which visit each state once."""
+        return tuple(vars(self).values())
 
-    @property
-    def forgotten(self) -> bool:
-        """etcd knew nothing of a run that there is, or not who has led it last, when it was asked last."""
-        return self.known.runs and (self._knows_less or bool(self._last.mark))
+    def ask(self, now_s: float) -> Question:
+        """Returns what to ask now. Either `answer` or `fail` comes next."""
+        self._asked_s = now_s
+        return self._question
 
-    @property
-    def begins(self) -> bool:
-        """It is about to begin a run: etcd knew of none, when it was asked last."""
-        return not self.known.runs and self._last.mark == BEGINS
-
-    def step(self) -> float:
-        """Does the next thing; returns after how many seconds it is to be called again.
-
-        Raises:
-            EtcdUnavailable: etcd does not answer; likewise after `RETRY_S`.
-        """
-        if self.standing is Standing.STANDBY:
-            return self._campaign()
-        if self.standing is Standing.LEADING:
-            return self._keep()
-        return POLL_S
-
-    def _campaign(self) -> float:
-        last = self._look()
-        if self._ended:
-            self.standing = Standing.OVER
-            return POLL_S
-        if self._knows_less:
-            self._mark(last)
-            return POLL_S
-        if not last.runs and self._found[0] != last and self._may_take():
-            self._found = last, self._begins_with()
-            last = self._look()  # that may have taken longer than a lease
-        if self._may_take() and (last.runs or self._found[0] == last):
-            self.again = last.runs
-            self.run, self.began_with = (last.run, last.began_with) if last.runs else (self._words(), self._found[1])
-            return self._take(last)
-        return self._lead(self._asked_s) if self._has_it else POLL_S
-
-    def _keep(self) -> float:
-        last = self._look()
-        if self._has_it and not self._knows_less and not self._ended:
-            asked_s = self._clock()
-            if not self._is_fresh:
-                return 0.0
-            renewed = self._keys.renew(self._lease)
-            if renewed and self._lasts:
-                return self._lead(asked_s)
-            if renewed and not self._settled:
-                return RETRY_S
-        if self._ended:
-            self.standing = Standing.OVER
-        elif self._may_take():
-            return self._take(last)
-        elif self._knows_less or (last.mark and last.id != self._marked and last.since <= self._since):
-            marked = self._mark(last) if self.holds or self._knows_less else ""
-            if self.holds:  # still: it may have been stopped meanwhile
-                self._marked = marked
-            else:
-                self.standing = Standing.FENCED
-        elif last.id != self.id and not (last.id == self._marked and self._lasts):
-            self.standing = Standing.FENCED
+    def fail(self) -> float:
+        """There was no answer. Returns in how many seconds to ask again."""
+        self._question = Look()
         return RETRY_S
 
-    def _may_take(self) -> bool:
-        """By what etcd has just said: nobody leads, and nobody can have led who is not known of."""
-        last = self._last
-        if self._knows_less or self._ended or (self.leads is not None and self.leads.id != self.id):
-            return False
-        if self.standing is Standing.STANDBY:
-            return self.leads is None and self._stood_s >= _patience(last) * self._ttl_s
-        if last.id == self.id:
-            return self._settled
-        deposed_s = FORGOTTEN_LEASES * self._ttl_s if last.deposed else 0.0
-        return last.id == self._marked and self._lasts and self._stood_s >= deposed_s
-
-    @property
-    def _is_fresh(self) -> bool:
-        """It was not stopped since it looked: a lease that it renews is the one that it has the lead by."""
-        return self._clock() <= self._asked_last_s + LOOKED * self._ttl_s
-
-    @property
-    def _lasts(self) -> bool:
-        """What etcd says has been there since its own lease lasted, and it has looked at least once in a lease."""
-        return self._looked_s - self._stood_s < self._renewed_s + self._ttl_s
-
-    @property
-    def _settled(self) -> bool:
-        """Nobody has led since, as etcd says, for so long that who knows more has said it, or has stopped."""
-        return self._lasts or self._stood_s >= SETTLED * self._ttl_s
-
-    @property
-    def _has_it(self) -> bool:
-        """The key is this one's, by the lease that it renews."""
-        leads = self.leads
-        return leads is not None and leads.id == self.id and leads.lease == self._lease
-
-    def _look(self) -> Last:
-        asked_s = self._clock()
-        self.leads, last = self._keys.look()
-        now_s = self._clock()
-        stood_s = now_s - self._looked_s
-        self._stood_s = self._stood_s + stood_s if last == self._last and stood_s <= self._ttl_s else 0.0
-        self._last, self._asked_last_s, self._looked_s = last, asked_s, now_s
-        self._knows_less = not last.id or last.since < self._newest
-        if not self._knows_less:
-            self._newest = last.since
-            if self.known.runs and (last.over or last.run != self.known.run):
-                self._ended = True
-            elif last.mark != BEGINS:
-                self.known = last
-        return last
-
-    def _mark(self, last: Last) -> str:
-        """Says what etcd does not know: of the run that goes on, or that one begins. Returns the mark's id."""
-        known = self.known if self.known.runs else NOBODY
-        mark = Last(
-            id=uuid.uuid4().hex,
-            run=known.run,
-            began_with=known.began_with,
-            counts_from=self._newest,
-            mark=GOES_ON if known.runs else BEGINS,
-            deposed=self.leads is not None or last.deposed,
-        )
-        self._keys.write(mark, last)
-        return mark.id
-
-    def _take(self, last: Last) -> float:
-        before, self._lease = self._lease, 0
-        if before:  # of an attempt that was not answered, or one that has ended
-            self._keys.revoke(before)
-            if self._look() != last or not self._may_take():
-                return RETRY_S
-        asked_s = self._clock()
-        self._lease = self._keys.grant(self._ttl_s)
-        self._asked_s = asked_s
-        was_stopped = self._clock() > self._asked_last_s + self._ttl_s  # etcd may say again what it said before that
-        taken = not was_stopped and self._keys.take(self._me(last), self._address, self._lease, last)
-        self._look()  # also where it was refused: it may have been asked twice, and done the first time
-        if not self._has_it:
-            if not taken:
-                refused, self._lease = self._lease, 0
-                self._keys.revoke(refused)
-            return 0.0 if self._knows_less else RETRY_S  # that is said at once
-        asked_s = self._clock()  # where etcd is slow, much of the lease is over
-        return self._lead(asked_s if self._is_fresh and self._keys.renew(self._lease) else self._asked_s)
-
-    def _me(self, last: Last) -> Last:
-        """What etcd has in the place of `last`, once this one leads."""
-        by_time = min(int(1000 * self._time_of_day()) * TICKS, TIME_MOST)
-        counts_from = max(last.counts_from, self._newest, by_time)
-        return Last(self.id, self.run, 0, self.began_with, counts_from, ttl_s=self._ttl_s)
-
-    def end(self) -> bool:
-        """The run that it has led is over: says so, whoever leads it by now. Returns whether that is known.
+    def answer(self, found: Any, now_s: float) -> float:
+        """Takes the answer to the last question, which is here now. Returns in how many seconds to ask the next one.
 
         Raises:
-            EtcdUnavailable: etcd does not answer.
+            EtcdPutBack: etcd knows less than it has said before.
         """
-        last = self._look()
-        if not self._knows_less and (last.over or last.run != self.run):
-            return True
-        deposed = last.deposed or (self.leads is not None and self.leads.id != self.id)
-        return self._keys.write(dataclasses.replace(self._me(last), over=True, deposed=deposed), last)
+        question, self._question = self._question, Look()
+        match question:
+            case Look():
+                return self._on_view(found, now_s)
+            case Begin():
+                assert self.view is not None, "it has looked before"
+                self._begins = self.view.run, found
+            case Grant() if now_s <= self._looked_s + self._ttl_s:
+                self.lease, self._question = found, self._take(found)
+            case Renew():
+                return self._on_renewed(found, now_s)
+        return 0.0
 
     def resign(self) -> None:
-        """Another may lead at once. Nothing else may be asked of this one."""
+        """It acts no more. Whoever gives its lease back then lets another lead at once."""
         if self.standing is Standing.LEADING:
             self.standing = Standing.FENCED
-        if self._lease:  # also of one that does not know whether it leads
-            self._keys.revoke(self._lease)
 
-    def _lead(self, asked_s: float) -> float:
-        assert self.leads is not None, "it leads by what it has looked at"
-        if self._last.id == self.id:  # else it leads on, as it was
-            self.run, self.began_with = self._last.run, self._last.began_with
-        self._since = self.leads.revision
-        self.led = self.led or self._since
-        self.standing, self._renewed_s = Standing.LEADING, asked_s
-        return max(asked_s + self._ttl_s / RENEWS - self._clock(), 0.0)
+    def _on_view(self, view: View, now_s: float) -> float:
+        known = self.view
+        if known is not None and not view.follows(known):
+            raise EtcdPutBack(
+                f"etcd was put back to an earlier state, or has lost its data (revision {view.revision} of cluster"
+                f" {view.cluster:x}, after {known.revision} of {known.cluster:x}): start all coordinators again"
+            )
+        self.view, run, was = view, view.run, None if known is None else known.run
+        if was is not None and not was.over and (run is None or run.over or run.word != was.word):
+            self.standing = Standing.OVER
+            return POLL_S
+        changed = known is None or (run != was and (run is None or run.leader != self.id))
+        if changed or now_s > self._looked_s + self._ttl_s:
+            self._watched_s = now_s
+        self._looked_s = now_s
+        if view.leader is not None and (view.leader.id, view.leader.lease) == (self.id, self.lease):
+            self._question = Renew(self.lease)
+            return 0.0
+        if self.standing is Standing.LEADING:
+            self.standing = Standing.FENCED
+        if view.leader is not None or not self._has_watched or self.standing is not Standing.STANDBY:
+            return POLL_S
+        begins = not view.runs and (self._begins is None or self._begins[0] != run)
+        self._question = Begin() if begins else Grant(self._ttl_s)
+        return 0.0
 
+    @property
+    def _has_watched(self) -> bool:
+        return self._looked_s >= self._watched_s + self._ttl_s
 
-def _patience(last: Last) -> float:
-    """For how many leases that must have been there, before who stands by leads."""
-    if last.over:
-        return FORGOTTEN_LEASES if last.deposed else 0.0
-    return {GOES_ON: FORGOTTEN_LEASES, BEGINS: UNKNOWN_LEASES, "": STOOD if last.runs else 0.0}[last.mark]
+    def _take(self, lease: int) -> Take:
+        assert self.view is not None, "it has looked before"
+        seen = self.view.run
+        if seen is not None and not seen.over:
+            self.again, run = True, dataclasses.replace(seen, leader=self.id)
+        else:
+            assert self._begins is not None, "that was asked before"
+            self.again, run = False, Run(self._word, self.id, self._begins[1])
+        return Take(self._address, lease, self._ttl_s, run, 0 if seen is None else seen.revision)
+
+    def _on_renewed(self, was_there: bool, now_s: float) -> float:
+        if not was_there:
+            if self.standing is Standing.LEADING:
+                self.standing = Standing.FENCED
+            return RETRY_S
+        if self._asked_s > self._looked_s + FRESH * self._ttl_s:
+            return 0.0  # it was stopped meanwhile: that the lead is its own may not be so any more
+        view = self.view
+        assert view is not None and view.leader is not None and view.run is not None, "the lead was its own"
+        self.standing, self.led = Standing.LEADING, view.leader.revision
+        self.run, self.began_with = view.run.word, view.run.began_with
+        if self._has_watched:
+            self._acts_until_s = self._asked_s + MARGIN * self._ttl_s
+        return max(self._asked_s + self._ttl_s / RENEWS - now_s, 0.0)

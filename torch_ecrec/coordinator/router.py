@@ -192,8 +192,8 @@ class Router:
             self._look_beyond()
 
     def _is_of_before(self, word: ForLeader) -> bool:
-        """It was meant for one that has led before."""
-        return 0 < word.led < self._led
+        """It was meant for another leader, which has led before."""
+        return word.led not in (0, self._led)
 
     def refuse(self, peer: Peer, reason: str, now_s: float, kind: str = "refused") -> None:
         """What arrived counts for nothing: its sender is told why, and the log from time to time."""

@@ -34,7 +34,7 @@ from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.storage.looks import LIMIT_S, Looks
 from torch_ecrec.transport.control import TOLD_S, ControlServer, raise_descriptors
-from torch_ecrec.transport.etcd import NOBODY, Last
+from torch_ecrec.transport.etcd import View
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Coordination:
 def run_coordinator(told: Coordination, out: IO[str]) -> int:
     """Runs a coordinator until it is told to end; prints its address to `out` as a line of JSON once it listens.
 
-    Of several, one leads and the others stand by. One that finds that another has led in its place stands by again; one
+    Of several, one leads and the others stand by. One that has lost its lease of the lead stands by again; one
     that is told to end leaves the lead to another, unless the run is over.
 
     Raises:
@@ -91,16 +91,17 @@ def run_coordinator(told: Coordination, out: IO[str]) -> int:
         OtherCluster: members of another cluster have found it, and nobody of its own.
         DataLoss: more is lost than can be repaired, everybody who has asked knows, and nobody has for a while. Of one
             with a supervisor: else it stays, since whoever starts it again would begin anew.
+        EtcdPutBack: etcd has lost what it knew of the cluster, or was put back to an earlier state.
         ClusterError: as `Office`.
     """
     raise_descriptors()
-    known, ends = NOBODY, _Ends()
+    known, ends = None, _Ends()
     while True:
         one = _Coordinator(told, out, known, ends)
         if not one.run():
             return 0
         known = one.known
-        log.warning("this coordinator leads no more, since another has led, or may have: it stands by")
+        log.warning("this coordinator leads no more, since its lease has ended: it stands by")
 
 
 @dataclass
@@ -113,7 +114,7 @@ class _Ends:
 class _Coordinator:
     """One, from its start to its end."""
 
-    def __init__(self, told: Coordination, out: IO[str], known: Last, ends: _Ends) -> None:
+    def __init__(self, told: Coordination, out: IO[str], known: View | None, ends: _Ends) -> None:
         self._told, self._out, self._ends = told, out, ends
         self._fenced = self._over = self._told_to_end = False
         self._turned_away, self._told_s = (
@@ -149,12 +150,12 @@ class _Coordinator:
         self._server.call_soon(lambda: self._do(action))
 
     @property
-    def known(self) -> Last:
-        """Who has led last, as it has seen."""
-        return NOBODY if self._office is None else self._office.known
+    def known(self) -> View | None:
+        """What etcd has said last."""
+        return None if self._office is None else self._office.known
 
     def run(self) -> bool:
-        """Until its end; returns whether another has led in its place."""
+        """Until its end; returns whether it has lost its lease of the lead, and is to stand by again."""
         checkpoint, again, began_with = self._told.checkpoint, self._told.again, self._told.began_with
         if self._office is not None:
             if not self._stand(self._office):
@@ -355,7 +356,7 @@ class _Coordinator:
             self._server.close()
 
     def _give_way(self) -> None:
-        """Another has led: whoever is still connected looks for it."""
+        """It leads no more: whoever is still connected looks for who does."""
         self._fenced = True
         self._server.close()
 

@@ -6,18 +6,20 @@ while it is not certain that the process leads, and does it in order once it is.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable
 
-from torch_ecrec.coordinator.election import RETRY_S, Candidate, Standing
+from torch_ecrec.coordinator.election import RETRY_S, Begin, Candidate, EtcdPutBack, Standing
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.runtime.addresses import text_of
 from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.spec.settings import new_run
-from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Last, Leader, parse_place
+from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Leader, View, parse_place
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +63,8 @@ class Office:
         address: where this coordinator listens.
         lease_s: of its lease: so long after its end another leads. At least what etcd grants, by default 2. The same
             for all of them: each waits for leases of that length.
-        begins: what the run begins with, if it is the first to lead.
-        known: who has led, as this process has seen before.
+        begins: what the run begins with, if it is the first to lead. It may take long.
+        known: what etcd has said to this process before.
 
     Raises:
         ValueError: `elect` has not that form.
@@ -70,13 +72,13 @@ class Office:
     """
 
     def __init__(
-        self, elect: str, address: tuple[str, int], lease_s: int, begins: Callable[[], str], known: Last
+        self, elect: str, address: tuple[str, int], lease_s: int, begins: Callable[[], str], known: View | None
     ) -> None:
-        self._elect, self._lease_s = elect, lease_s
+        self._elect, self._lease_s, self._begins = elect, lease_s, begins
         # Several addresses and a renewal must fit into the lease; where each answer is slow, at least one must.
         place = parse_place(elect)
-        keys = EtcdKeys(place, lease_s / (4 * len(place.addresses)), PATIENT * lease_s)
-        self._candidate = Candidate(keys, address, lease_s, new_run, _elapsed, begins, known)
+        self._keys = EtcdKeys(place, lease_s / (4 * len(place.addresses)), PATIENT * lease_s)
+        self._candidate = Candidate(uuid.uuid4().hex, address, lease_s, new_run(), known)
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._told: dict[int, str] = {}  # by level, what was told last
@@ -92,9 +94,9 @@ class Office:
         return self._candidate.began_with
 
     @property
-    def known(self) -> Last:
-        """Who has led last, as it has seen."""
-        return self._candidate.known
+    def known(self) -> View | None:
+        """What etcd has said last; None: nothing yet."""
+        return self._candidate.view
 
     @property
     def again(self) -> bool:
@@ -108,13 +110,13 @@ class Office:
 
     @property
     def led(self) -> int:
-        """Since which revision of etcd it leads."""
+        """Since which revision of etcd it leads; 0: it does not."""
         return self._candidate.led
 
     @property
     def holds(self) -> bool:
         """It leads, and nobody else can."""
-        return self._candidate.holds
+        return self._candidate.holds(_elapsed())
 
     def stand(self, on_look: Callable[[], None], withdrawn: Callable[[], bool] = lambda: False) -> Standing:
         """Stands by until it leads, or the run is over, or it is withdrawn.
@@ -124,14 +126,15 @@ class Office:
             withdrawn: asked before each look. No event, since a signal may set it: that could come as it is waited for.
 
         Raises:
+            EtcdPutBack: etcd knows less than it has said to this process before.
             ClusterError: who leads has a lease of another length.
         """
         while self._candidate.standing is Standing.STANDBY and not withdrawn():
             wait_s = self._step()
             on_look()
-            leads = self._candidate.leads
+            leads = None if self.known is None else self.known.leader
             if self._candidate.standing is Standing.STANDBY and leads is not None:
-                if leads.ttl_s not in (0, self._lease_s):
+                if leads.ttl_s != self._lease_s:
                     self._refuse(leads)
                 self._tell(f"stands by at {self._elect}: {text_of(leads.address)} leads")
             if self._candidate.standing is Standing.STANDBY:
@@ -149,8 +152,8 @@ class Office:
         """Renews the lease from now on.
 
         Args:
-            on_fenced: called on another thread, once, when another has led, or the run is over; or when it cannot go on
-                for a defect, which costs it the lead.
+            on_fenced: called on another thread, once, when the lease is lost, or the run is over; when etcd was put
+                back; or when it cannot go on for a defect, which costs it the lead.
             hangs: whether who leads does nothing any more. Then the lease ends, and another leads.
         """
 
@@ -167,24 +170,25 @@ class Office:
                     return
 
         def on_error(error: BaseException) -> None:
-            log.error("the lead at %s cannot be kept", self._elect, exc_info=error)
+            if isinstance(error, EtcdPutBack):
+                log.error("the lead at %s is lost: %s", self._elect, error)
+            else:
+                log.error("the lead at %s cannot be kept", self._elect, exc_info=error)
             on_fenced()
 
         self._thread = Worker(keep, "lead", on_error)
         self._thread.start()
 
     def _step(self) -> float:
+        """Asks the next question; returns in how many seconds to ask another."""
+        question = self._candidate.ask(_elapsed())
         try:
-            wait_s = self._candidate.step()
+            found = self._begins() if isinstance(question, Begin) else question.of(self._keys)
         except EtcdUnavailable as error:
             self._tell(str(error), logging.WARNING)
-            return RETRY_S
-        if self._candidate.forgotten:
-            then = "who leads says it again, or another leads"
-            self._tell(f"etcd knows nothing of this run any more ({self._elect}): {then}", logging.WARNING)
-        elif self._candidate.begins:
-            self._tell(f"a run begins here soon, unless one that etcd has forgotten is led at {self._elect} before")
-        elif self._candidate.standing is Standing.LEADING:
+            return self._candidate.fail()
+        wait_s = self._candidate.answer(found, _elapsed())
+        if self._candidate.standing is Standing.LEADING:
             self._tell(f"leads at {self._elect}")
         return wait_s
 
@@ -204,15 +208,23 @@ class Office:
         if over:
             self._end()
         self._candidate.resign()
+        if self._candidate.lease:  # also of one that does not know whether it leads
+            with contextlib.suppress(EtcdUnavailable):  # it ends by itself then
+                self._keys.revoke(self._candidate.lease)
 
     def _end(self) -> None:
-        """The run is over. Whoever stands by, and is not told so, leads on a run that nobody trains."""
+        """The run is over, whoever leads it by now. One that stands by, and is not told so, leads on a run that nobody
+        trains."""
         deadline_s = time.monotonic() + ENDS_S
         while True:
             try:
-                if self._candidate.end():
+                run = self._keys.look().run
+                if run is None or run.over or run.word != self.run or self._keys.end(run):
                     return
-                self._candidate.step()  # it keeps the lead until then
+                self._step()  # it keeps the lead until then
+            except EtcdPutBack as error:
+                log.warning("%s. Those who stand by are not told that the run is over", error)
+                return
             except EtcdUnavailable as error:
                 self._tell(f"etcd does not hear that the run is over: {error}", logging.WARNING)
                 if time.monotonic() > deadline_s:

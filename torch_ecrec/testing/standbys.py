@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch_ecrec.coordinator.election import RETRY_S, Candidate, Standing
+from torch_ecrec.coordinator.election import POLL_S, Begin, Candidate, EtcdPutBack, Standing
 from torch_ecrec.processes.leadership import Acting
 from torch_ecrec.testing.etcd import VirtualEtcd
 from torch_ecrec.testing.membership import (
@@ -30,45 +30,13 @@ from torch_ecrec.testing.membership import (
     VirtualConnection,
     VirtualProcess,
 )
-from torch_ecrec.transport.etcd import NOBODY, EtcdUnavailable, Last, Leader
+from torch_ecrec.transport.etcd import EtcdUnavailable, Leader, View
 from torch_ecrec.transport.whereabouts import LOOK_S, Elected, is_followed
 
 FASTER = 20
 TTL_S = 2
 AGAIN_S = 0.001  # from the end of one that was followed to its standing by again, in the same process
 ASKED_S = 0.5  # how long a tool waits for an answer
-
-
-class Keys:
-    """What a candidate, or who looks, has of etcd; see `election.Keys`."""
-
-    def __init__(self, etcd: VirtualEtcd, clock: Callable[[], float]) -> None:
-        self._etcd, self._clock = etcd, clock
-
-    def _now(self) -> VirtualEtcd:
-        self._etcd.expire(self._clock())
-        return self._etcd
-
-    def leader(self) -> Leader | None:
-        return self._now().leader
-
-    def look(self) -> tuple[Leader | None, Last]:
-        return self._now().look()
-
-    def grant(self, ttl_s: int) -> int:
-        return self._now().grant(ttl_s, self._clock())
-
-    def renew(self, lease: int) -> bool:
-        return self._now().renew(lease, self._clock())
-
-    def revoke(self, lease: int) -> None:
-        self._now().revoke(lease)
-
-    def take(self, me: Last, address: tuple[str, int], lease: int, last: Last) -> bool:
-        return self._now().take(me, address, lease, last)
-
-    def write(self, said: Last, last: Last) -> bool:
-        return self._now().write(said, last)
 
 
 class Standby(Center):
@@ -84,18 +52,23 @@ class Standby(Center):
         waited: how many words waited there until it led.
     """
 
-    def __init__(self, plane: StandbyPlane, number: int, looks_in_s: float, known: Last) -> None:
+    def __init__(self, plane: StandbyPlane, number: int, looks_in_s: float, known: View | None) -> None:
         super().__init__(plane)
         self.number, self._standbys = number, plane
         self.leads = self.dead = self.stopped = False
         self.connections: list[VirtualConnection] = []
         self.waiting = self.waited = 0
         self._turn = 0  # of `step`: an earlier one that is still due is void
-        run = f"run{number}"
+        plane.started += 1
         address = f"coordinator-{number}", number
-        self.candidate = Candidate(plane.keys, address, TTL_S, lambda: run, plane.now_of_etcd, known=known)
-        self._acting = Acting(lambda: not self.stopped and self.leads and self.candidate.holds)
+        self.candidate = Candidate(f"candidate{plane.started}", address, TTL_S, f"run{number}", known)
+        self._acting = Acting(lambda: not self.stopped and self.leads and self.holds)
         plane.clock.later(looks_in_s, self.step) if looks_in_s else self.step()
+
+    @property
+    def holds(self) -> bool:
+        """It may act."""
+        return self.candidate.holds(self._standbys.now_of_etcd())
 
     def do(self, action: Callable[[], None]) -> None:
         if not self.dead:
@@ -106,12 +79,17 @@ class Standby(Center):
         """Does what the thread of its office does, again and again."""
         if self.dead or self.stopped:
             return
+        question, now = self.candidate.ask(self._standbys.now_of_etcd()), self._standbys.now_of_etcd
         try:
-            wait_s = self.candidate.step()
+            found = "none" if isinstance(question, Begin) else question.of(self._standbys.etcd)
+            wait_s = self.candidate.answer(found, now())
         except EtcdUnavailable:
-            wait_s = RETRY_S
+            wait_s = self.candidate.fail()
+        except EtcdPutBack:
+            self._standbys.end_coordinator(self, back_s=AGAIN_S)  # as an init system starts it again
+            return
         if self.candidate.standing is Standing.FENCED or (self.leads and self.candidate.standing is Standing.OVER):
-            self._standbys.end_coordinator(self, back_s=AGAIN_S, known=self.candidate.known)
+            self._standbys.end_coordinator(self, back_s=AGAIN_S, known=self.candidate.view)
             return
         if self.candidate.standing is Standing.LEADING and not self.leads:
             candidate = self.candidate
@@ -144,15 +122,20 @@ class StandbyPlane(ControlPlane):
     """
 
     def begin(self) -> None:
-        self.etcd = VirtualEtcd()
-        self.etcd.last = Last("before", "a run that is over", self.etcd.revision, over=True)
-        self.keys = Keys(self.etcd, self.now_of_etcd)
+        self.etcd = VirtualEtcd(self.now_of_etcd)
+        self.started = 0  # candidates
         self.ports: dict[int, Standby | None] = {}
         self.leaderships = 0
         self.on_leadership: Callable[[Standby], None] = lambda center: None
         self._looks: dict[int, Elected] = {}
         self._leaders: dict[VirtualConnection, Leader] = {}
-        self.starts(0)  # the first one leads at once
+        self._before_s = 0.0  # of etcd's time has passed before the cluster's begins
+        self.starts(0)
+        first = self.ports[0]
+        assert first is not None
+        while not first.leads:  # the cluster begins once it has watched for a lease
+            self._before_s += POLL_S
+            first.step()
 
     def stand_by(self, coordinators: int) -> None:
         """So many are there, with the first."""
@@ -161,14 +144,14 @@ class StandbyPlane(ControlPlane):
         self.clock.later(LOOK_S / FASTER, self._follow)
 
     def now_of_etcd(self) -> float:
-        return self.clock.now_s * FASTER
+        return self._before_s + self.clock.now_s * FASTER
 
-    def starts(self, number: int, looks_in_s: float = 0.0, known: Last = NOBODY) -> None:
+    def starts(self, number: int, looks_in_s: float = 0.0, known: View | None = None) -> None:
         """A process starts at a port.
 
         Args:
             looks_in_s: so much later it looks for the first time whether anybody leads.
-            known: who has led, if it is one of before, which begins anew.
+            known: what etcd has said to that process before.
         """
         self.ports[number] = None
         self.ports[number] = Standby(self, number, looks_in_s, known)
@@ -184,7 +167,7 @@ class StandbyPlane(ControlPlane):
         """Who acts at the moment."""
         center = self.center
         assert isinstance(center, Standby)
-        return center if not center.dead and not center.stopped and center.candidate.holds else None
+        return center if not center.dead and not center.stopped and center.holds else None
 
     @property
     def lives(self) -> bool:
@@ -201,7 +184,7 @@ class StandbyPlane(ControlPlane):
     def look_of(self, number: int) -> Elected:
         """How a process looks who leads; it remembers what it has seen."""
         if number not in self._looks:
-            self._looks[number] = Elected("etcd", self.keys)
+            self._looks[number] = Elected("etcd", self.etcd)
         return self._looks[number]
 
     def find(self, process: VirtualProcess) -> Center | None:
@@ -238,7 +221,7 @@ class StandbyPlane(ControlPlane):
         Returns:
             Who led; None: nobody, or nobody listens there.
         """
-        leader = Elected("etcd", self.keys).look()
+        leader = Elected("etcd", self.etcd).look()
         center = None if leader is None else self.ports[leader.address[1]]
         if leader is None or center is None:
             return None
@@ -256,7 +239,7 @@ class StandbyPlane(ControlPlane):
             self.end_coordinator(self.leading, AGAIN_S)
 
     def end_coordinator(
-        self, center: Standby, back_s: float, vanishes: bool = False, looks_in_s: float = 0.0, known: Last = NOBODY
+        self, center: Standby, back_s: float, vanishes: bool = False, looks_in_s: float = 0.0, known: View | None = None
     ) -> None:
         """Its process ends, and so do the connections that it has and those that wait; another starts at its port.
 
@@ -286,4 +269,5 @@ class StandbyPlane(ControlPlane):
     def resign(self, center: Standby, back_s: float, looks_in_s: float = 0.0) -> None:
         """It is told to end, and leaves the lead to another. The others: see `end_coordinator`."""
         center.candidate.resign()
+        self.etcd.revoke(center.candidate.lease)
         self.end_coordinator(center, back_s, looks_in_s=looks_in_s)

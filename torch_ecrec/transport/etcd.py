@@ -3,24 +3,22 @@
 A cluster has a name, and in etcd two keys under it:
 
     /torch-ecrec/NAME/leader    where the leader listens, and its id; with a lease: it goes when its owner is silent
-    /torch-ecrec/NAME/last      who has led last, the word of the run, what it began with, whether it is over; or a mark
+    /torch-ecrec/NAME/run       the word of the run, who has led it last, what it began with, whether it is over
 
-The revision at which `leader` was made, with what is added to it (`Last.counts_from`), tells one leader from the next:
-it only grows. Every call is one transaction of etcd, and asks one address after the other. How long each may take
-follows from how long it took before: on a busy machine etcd may need longer for every answer than a short limit allows,
-and then nobody could ever lead.
+etcd's revision at which `leader` was written tells one leader from the next. Every call is one transaction of etcd, and
+asks one address after the other. How long each may take follows from how long it took before: on a busy machine etcd
+may need longer for every answer than a short limit allows, and then nobody could ever lead.
 """
 
 from __future__ import annotations
 
 import base64
-import contextlib
 import dataclasses
 import json
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl
 
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FORM = "etcd://HOST:PORT[,HOST:PORT...]/NAME, or etcds://...[?ca=FILE&cert=FILE&key=FILE] for TLS"
 PORT = 2379
-COUNTS_MOST = 1 << 62  # revisions: members read 63 bits
 SLOWER = 4.0  # than the last answer may the next one be
 FALLS = 0.95  # of what the last answer could have taken may the next one take all the same: etcd is slow now and then
 _SHAPE = re.compile(r"(etcds?)://([^/]+)/([A-Za-z0-9._-]+)(?:\?(.*))?")
@@ -85,16 +82,13 @@ def parse_place(text: str) -> Place:
     return Place(protocol, tuple(addresses), found[3], tls)
 
 
-GOES_ON, BEGINS = "goes on", "begins"  # marks
-
-
 @dataclass(frozen=True)
 class Leader:
     """Who leads: its address, and the revision since when.
 
     Args:
         id: made up by its process.
-        lease: what the key has; `ttl_s`: how long that is, 0 if it has not said so.
+        lease: what the key has; `ttl_s`: how long that is, in seconds; 0: it was named, and has none.
     """
 
     address: tuple[str, int]
@@ -105,45 +99,48 @@ class Leader:
 
 
 @dataclass(frozen=True)
-class Last:
-    """Who has led last; or a mark, by which somebody says what etcd did not know (`coordinator/election.py`).
+class Run:
+    """The run of a cluster.
 
     Args:
-        id: made up by its process; of a mark: for the mark.
-        run: the word of the run; `began_with`: the checkpoint that it began with, as the first to lead has found it.
-            Of a mark that one begins: "".
-        revision: of what etcd has of it, 0 if nothing.
-        counts_from: what is added to etcd's revisions; of a mark: the newest revision that its writer has seen.
+        word: of the run.
+        leader: id of who has led it last.
+        began_with: the checkpoint that it began with, as the first to lead has found it.
         over: the run has ended. Who leads next begins another.
-        mark: `GOES_ON`: nobody leads the run for now. `BEGINS`: it begins, unless somebody knows of another. Else "".
-        deposed: of a mark, or an end: somebody else led, as etcd said, and may act until its lease is over.
-        ttl_s: of its lease, in seconds; 0 if it has not said so.
-        written: as etcd has it.
+        revision: at which etcd has written this; 0: it has not yet.
     """
 
-    id: str = ""
-    run: str = ""
-    revision: int = 0
-    began_with: str = ""
-    counts_from: int = 0
+    word: str
+    leader: str
+    began_with: str
     over: bool = False
-    mark: str = ""
-    deposed: bool = False
-    ttl_s: int = 0
-    written: str = field(default="", compare=False, repr=False)
+    revision: int = 0
 
-    @property
-    def since(self) -> int:
-        """The revision of its leader, as members know it; of a mark: of any leader that is known."""
-        return self.counts_from + (0 if self.mark else self.revision)
+
+@dataclass(frozen=True)
+class View:
+    """What etcd has at one moment.
+
+    Args:
+        leader: who leads; None: nobody.
+        run: the newest run; None: there has not been one.
+        cluster: etcd's id of itself; `revision`: of all that it has, which only grows.
+    """
+
+    leader: Leader | None = None
+    run: Run | None = None
+    cluster: int = 0
+    revision: int = 0
 
     @property
     def runs(self) -> bool:
-        """There is a run, and somebody has led it."""
-        return bool(self.id) and not self.over and self.mark != BEGINS
+        """There is a run, and it is not over."""
+        return self.run is not None and not self.run.over
 
-
-NOBODY = Last()
+    def follows(self, before: View) -> bool:
+        """Whether this can be what etcd says after that: its data was not lost meanwhile, nor put back."""
+        forgot = self.run is None and before.run is not None
+        return self.cluster == before.cluster and self.revision >= before.revision and not forgot
 
 
 class EtcdKeys:
@@ -173,7 +170,7 @@ class EtcdKeys:
         for client in self._clients:  # else REQUESTS_CA_BUNDLE, where it is set, would count instead of what was named
             client.session.trust_env = authority is None
         self._timeout_s, self._patient_s = timeout_s, max(timeout_s, patient_s or 0.0)
-        self._leader, self._last = (f"/torch-ecrec/{place.name}/{key}" for key in ("leader", "last"))
+        self._leader, self._run = (_encoded(f"/torch-ecrec/{place.name}/{key}") for key in ("leader", "run"))
 
     def _ask(self, do: Callable[[Etcd3Client], T]) -> T:
         import requests
@@ -196,31 +193,17 @@ class EtcdKeys:
     def _allow(self, client: Etcd3Client, limit_s: float) -> None:
         client.timeout = allowed_s(limit_s, client.timeout or 0.0, self._timeout_s, self._patient_s)
 
-    def leader(self) -> Leader | None:
-        """Who leads."""
+    def look(self) -> View:
+        """What etcd has now."""
+        return self._ask(self._look)
 
-        def ask(client: Etcd3Client) -> Leader | None:
-            found = client.get(self._leader, metadata=True)
-            if not found:
-                return None
-            value, about = found[0]
-            return _leader(value.decode(), about)
-
-        return self._ask(ask)
-
-    def look(self) -> tuple[Leader | None, Last]:
-        """Who leads, and who has led last, at one moment."""
-        asked = [{"request_range": {"key": _encoded(key)}} for key in (self._leader, self._last)]
-
-        def ask(client: Etcd3Client) -> tuple[Leader | None, Last]:
-            found = client.transaction({"compare": [], "success": asked, "failure": []})["responses"]
-            of_leader, of_last = (one["response_range"].get("kvs", []) for one in found)
-            leader = _leader(_decoded(of_leader[0]["value"]), of_leader[0]) if of_leader else None
-            if of_leader and leader is None:
-                self._remove(client, of_leader[0]["value"])
-            return leader, _last(_decoded(of_last[0]["value"]), of_last[0]) if of_last else NOBODY
-
-        return self._ask(ask)
+    def _look(self, client: Etcd3Client) -> View:
+        asked = [{"request_range": {"key": key}} for key in (self._leader, self._run)]
+        found = client.transaction({"compare": [], "success": asked, "failure": []})
+        of_leader, of_run = (one["response_range"].get("kvs", []) for one in found["responses"])
+        leader = _leader(of_leader[0]) if of_leader else None
+        header = found["header"]
+        return View(leader, _run(of_run[0]) if of_run else None, int(header["cluster_id"]), int(header["revision"]))
 
     def grant(self, ttl_s: int) -> int:
         """A lease of so many seconds."""
@@ -233,59 +216,40 @@ class EtcdKeys:
         return self._ask(lambda client: Lease(lease, client).refresh()) > 0
 
     def revoke(self, lease: int) -> None:
-        """Gives a lease back, with what hangs on it; if etcd does not answer, it ends by itself."""
+        """Gives a lease back, with what hangs on it."""
         from etcd3gw.lease import Lease
 
-        with contextlib.suppress(EtcdUnavailable):
-            self._ask(lambda client: Lease(lease, client).revoke())
+        self._ask(lambda client: Lease(lease, client).revoke())
 
-    def take(self, me: Last, address: tuple[str, int], lease: int, last: Last) -> bool:
-        """Leads, if nobody does and `last` is what it was. `me`: what it is from then on."""
-        key, of_last = _encoded(self._leader), _encoded(self._last)
-        about = {
-            "id": me.id,
-            "address": list(address),
-            "lease": lease,
-            "ttl_s": me.ttl_s,
-            "counts_from": me.counts_from,
-        }
-        return self._txn(
-            [{"key": key, "result": "EQUAL", "target": "CREATE", "create_revision": 0}, self._is_still(last)],
+    def take(self, address: tuple[str, int], lease: int, ttl_s: int, run: Run, seen: int) -> None:
+        """Leads, if nobody does and `run` is what it was at revision `seen` (0: not there). A look says whether.
+
+        A leader without a lease is nobody: somebody has copied the keys from another etcd, which copies no leases.
+        """
+        about = {"id": run.leader, "address": list(address), "ttl_s": ttl_s}
+        self._txn(
+            [{"key": self._leader, "result": "EQUAL", "target": "LEASE", "lease": 0}, self._is_still(seen)],
             [
-                {"request_put": {"key": key, "value": _encoded(json.dumps(about)), "lease": lease}},
-                {"request_put": {"key": of_last, "value": _written(me)}},
+                {"request_put": {"key": self._leader, "value": _encoded(json.dumps(about)), "lease": lease}},
+                self._writes(run),
             ],
         )
 
-    def write(self, said: Last, last: Last) -> bool:
-        """Nobody leads, and `said` takes the place of `last`, if that is what it was: a mark, or the end of a run."""
-        put = {"key": _encoded(self._last), "value": _written(said)}
-        return self._txn([self._is_still(last)], [self._nobody, {"request_put": put}])
+    def end(self, run: Run) -> bool:
+        """The run is over, and nobody leads it, if it is still what it was. Returns whether it was."""
+        nobody = {"request_delete_range": {"key": self._leader}}
+        return self._txn([self._is_still(run.revision)], [nobody, self._writes(dataclasses.replace(run, over=True))])
 
-    def _is_still(self, last: Last) -> dict[str, Any]:
-        """By its value: an etcd that has forgotten everything counts its revisions anew."""
-        key = {"key": _encoded(self._last), "result": "EQUAL"}
-        if not last.id:
-            return {**key, "target": "CREATE", "create_revision": 0}
-        return {**key, "target": "VALUE", "value": _encoded(last.written)}
+    def _is_still(self, revision: int) -> dict[str, Any]:
+        return {"key": self._run, "result": "EQUAL", "target": "MOD", "mod_revision": revision}
 
-    @property
-    def _nobody(self) -> dict[str, Any]:
-        return {"request_delete_range": {"key": _encoded(self._leader)}}
-
-    def _remove(self, client: Etcd3Client, value: str) -> None:
-        """That leader, who has no lease, and would lead for ever: the keys were copied, which does not copy leases."""
-        key: dict[str, Any] = {"key": _encoded(self._leader), "result": "EQUAL"}
-        is_still = [{**key, "target": "VALUE", "value": value}, {**key, "target": "LEASE", "lease": 0}]
-        _transact(client, is_still, [self._nobody])
+    def _writes(self, run: Run) -> dict[str, Any]:
+        said = {name: value for name, value in dataclasses.asdict(run).items() if name != "revision"}
+        return {"request_put": {"key": self._run, "value": _encoded(json.dumps(said))}}
 
     def _txn(self, compare: list[dict[str, Any]], success: list[dict[str, Any]]) -> bool:
-        return self._ask(lambda client: _transact(client, compare, success))
-
-
-def _transact(client: Etcd3Client, compare: list[dict[str, Any]], success: list[dict[str, Any]]) -> bool:
-    asked = {"compare": compare, "success": success, "failure": []}
-    return bool(client.transaction(asked).get("succeeded", False))
+        asked = {"compare": compare, "success": success, "failure": []}
+        return self._ask(lambda client: bool(client.transaction(asked).get("succeeded", False)))
 
 
 def allowed_s(limit_s: float, known_s: float, least_s: float, most_s: float) -> float:
@@ -311,44 +275,18 @@ def _said(error: Exception) -> str:
     return str(getattr(error, "detail_text", None) or error)
 
 
-def _leader(text: str, about: Mapping[str, Any]) -> Leader | None:
+def _leader(found: Mapping[str, Any]) -> Leader | None:
     """None: the key has no lease, and is nobody's."""
-    if not int(about.get("lease", 0)):
+    if not (lease := int(found.get("lease", 0))):
         return None
-    said = json.loads(text)
+    said = json.loads(_decoded(found["value"]))
     host, port = said["address"]
-    since = _counts_from(said) + int(about["create_revision"])
-    return Leader((host, int(port)), since, said["id"], said["lease"], int(said.get("ttl_s", 0)))
+    return Leader((host, int(port)), int(found["mod_revision"]), said["id"], lease, int(said["ttl_s"]))
 
 
-def _last(text: str, about: Mapping[str, Any]) -> Last:
-    said = json.loads(text)
-    require(bool(said["id"]), "an id is missing")
-    # An older build has not written what the run began with: which counts only where nobody is left.
-    return Last(
-        id=said["id"],
-        run=said["run"],
-        revision=int(about["mod_revision"]),
-        began_with=str(said.get("began_with", "")),
-        counts_from=_counts_from(said),
-        over=bool(said.get("over", False)),
-        mark=str(said.get("mark", "")),
-        deposed=bool(said.get("deposed", False)),
-        ttl_s=int(said.get("ttl_s", 0)),
-        written=text,
-    )
-
-
-def _counts_from(said: dict[str, Any]) -> int:
-    found = int(said.get("counts_from", 0))
-    require(0 <= found < COUNTS_MOST, f"revisions count from {found}")
-    return found
-
-
-def _written(last: Last) -> str:
-    """As etcd has it, but for its revision."""
-    said = {name: value for name, value in dataclasses.asdict(last).items() if name not in ("revision", "written")}
-    return _encoded(json.dumps(said))
+def _run(found: Mapping[str, Any]) -> Run:
+    said = json.loads(_decoded(found["value"]))
+    return Run(said["word"], said["leader"], said["began_with"], bool(said["over"]), int(found["mod_revision"]))
 
 
 def _encoded(text: str) -> str:

@@ -4,7 +4,7 @@
     leader = where.find(10.0)           # as soon as somebody leads, if that takes no longer than so many seconds
 
 One that was named is where it was named. Whoever leads may change: `look` tells at once what etcd has, and `revision`
-of `Leader` grows from one leader to the next; a member never goes back to one before.
+of `Leader` is another for each leader. etcd answers by its newest state, so what is looked up later is newer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch_ecrec.protocol.status import Status
 from torch_ecrec.runtime.addresses import parse_address, text_of
 from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.transport.control import request
-from torch_ecrec.transport.etcd import FORM, EtcdKeys, EtcdUnavailable, Leader, parse_place
+from torch_ecrec.transport.etcd import FORM, EtcdKeys, EtcdUnavailable, Leader, View, parse_place
 
 C = TypeVar("C")
 LOOK_S = 0.25  # between two looks at who leads
@@ -68,7 +68,7 @@ class Named:
 class Record(Protocol):
     """What etcd has of who leads: `transport/etcd.py:EtcdKeys`, `testing/standbys.py:Keys`."""
 
-    def leader(self) -> Leader | None: ...
+    def look(self) -> View: ...
 
 
 class Elected:
@@ -79,20 +79,16 @@ class Elected:
     def __init__(self, text: str, record: Record | None = None) -> None:
         self._text, self._keys = text, record or _keys_of(text)
         self._lock = threading.Lock()  # of a session of HTTP
-        self._newest = 0
         self._why = ""
 
     def look(self) -> Leader | None:
         with self._lock:
             try:
-                found = self._keys.leader()
+                found = self._keys.look().leader
             except EtcdUnavailable as error:
                 self._why = str(error)
                 return None
             self._why = "nobody leads"
-            if found is None or found.revision < self._newest:
-                return None
-            self._newest = found.revision
             return found
 
     def find(self, limit_s: float) -> Leader:
@@ -172,8 +168,12 @@ def ask_status(address: tuple[str, int], timeout_s: float = STATUS_S) -> Status:
 
 
 def is_followed(mine: Leader | None, leads: Leader | None) -> bool:
-    """Whether another leads than the one that there is a connection with. None: there is none; nobody is known."""
-    return leads is not None and mine is not None and leads.revision > mine.revision
+    """Whether another leads than the one that there is a connection with. None: there is none; nobody is known.
+
+    Args:
+        leads: what etcd has said after the connection was made. Its revision is smaller where etcd was put back.
+    """
+    return leads is not None and mine is not None and leads.revision != mine.revision
 
 
 def follow(
@@ -194,8 +194,8 @@ def follow(
 
     def watch() -> None:
         while not over.wait(LOOK_S):
-            leads = where.look()
-            if is_followed(connected(), leads):
+            mine, leads = connected(), where.look()
+            if is_followed(mine, leads) and connected() is mine:  # else there is another connection by now
                 assert leads is not None
                 on_other(f"the coordinator at {text_of(leads.address)} leads now")
 

@@ -298,7 +298,7 @@ class HostsChaos(HostsRun):
 
         def felt() -> str:
             try:
-                self._watches_from.within(asked.leader)
+                self._watches_from.within(asked.look)
             except EtcdUnavailable as error:
                 return str(error)
             return ""
