@@ -405,7 +405,7 @@ def test_a_last_word_of_the_connection_before_ends_no_search(monkeypatch: pytest
 
 
 def test_where_nobody_looks_any_more_the_membership_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What goes wrong in the thread that looks for a coordinator would vanish with it, and the member train on alone."""
+    """What goes wrong in a thread that looks for a coordinator would vanish with it, and the member trains on alone."""
     coordinator, ends = Coordinator(lambda connection, number: connection.send(WELCOME)), queue.Queue[BaseException]()
     member = join(coordinator, on_end=ends.put)
     monkeypatch.setattr(member, "_rejoin", lambda reason: {}[reason])
