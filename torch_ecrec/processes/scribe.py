@@ -137,7 +137,7 @@ def default_bytes_per_s() -> float:
 
 
 class FileWriting:
-    """A part that is being written; a `Writing`. Until it is cancelled, all that its thread has of the slot."""
+    """A part that is being written; a `Pending`. Until it is cancelled, all that its thread has of the slot."""
 
     def __init__(
         self,
