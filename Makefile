@@ -1,6 +1,6 @@
 # The commands of the project; CI (.ci/run) calls the same ones. `make` alone lists them.
-# Needs Python 3.11 with venv, and a registry that pip can reach; everything else goes into .venv.
-# Another interpreter: make PYTHON=/path/to/python3.11. Arguments for a command: make demo ARGS="--steps 60".
+# Needs Python 3.11 or 3.12 with venv, and a registry that pip can reach; everything else goes into .venv.
+# Another interpreter: make PYTHON=/path/to/python3.12. Arguments for a command: make demo ARGS="--steps 60".
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -112,7 +112,7 @@ $(VENV)/.pinned:
 	    echo "error: $$python has no venv module (Debian and Ubuntu: apt install python3.11-venv)" >&2; exit 1; \
 	fi; \
 	version=$$($$python -c 'import platform; print(platform.python_version())'); \
-	case $$version in 3.11.*) ;; *) version="$$version (only 3.11 is tested)";; esac; \
+	case $$version in 3.11.*|3.12.*) ;; *) version="$$version (3.11 and 3.12 are tested)";; esac; \
 	$(SAY) "Python $$version -> $(VENV)"; \
 	if [ -e $(VENV)/.pinned ] || ! $(BIN)/python -c 'import pip' 2>/dev/null; then $$python -m venv --clear $(VENV); fi; \
 	$(SAY) "torch (the big one)"; \

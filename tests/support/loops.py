@@ -79,7 +79,6 @@ PUSHES = (  # what moves the numbers of a push, see `_move_pushes`
 MOVES = ("before", "after", "pass")  # when they do
 # What is attached or not, besides what has to be: the tables' optimizer, and what counts for itself and sets rates.
 ATTACHED = ("tables", "schedule", "exponential", "plateau", "warm-up")
-UNMARKED = frozenset({"plateau", "warm-up"})  # leave no trace in the tables' optimizer: nothing refuses them
 
 
 @dataclass(frozen=True)
@@ -130,6 +129,16 @@ class Loop:
         """What sets rates, counts for itself, and is not attached."""
         setters = self.pushes & set(ATTACHED) | ({"schedule"} if self.schedule else frozenset())
         return setters - self.attached
+
+    @property
+    def refused(self) -> bool:
+        """A scheduler that marks the tables' optimizer is not attached, and no attached one sets the same rates.
+
+        That of "schedule" marks a combination of optimizers, which is not attached where not all is: its parts are.
+        Of what else is forgotten nothing tells: such a loop goes on otherwise, which is for a rehearsal to find.
+        """
+        covered = (self.schedule and "schedule" in self.attached) or "plateau" in self.pushes & self.attached
+        return "exponential" in self.forgotten and not covered
 
 
 @dataclass
