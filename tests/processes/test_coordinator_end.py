@@ -17,7 +17,7 @@ import forked
 import pytest
 from conftest import ROOT, wait_until
 
-from torch_ecrec.coordinator.election import Standing
+from torch_ecrec.coordinator.election import Candidate, Standing
 from torch_ecrec.processes import coordination
 from torch_ecrec.processes.coordination import Coordination, run_coordinator
 from torch_ecrec.spec.job import CodeSpec
@@ -58,11 +58,11 @@ def test_a_coordinator_that_is_told_to_end_removes_the_saves_of_its_run(
 class Fenced:
     """The office of one that leads, is fenced, and is told to end (SIGTERM) as it gives its lease back."""
 
-    run, began_with, known, again, over, led, holds = "run", "none", None, False, False, 1, True
-    stood = 0
+    holds, stood = True, 0
 
     def __init__(self, *_: Any) -> None:
-        pass
+        self.candidate = Candidate("id", ("here", 1), 2, "run")
+        self.candidate.run, self.candidate.began_with, self.candidate.led = "run", "none", 1
 
     def stand(self, on_look: Callable[[], None], withdrawn: Callable[[], bool]) -> Standing:
         type(self).stood += 1

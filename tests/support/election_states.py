@@ -4,8 +4,8 @@
 
 Time passes in ticks, `TTL` to a lease. Between two ticks anybody may do one thing: ask, if it is due; hear the answer,
 or that there is none. What was not answered may be done by etcd later. Nobody has to do anything: so a process that is
-stopped anywhere, for any time, is among the ways. etcd may lose all its data, or be put back to a copy of it. Who is
-fenced stands by again; who notices that etcd was put back is started again.
+stopped anywhere, for any time, is among the ways. etcd may lose all its data; that it is put back to a copy is for who
+begins an exploration. Who is fenced stands by again; who notices that etcd was put back is started again.
 
 States are equal that differ by the time of day alone; each is visited once.
 """
@@ -60,9 +60,9 @@ class State:
 
     def key(self) -> Hashable:
         """What all that may come follows from: times as of now, and which revision is newer, not which it is."""
-        now, etcds = self.now, [one for one in (self.etcd, self.backup) if one is not None]
+        now = self.now
         views = [p.one.view for p in self.processes] + [p.answer[0] for p in self.processes if p.answer is not None]
-        shown = [one for one in (*etcds, *views) if isinstance(one, (Etcd, View))]
+        shown = [one for one in (self.etcd, *views) if isinstance(one, (Etcd, View))]
         revisions = {0, self.newest[0], *(p.one.led for p in self.processes), *(one.revision for one in shown)}
         for one in shown:
             revisions |= {what.revision for what in (one.leader, one.run) if what is not None}
@@ -80,7 +80,7 @@ class State:
 
         return (
             tuple(self._key(p, said, rank) for p in self.processes),
-            *(said(one) for one in etcds),
+            said(self.etcd),
             tuple((lease, until - now) for lease, (_, until) in self.etcd.leases.items()),
             (rank[self.newest[0]], self.newest[1], self.losses),
         )
@@ -132,13 +132,7 @@ class State:
             if process.late is not None:
                 yield self.take_late_effect(number)
         if self.losses < losses:
-            yield self.lose(None)
-            if self.backup is not None:
-                yield self.lose(self.backup)
-            elif self.etcd.run is not None:
-                new, _ = self.change()
-                new.backup = self.etcd.copy()
-                yield "etcd's data is copied", new
+            yield self.lose()
 
     def tick(self) -> State:
         new, _ = self.change()
@@ -220,16 +214,17 @@ class State:
             new.processes = (*new.processes[:number], started, *new.processes[number + 1 :])
         return f"{one.id} hears {found}: {one.standing.value}", new
 
-    def lose(self, backup: Etcd | None) -> tuple[str, State]:
+    def lose(self) -> tuple[str, State]:
+        """All that it had, unless there is a backup."""
         new, _ = self.change()
-        new.losses += 1
-        if backup is None:
+        new.losses, new.backup = self.losses + 1, None
+        if self.backup is None:
             new.etcd.forget()
             return "etcd loses its data", new
-        new.etcd = backup.copy()
+        new.etcd = self.backup.copy()
         new.etcd.clock = lambda: new.now
-        new.etcd.leases = {lease: (TTL, new.now + TTL) for lease in backup.leases}
-        return "etcd is put back to the copy", new
+        new.etcd.leases = {lease: (TTL, new.now + TTL) for lease in new.etcd.leases}
+        return "etcd is put back to its backup", new
 
     # what must hold -----------------------------------------------------------------------------
 

@@ -72,7 +72,7 @@ def test_who_does_nothing_any_more_keeps_no_lead(keys: Ending) -> None:
     hangs.clear()
     assert fenced.wait(LIMIT_S) and not leads.holds
     leads.close(over=False)
-    assert keys.newest.word == leads.run and not keys.newest.over
+    assert keys.newest.word == leads.candidate.run and not keys.newest.over
 
 
 @pytest.mark.parametrize("unheard", [0, 3, 10**6])
@@ -97,7 +97,7 @@ def test_an_etcd_that_has_lost_its_data_is_named_and_ends_the_lead(
     leads.close(over=True)
     assert keys.look().run is None, "its end is nobody's business any more"
     with pytest.raises(EtcdPutBack, match="start all coordinators again"):
-        Office("etcd://a/ads", ("here", 1), LEASE_S, lambda: "none", leads.known).stand(lambda: None)
+        Office("etcd://a/ads", ("here", 1), LEASE_S, lambda: "none", leads.candidate.view).stand(lambda: None)
     assert office().holds, "one that is started again leads"
 
 
@@ -118,7 +118,7 @@ def test_a_defect_costs_the_lead(
 ) -> None:
     """Its thread ended without a word: the process acted no more, and knew nothing of it."""
     fenced, leads = threading.Event(), office()
-    monkeypatch.setattr(leads._candidate, "ask", lambda now_s: 1 / 0)
+    monkeypatch.setattr(leads.candidate, "ask", lambda now_s: 1 / 0)
     leads.keep(fenced.set, lambda: False)
     assert fenced.wait(LIMIT_S) and "ZeroDivisionError" in caplog.text
     leads.close(over=False)

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -152,11 +151,6 @@ class Candidate:
     def holds(self, now_s: float) -> bool:
         """Whether it may act at this time: it leads, and nobody else can."""
         return self.standing is Standing.LEADING and now_s < self._acts_until_s
-
-    @property
-    def state(self) -> Hashable:
-        """All that its next decision follows from: for explorations, which visit each state once."""
-        return tuple(vars(self).values())
 
     def ask(self, now_s: float) -> Question:
         """Returns what to ask now. Either `answer` or `fail` comes next."""

@@ -152,7 +152,7 @@ class _Coordinator:
     @property
     def known(self) -> View | None:
         """What etcd has said last."""
-        return None if self._office is None else self._office.known
+        return None if self._office is None else self._office.candidate.view
 
     def run(self) -> bool:
         """Until its end; returns whether it has lost its lease of the lead, and is to stand by again."""
@@ -162,8 +162,8 @@ class _Coordinator:
                 self._server.close()
                 return False
             self._office.keep(lambda: self._server.call_soon(self._give_way), self._hangs)
-            checkpoint = dataclasses.replace(checkpoint, run=self._office.run)
-            again, began_with = again or self._office.again, self._office.began_with
+            checkpoint = dataclasses.replace(checkpoint, run=self._office.candidate.run)
+            again, began_with = again or self._office.candidate.again, self._office.candidate.began_with
         try:
             self._begin(checkpoint, again, began_with)
             self._serve()
@@ -177,7 +177,7 @@ class _Coordinator:
         finally:
             if self._office is not None:
                 self._office.close(self._over)
-        if self._fenced and self._office is not None and self._office.over:
+        if self._fenced and self._office is not None and self._office.candidate.standing is Standing.OVER:
             log.info("the run is over: another coordinator has led, and has said so")
             return False
         return self._fenced and not self._ends.told
@@ -265,7 +265,7 @@ class _Coordinator:
             joins_from_s=time.monotonic() + JOINS_HELD_S,
             first_held_s=JOINS_HELD_S,
             looks=again or self._missing is not None,
-            led=0 if self._office is None else self._office.led,
+            led=0 if self._office is None else self._office.candidate.led,
         )
         if again:
             Worker(

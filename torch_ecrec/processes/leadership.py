@@ -66,6 +66,9 @@ class Office:
         begins: what the run begins with, if it is the first to lead. It may take long.
         known: what etcd has said to this process before.
 
+    Attributes:
+        candidate: what is known of the lead and of the run. Only the thread that keeps the lead changes it.
+
     Raises:
         ValueError: `elect` has not that form.
         ClusterError: the package for etcd is not installed.
@@ -78,45 +81,15 @@ class Office:
         # Several addresses and a renewal must fit into the lease; where each answer is slow, at least one must.
         place = parse_place(elect)
         self._keys = EtcdKeys(place, lease_s / (4 * len(place.addresses)), PATIENT * lease_s)
-        self._candidate = Candidate(uuid.uuid4().hex, address, lease_s, new_run(), known)
+        self.candidate = Candidate(uuid.uuid4().hex, address, lease_s, new_run(), known)
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._told: dict[int, str] = {}  # by level, what was told last
 
     @property
-    def run(self) -> str:
-        """The word of the run."""
-        return self._candidate.run
-
-    @property
-    def began_with(self) -> str:
-        """The checkpoint that the run began with."""
-        return self._candidate.began_with
-
-    @property
-    def known(self) -> View | None:
-        """What etcd has said last; None: nothing yet."""
-        return self._candidate.view
-
-    @property
-    def again(self) -> bool:
-        """Somebody has led before it."""
-        return self._candidate.again
-
-    @property
-    def over(self) -> bool:
-        """The run has ended, as somebody has told etcd."""
-        return self._candidate.standing is Standing.OVER
-
-    @property
-    def led(self) -> int:
-        """Since which revision of etcd it leads; 0: it does not."""
-        return self._candidate.led
-
-    @property
     def holds(self) -> bool:
         """It leads, and nobody else can."""
-        return self._candidate.holds(_elapsed())
+        return self.candidate.holds(_elapsed())
 
     def stand(self, on_look: Callable[[], None], withdrawn: Callable[[], bool] = lambda: False) -> Standing:
         """Stands by until it leads, or the run is over, or it is withdrawn.
@@ -129,17 +102,18 @@ class Office:
             EtcdPutBack: etcd knows less than it has said to this process before.
             ClusterError: who leads has a lease of another length.
         """
-        while self._candidate.standing is Standing.STANDBY and not withdrawn():
+        while self.candidate.standing is Standing.STANDBY and not withdrawn():
             wait_s = self._step()
             on_look()
-            leads = None if self.known is None else self.known.leader
-            if self._candidate.standing is Standing.STANDBY and leads is not None:
+            view = self.candidate.view
+            leads = None if view is None else view.leader
+            if self.candidate.standing is Standing.STANDBY and leads is not None:
                 if leads.ttl_s != self._lease_s:
                     self._refuse(leads)
                 self._tell(f"stands by at {self._elect}: {text_of(leads.address)} leads")
-            if self._candidate.standing is Standing.STANDBY:
+            if self.candidate.standing is Standing.STANDBY:
                 time.sleep(wait_s)  # until its next look, at most `POLL_S`
-        return self._candidate.standing
+        return self.candidate.standing
 
     def _refuse(self, leads: Leader) -> None:
         who = f"{text_of(leads.address)}, which leads at {self._elect}"
@@ -165,7 +139,7 @@ class Office:
 
         def keep() -> None:
             while not self._ends.wait(step()):
-                if self._candidate.standing is not Standing.LEADING:
+                if self.candidate.standing is not Standing.LEADING:
                     on_fenced()
                     return
 
@@ -181,14 +155,14 @@ class Office:
 
     def _step(self) -> float:
         """Asks the next question; returns in how many seconds to ask another."""
-        question = self._candidate.ask(_elapsed())
+        question = self.candidate.ask(_elapsed())
         try:
             found = self._begins() if isinstance(question, Begin) else question.of(self._keys)
         except EtcdUnavailable as error:
             self._tell(str(error), logging.WARNING)
-            return self._candidate.fail()
-        wait_s = self._candidate.answer(found, _elapsed())
-        if self._candidate.standing is Standing.LEADING:
+            return self.candidate.fail()
+        wait_s = self.candidate.answer(found, _elapsed())
+        if self.candidate.standing is Standing.LEADING:
             self._tell(f"leads at {self._elect}")
         return wait_s
 
@@ -207,10 +181,10 @@ class Office:
             self._thread.join()
         if over:
             self._end()
-        self._candidate.resign()
-        if self._candidate.lease:  # also of one that does not know whether it leads
+        self.candidate.resign()
+        if self.candidate.lease:  # also of one that does not know whether it leads
             with contextlib.suppress(EtcdUnavailable):  # it ends by itself then
-                self._keys.revoke(self._candidate.lease)
+                self._keys.revoke(self.candidate.lease)
 
     def _end(self) -> None:
         """The run is over, whoever leads it by now. One that stands by, and is not told so, leads on a run that nobody
@@ -219,7 +193,7 @@ class Office:
         while True:
             try:
                 run = self._keys.look().run
-                if run is None or run.over or run.word != self.run or self._keys.end(run):
+                if run is None or run.over or run.word != self.candidate.run or self._keys.end(run):
                     return
                 self._step()  # it keeps the lead until then
             except EtcdPutBack as error:
