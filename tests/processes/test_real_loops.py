@@ -69,7 +69,6 @@ def in_turns(way: str, *steps: int) -> list[Any]:
 
 
 # A minute each; test_loops.py has every loop in memory, test_cluster.py a real one.
-@pytest.mark.smoke
 @pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.parametrize(
     ("way", "step"),

@@ -401,7 +401,6 @@ def rehearsed(way: str, out: Path, capsys: pytest.CaptureFixture[str], *words: s
     return code, text[at + 1 :]
 
 
-@pytest.mark.smoke
 @pytest.mark.timeout(LIMIT_S)
 def test_a_good_script_is_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = rehearsed("good", tmp_path, capsys, "--at", "4", "--steps", "0")

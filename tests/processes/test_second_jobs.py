@@ -108,7 +108,6 @@ def test_a_coordinator_with_a_wrong_line_of_shell_history(tmp_path: Path) -> Non
         assert '"event": "lost"' not in (tmp_path / "right.log").read_text()
 
 
-@pytest.mark.smoke
 @pytest.mark.timeout(3 * LIMIT_S)
 def test_a_second_job_in_a_cluster(tmp_path: Path) -> None:
     """While the first trains, the second is refused by name; so is the next one, once the first has ended."""

@@ -84,7 +84,6 @@ RECOVERIES = {
 WHOLLY = ("trainers may be lost as well",)  # the others are its variants
 
 
-@pytest.mark.smoke
 @WIDTHS
 @pytest.mark.parametrize("name", RECOVERIES)
 def test_every_fault_at_every_message_of_a_run_with_a_loss(name, every):

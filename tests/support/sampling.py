@@ -18,15 +18,16 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-TURNS = 8
+TURNS = 12
 SLOW_TURNS = 32
 """So many visit all slow tests but those that may take longer than `SLOW_LIMIT_S` each."""
 SLOW_LIMIT_S = 1800.0
 
 SWEEPS = (  # runs of the simulated cluster, hundreds of them
-    *("captures", "cuts", "damaged_captures", "early_loads", "identities", "import_restores", "links", "lives"),
-    *("loading", "lost_hosts", "models", "moves", "mutations", "overwrites", "partial", "partial_saves", "power"),
-    *("random_kills", "restores", "restores_early", "scrubbing", "silence", "simulation", "slow", "warmed"),
+    *("captures", "cuts", "damaged_captures", "early_loads", "exploration", "fuzz", "identities", "import_restores"),
+    *("links", "lives", "loading", "lost_hosts", "models", "moves", "mutations", "overwrites", "partial"),
+    *("partial_saves", "power", "random_kills", "restores", "restores_early", "scrubbing", "silence", "simulation"),
+    *("slow", "warmed"),
 )
 PROCESSES = (  # clusters of real processes, or many of them
     *("bench_hosts", "bench_recovery", "bench_scaling", "chaos_hosts", "checkpointing", "checkpoints", "clean_end"),
@@ -34,7 +35,8 @@ PROCESSES = (  # clusters of real processes, or many of them
     *("hanging_store", "hangs", "held_lock", "host_clusters", "hostile", "hosts", "ipv6", "killed_early", "lifetime"),
     *("membership", "oracle_model_parallel", "oracle_optim", "oracle_pipelines", "oracle_sequences"),
     *("oracle_shardings", "real_loops", "reduce", "rehearsal", "run", "second_jobs", "shadows", "signals"),
-    *("slow_server", "standbys", "supervisor", "table_optimizers", "told_to_end", "torchrec", "unclosed", "unlocked"),
+    *("slow_server", "standbys", "started_again", "supervisor", "table_optimizers", "told_to_end", "torchrec"),
+    *("unclosed", "unlocked"),
 )
 OTHERS = ("accrual", "codec", "defaults", "election_explored", "layout", "optimizers", "pipelines")
 TAKE_TURNS = {

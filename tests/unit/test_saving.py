@@ -82,7 +82,8 @@ def test_the_next_coordinator_asks_those_who_know_where_all_went_on() -> None:
     newer = Saves("d", 16)
 
     def known(*said: tuple[int, Saves]) -> Saves:
-        return Knowledge({str(i): SimpleNamespace(era=era, saves=saves) for i, (era, saves) in enumerate(said)}).saves  # type: ignore[misc]
+        heard = [SimpleNamespace(known=SimpleNamespace(era=era, saves=saves)) for era, saves in said]
+        return Knowledge(dict(enumerate(heard))).saves  # type: ignore[arg-type]
 
     assert known((2, after), (1, before)) == after, "who has not heard that all went back knows too many"
     assert known((1, after), (1, before)) == before, "who has missed the last one knows too few"
