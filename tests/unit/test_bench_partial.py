@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_ecrec.bench.emulation import Job
-from torch_ecrec.bench.partial import add_arguments, emulate, full
-from torch_ecrec.bench.partial_auc import Training, train
+from torch_ecrec.bench.partial import Job, Training, add_arguments, emulate, full, train
 from torch_ecrec.cli.main import main
 from torch_ecrec.demo import criteo
 from torch_ecrec.overhead import model

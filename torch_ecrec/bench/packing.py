@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from torch_ecrec.bench.codec import interleaved
-from torch_ecrec.bench.partial_auc import Model
+from torch_ecrec.bench.partial import Model
 from torch_ecrec.codec.packing import GROUP, GROUP_BYTES, SLACK_BYTES, pack, unpack
 from torch_ecrec.demo import criteo
 from torch_ecrec.demo.criteo import CATEGORIES, Clicks
