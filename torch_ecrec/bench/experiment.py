@@ -56,7 +56,8 @@ from torch_ecrec.bench.places import Here
 from torch_ecrec.bench.worker import Assignment
 from torch_ecrec.demo.chaos.hosted import lacking
 from torch_ecrec.demo.report import Record
-from torch_ecrec.errors import ClusterError, ClusterUnavailable
+from torch_ecrec.demo.watch import Watch
+from torch_ecrec.errors import ClusterError
 from torch_ecrec.observe import events
 from torch_ecrec.processes.children import await_end, descendants, tail
 from torch_ecrec.processes.launch import warm
@@ -66,9 +67,7 @@ from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.testing.hosts import HostsError
-from torch_ecrec.transport.control import ControlClient
 from torch_ecrec.transport.etcd import Leader
-from torch_ecrec.transport.whereabouts import follow, reach, whereabouts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -88,7 +87,6 @@ END_S = 60.0  # a trainer finishes its checkpoint and leaves
 SETTLE_S = 1.2  # after a block: members report once a second what they sent
 TICK_S = 0.05  # between two looks at a condition
 ASK_S = 0.1  # between two statuses
-CONNECT_S = 2.0  # for one attempt; then the next
 PAUSE_STEPS = 20  # a pause is announced so far ahead, so that it finds all trainers at the same step
 
 
@@ -261,7 +259,7 @@ class Running:
         steps: those of free training (`go`).
         record: of the cluster's events and statuses; `told`: the events, with the moment of each, as some may lack
             while no coordinator leads; `unhealthy_s`: moments of statuses that had a slot which is not healthy.
-        leader: the coordinator that is watched; None: none at the moment.
+        watch: of the cluster, where the part is watched.
     """
 
     def __init__(self, part: Part, folder: Path, place: Here) -> None:
@@ -272,14 +270,13 @@ class Running:
         self.cluster: Any = None  # a `Supervisor`, or `chaos/hosted.py:HostedCluster`
         self.workers: list[subprocess.Popen[str]] = []
         self._is_free = False  # trains without a pause
-        self._stack, self._over = contextlib.ExitStack(), threading.Event()
+        self.watch: Watch | None = None
+        self._stack, self._asked_s = contextlib.ExitStack(), 0.0
         self.changed = threading.Condition()  # guards what follows
         self.steps = Steps(self.model.trainers)
         self.record = Record(self.model.trainers, 0 if self.mode.code is None else self.mode.code.slots)
         self.told: list[tuple[float, events.AnyEvent]] = []
         self.unhealthy_s: list[float] = []
-        self.leader: Leader | None = None
-        self._client: ControlClient | None = None
         self._gone = ""  # why the coordinator is
         self._answers: list[deque[dict[str, Any]]] = [deque() for _ in range(self.model.trainers)]
         self._ended: list[int] = []  # trainers whose output has ended
@@ -304,7 +301,9 @@ class Running:
             self._stack.enter_context(self.cluster)
             environment.update(settings, TORCH_ECREC_JOIN=self.cluster.join)
             if part.watched:
-                self._watch()
+                join, within = self.cluster.join, self.place.within
+                self.watch = Watch(join, self.on_message, WHOLE_S, within, self.on_closed)
+                self._stack.enter_context(self.watch)
         elif mode.group.endswith(":tuned"):
             environment.update(allocator.environment(Settings().keep_freed_bytes))
         environment.update(self.place.meeting(), WORLD_SIZE=str(model.trainers))
@@ -362,52 +361,15 @@ class Running:
     def on_closed(self, reason: str) -> None:
         """The connection with the coordinator has ended."""
         with self.changed:
-            self.leader, self._gone = None, reason
+            self._gone = reason
             self.changed.notify_all()
 
-    def _on_other(self, reason: str) -> None:
-        """Another leads than the one that is connected with, whose host may be gone."""
-        with self.changed:
-            client, self.leader = self._client, None
-        if client is not None:
-            client.close()
-
-    def _watch(self) -> None:
-        """Hears the coordinator from now on, whichever leads, from where nothing happens."""
-        where = self.place.within(lambda: whereabouts(self.cluster.join))
-
-        def connect() -> None:
-            client, leader = reach(
-                where,
-                CONNECT_S,
-                lambda leader, limit_s: ControlClient(*leader.address, self.on_message, self.on_closed, limit_s),
-            )
-            with self.changed:
-                self._client, self.leader = client, leader
-            client.send({"type": "watch"})
-
-        def ask() -> None:
-            while not self._over.wait(ASK_S):
-                with self.changed:
-                    client, connected = self._client, self.leader is not None
-                if connected and client is not None:
-                    client.send({"type": "status"})
-                else:
-                    with contextlib.suppress(ClusterUnavailable):  # nobody leads yet: the next turn tries again
-                        self.place.within(connect)
-
-        asking = Worker(ask, "watch", log_error)
-        self.place.within(lambda: follow(where, self._over, lambda: self.leader, self._on_other, log_error))
-        asking.start()
-        self._stack.callback(self._unwatch)
-        self._stack.callback(asking.join)
-        self._stack.callback(self._over.set)
-
-    def _unwatch(self) -> None:
-        if self._client is not None:
-            self._client.close()
-
     # what is asked ------------------------------------------------------------------------------
+
+    @property
+    def leader(self) -> Leader | None:
+        """The coordinator that is watched; None: none at the moment."""
+        return None if self.watch is None else self.watch.leader
 
     def trouble(self) -> str:
         """Why nothing more can come of this; "": nothing is wrong. Where hosts are taken, servers are to be lost."""
@@ -429,6 +391,9 @@ class Running:
         while True:
             if self.cluster is not None:
                 self.place.look(self.cluster)
+            if self.watch is not None and time.monotonic() - self._asked_s >= ASK_S:
+                self._asked_s = time.monotonic()
+                self.watch.ask()
             with self.changed:
                 missing, trouble, step = lacks(), self.trouble(), self.steps.newest
                 if not missing:
