@@ -126,7 +126,7 @@ def test_it_refuses_what_cannot_be_measured(tmp_path, capsys):
         assert "a code" in capsys.readouterr().err
     for words, message in (
         (("--repeats", 0), "repeats"),
-        (("--memory-mib", 0), "memory_mib"),
+        (("--memory-mib", 0), "memory-mib"),
         (("--records", 6), "records"),
     ):
         with pytest.raises(ValueError, match=message):
