@@ -1,6 +1,5 @@
 """`bench report`: what is made of the benchmarks' files, and what is said of those that are missing."""
 
-import argparse
 import importlib
 import json
 import os
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benches import parse
 from test_docs import broken
 
 from torch_ecrec.bench import codec, operators, optimizers, record, recovery, report, scaling, train
@@ -21,9 +21,7 @@ SYSTEMS = ("torchrec", "none", "k2r1", "k2r1+snap", "k4r1", "k4r2", "k2r1:bf16")
 
 
 def run(source: Path, out: Path) -> int:
-    parser = argparse.ArgumentParser()
-    report.add_arguments(parser)
-    return report.run(parser.parse_args(["--from", str(source), "--out", str(out)]))
+    return report.run(parse(report, "--from", source, "--out", out))
 
 
 def leave(folder: Path, name: str, content: dict[str, Any], rows: list[dict[str, Any]]) -> None:

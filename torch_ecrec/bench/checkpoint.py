@@ -67,6 +67,7 @@ WANTED = (  # of which way, what, wanted: at least (>=) or at most (<=)
     (INCREMENT, "longest step / median", "<=", 2.0),
 )
 THEIRS = ("torchrec+save", "torchrec+async")
+RATIOS = ("/ before", "same steps without", "/ without", "whole turn / without", "longest / median step")
 RESTORED_S = 5.0  # from processes that have imported all to the end of the first step, for 1 GB of tables
 
 
@@ -327,24 +328,24 @@ def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def ratios(blocks: Blocks, mine: tuple[str, str], other: tuple[str, str], samples: int) -> list[float]:
-    """A figure of one way / a figure of another (or the same), each of (way, figure), in each turn that has both."""
-    found = []
-    for one, another in zip(blocks[mine[0]], blocks[other[0]], strict=True):
-        value, divisor = figures(one, samples)[mine[1]], figures(another, samples)[other[1]]
-        if value is not None and divisor is not None:
-            found.append(value / divisor)
-    return found
+def ratios(block: Block, plain: Block, samples: int) -> dict[str, float | None]:
+    """What one turn says of a way beside the same without checkpoints; None where nothing was written, or before it.
 
+    `same steps without`: of the way without checkpoints, the steps beside which the other one wrote / those before.
+    """
+    mine, other = figures(block, samples), figures(plain, samples)
 
-def same_steps(blocks: Blocks, way: str, base: str, samples: int) -> list[float]:
-    """In each turn, of the way without checkpoints: the steps beside which the other one wrote / those before."""
-    found = []
-    for block, plain in zip(blocks[way], blocks[base], strict=True):
-        there, earlier = rate(plain, beside(block), samples), rate(plain, before(block), samples)
-        if block["spans_s"] and there is not None and earlier is not None:
-            found.append(there / earlier)
-    return found
+    def ratio(value: float | None, divisor: float | None) -> float | None:
+        return value / divisor if value is not None and divisor is not None else None
+
+    there, earlier = (rate(plain, which(block), samples) for which in (beside, before))
+    return {
+        "/ before": ratio(mine["writing_samples_per_s"], mine["before_samples_per_s"]),
+        "same steps without": ratio(there, earlier) if block["spans_s"] else None,
+        "/ without": ratio(mine["writing_samples_per_s"], other["samples_per_s"]),
+        "whole turn / without": ratio(mine["samples_per_s"], other["samples_per_s"]),
+        "longest / median step": ratio(mine["longest_step_s"], mine["median_step_s"]),
+    }
 
 
 def notch(values: Sequence[float]) -> float | None:
@@ -372,38 +373,31 @@ def rows(blocks: Blocks, base_of: Mapping[str, str], samples: int) -> list[dict[
     """The table: a line per way; ratios are medians of the ratios within a turn.
 
     Args:
+        blocks: of each way; where something stopped, some have fewer.
         base_of: of each way, the one that trains the same without checkpoints.
     """
     spread = spreads(blocks, samples)
-
-    def median(way: str, name: str) -> float | None:
-        found = spread[way][name]
-        return None if found is None else found["median"]
-
     lines = []
     for way, some in blocks.items():
-        without, cpu = (base_of[way], "samples_per_s"), median(way, "cpu_s_per_step")
-        full, increment = sizes(some, "full"), sizes(some, "incremental")
-        writing = (way, "writing_samples_per_s")
-        of_before = ratios(blocks, writing, (way, "before_samples_per_s"), samples)
-        unwritten = same_steps(blocks, way, base_of[way], samples)
+        middle = {name: None if one is None else one["median"] for name, one in spread[way].items()}
+        turns = [ratios(*both, samples) for both in zip(some, blocks.get(base_of[way], ()), strict=False)]
+        known = {name: [value for turn in turns if (value := turn[name]) is not None] for name in RATIOS}
+        cpu, full, increment = middle["cpu_s_per_step"], sizes(some, "full"), sizes(some, "incremental")
         lines.append(
             {
                 "way": way,
-                "samples/s": median(way, "samples_per_s"),
-                "before": median(way, "before_samples_per_s"),
-                "while writing": median(way, "writing_samples_per_s"),
-                "/ before": _median(of_before),
-                "/ before, ±": notch(of_before),
-                "same steps without": _median(unwritten),
-                "same steps, ±": notch(unwritten),
-                "/ without": _median(ratios(blocks, writing, without, samples)),
-                "whole turn / without": _median(ratios(blocks, (way, "samples_per_s"), without, samples)),
+                "samples/s": middle["samples_per_s"],
+                "before": middle["before_samples_per_s"],
+                "while writing": middle["writing_samples_per_s"],
+                "/ before": _median(known["/ before"]),
+                "/ before, ±": notch(known["/ before"]),
+                "same steps without": _median(known["same steps without"]),
+                "same steps, ±": notch(known["same steps without"]),
+                "/ without": _median(known["/ without"]),
+                "whole turn / without": _median(known["whole turn / without"]),
                 "CPU ms/step": None if cpu is None else 1e3 * cpu,
-                "longest / median step": _median(
-                    ratios(blocks, (way, "longest_step_s"), (way, "median_step_s"), samples)
-                ),
-                "written s": median(way, "written_s"),
+                "longest / median step": _median(known["longest / median step"]),
+                "written s": middle["written_s"],
                 "full MB": None if full is None else full / 1e6,
                 "increment MB": None if increment is None else increment / 1e6,
             }

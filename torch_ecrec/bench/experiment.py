@@ -86,7 +86,7 @@ WHOLE_S = 180.0
 END_S = 60.0  # a trainer finishes its checkpoint and leaves
 SETTLE_S = 1.2  # after a block: members report once a second what they sent
 TICK_S = 0.05  # between two looks at a condition
-ASK_S = 0.1  # between two statuses
+ASK_S = {True: 0.1, False: 0.5}  # between two statuses, by whether events may be lost with a leader's host
 PAUSE_STEPS = 20  # a pause is announced so far ahead, so that it finds all trainers at the same step
 
 
@@ -391,7 +391,7 @@ class Running:
         while True:
             if self.cluster is not None:
                 self.place.look(self.cluster)
-            if self.watch is not None and time.monotonic() - self._asked_s >= ASK_S:
+            if self.watch is not None and time.monotonic() - self._asked_s >= ASK_S[self.place.takes_hosts]:
                 self._asked_s = time.monotonic()
                 self.watch.ask()
             with self.changed:

@@ -142,7 +142,7 @@ class DemoRun:
         self._timers: list[threading.Timer] = []
         self._coordinator_gone: str | None = None
         self._cluster: Cluster | None = None
-        self.watch: Watch  # while it runs
+        self.watch: Watch | None = None  # once it runs
         self.start_limit_s, self.stall_limit_s, self.connect_s = START_LIMIT_S, STALL_LIMIT_S, COORDINATOR_S
         self.environment = {"TORCH_ECREC_HEARTBEAT_S": str(HEARTBEAT_S), "OMP_NUM_THREADS": "1"}
         self._news: list[str] = []  # lines to show
@@ -240,17 +240,14 @@ class DemoRun:
             file.unlink()
         self._moved_s = time.monotonic()
         self._cluster = cluster = self.start_cluster()
-        with (
-            cluster,
-            Watch(cluster.join, self._on_message, self.connect_s, self.within, on_gone=self._on_gone) as watch,
-        ):
-            self.watch = watch
+        self.watch = Watch(cluster.join, self._on_message, self.connect_s, self.within, on_gone=self._on_gone)
+        with cluster, self.watch as watch:
             try:
                 for trainer in range(self.arguments.trainers):
                     self._report_path(trainer).unlink(missing_ok=True)
                 with self.start_trainers(cluster) as trainers:
-                    self._watch(cluster, trainers)
-                self._settle()
+                    self._watch(cluster, trainers, watch)
+                self._settle(watch)
             finally:
                 with self._lock:
                     self._over = True
@@ -302,7 +299,7 @@ class DemoRun:
     def on_tick(self) -> None:
         """Called many times a second while the trainers run."""
 
-    def _watch(self, cluster: Cluster, trainers: Trainers) -> None:
+    def _watch(self, cluster: Cluster, trainers: Trainers, watch: Watch) -> None:
         """Until the trainers are done."""
         steps = self.arguments.steps
         begin_s = asked_s = time.monotonic()
@@ -322,7 +319,7 @@ class DemoRun:
             self.terminal.progress(line)
             if now_s - asked_s >= STATUS_S:
                 asked_s = now_s
-                self.watch.ask()
+                watch.ask()
                 if not step and not self._fired:
                     self._raise_if_it_cannot_start()
             if fatal is None and cluster.ended is not None:
@@ -353,7 +350,7 @@ class DemoRun:
         if count >= SAME_END * self.arguments.trainers:
             raise ClusterError(f"the trainers cannot start: {why}\n{tail(self._log)}")
 
-    def _settle(self) -> None:
+    def _settle(self, watch: Watch) -> None:
         """Training is over: waits for a rebuild that goes on, and for last figures."""
         until_s = time.monotonic() + SETTLE_S
         while time.monotonic() < until_s:
@@ -364,7 +361,7 @@ class DemoRun:
         time.sleep(2 * HEARTBEAT_S)  # the servers' last figures are on their way; nothing says when they are there
         with self._lock:
             seen = self.record.status_count
-        self.watch.ask()
+        watch.ask()
         while time.monotonic() < until_s + 2.0:
             with self._lock:
                 if self.record.status_count > seen or self._coordinator_gone:

@@ -25,7 +25,7 @@ from torch_ecrec.demo.training import Cluster, Trainers, example
 from torch_ecrec.processes.children import end_tree
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.testing.hosts import Host, Hosts
-from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Place
+from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Leader, Place
 
 CONNECT_S = 180.0  # for a coordinator that is started again where its host has come back
 START_S = 480.0  # for the first step: all these processes start on one machine
@@ -62,7 +62,12 @@ class HostsChaos(ChaosRun):
     @property
     def _leads(self) -> str:
         """The address of the coordinator that led last, as far as is known."""
-        return self._hosts[0].address if not hasattr(self, "watch") else self.watch.address
+        return (self.watch.address if self.watch is not None else "") or self._hosts[0].address
+
+    @property
+    def _leader(self) -> Leader | None:
+        """Whom this is connected with; None: nobody."""
+        return None if self.watch is None else self.watch.leader
 
     def _host_that_leads(self) -> int:
         return next(host.number for host in self._hosts if host.address == self._leads)
@@ -125,7 +130,7 @@ class HostsChaos(ChaosRun):
             return f"{self._awaited.entry['event']} is under way"
         if not self._hosted.complete:
             return "a process is not there"
-        if self.watch.leader is None:
+        if self._leader is None:
             return "the coordinator does not answer"
         return lacking(self.record.status, self.code.slots + self.arguments.spares)
 
@@ -338,7 +343,7 @@ class HostsChaos(ChaosRun):
         if kind == "stop-leader" and any(role_of(other) == "etcd" for other in self._kinds):
             return  # nobody else could lead
         with self._lock:
-            service, leader = self._hosted.leader, self.watch.leader
+            service, leader = self._hosted.leader, self._leader
             if "coordinator" in self._hit or leader is None or service.process is None or not service.runs:
                 return
             pid, revision = service.process.pid, leader.revision
@@ -347,7 +352,7 @@ class HostsChaos(ChaosRun):
             self._on_kill_of_leader(kind, time.time())
 
             def felt() -> str:
-                leads = self.watch.leader
+                leads = self._leader
                 new = leads is not None and leads.revision > revision
                 return f"{self._hosted.leader.name} leads" if new else ""
 
