@@ -178,6 +178,12 @@ class Made:
     def __exit__(self, *_: object) -> None:
         Made.done.append(f"{self.name} ends")
 
+    def rest(self) -> None:
+        Made.done.append(f"{self.name} rests")
+
+    def resume(self) -> None:
+        Made.done.append(f"{self.name} goes on")
+
 
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -198,8 +204,10 @@ def part(name: str) -> Part:
 def test_parts_take_turns_or_follow_each_other(tmp_path: Path, done: list[str]) -> None:
     parts = [part("k2r1"), part("k2r1+snap"), part("none")]
     found = Experiment("turns", tmp_path, parts, repeats=2, together=True).results()
-    turn = ["k2r1 in k2r1", "k2r1+snap in k2r1", "none in none"]
-    assert done == ["k2r1 starts", "none starts", *turn, *turn, "none ends", "k2r1 ends"]
+    turns = [("k2r1", "k2r1"), ("k2r1+snap", "k2r1"), ("none", "none")]
+    turn = [word for name, at in turns for word in (f"{at} goes on", f"{name} in {at}", f"{at} rests")]
+    begun = ["k2r1 starts", "none starts", "k2r1 rests", "k2r1 rests", "none rests"]
+    assert done == [*begun, *turn, *turn, "none ends", "k2r1 ends"]
     assert {name: len(some) for name, some in found.items()} == {"k2r1": 2, "k2r1+snap": 2, "none": 2}
     done.clear()
     Experiment("turns", tmp_path, [parts[0], parts[2]]).run()

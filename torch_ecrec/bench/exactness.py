@@ -12,6 +12,7 @@ and, with the first optimizer: kills at random moments within a step, and with (
 from __future__ import annotations
 
 import argparse
+import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -130,6 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs all cases, prints a line each and the times of all kills; writes OUT/exactness.json. 1 if any differs."""
     references: dict[str, dict[str, Any]] = {}
     found: list[tuple[Case, dict[str, Any]]] = []
+    logging.getLogger("torch_ecrec").setLevel(logging.WARNING)  # that a server was killed and is started again is known
     warm()
     for case in cases(arguments):
         one = run_case(case, arguments, references)

@@ -1,16 +1,19 @@
 """What benchmarks of real training are made of: modes and models, what happens to them in turn, and one result.
 
-    model = Model(workload.SHAPES["embedding-heavy"], trainers=2)
-    parts = [Part(name, parse_mode(name), model, [kill], spares=1) for name in ("k2r1", "k4r2")]
-    experiment = Experiment("modes", Path("build/modes"), parts, repeats=5, together=True)
-    experiment.run()                                # or `error` says why not; what was found until then stays
-    experiment.found["k2r1"]                        # a mapping of figures for each turn, in order
+    model = Model(workload.SHAPES["embedding-heavy"], trainers=2, pool=0)
+    parts = [
+        Part(name, parse_mode(name), model, [Kill(steady_s=8.0, seed=0)], spares=1, watched=True)
+        for name in ("k2r1", "k4r2")
+    ]
+    experiment = Experiment("modes", Path("build/modes"), parts, repeats=5, together=True, begin=start_training)
+    experiment.run()                    # or `error` says why not; what was found until then stays
+    experiment.found["k2r1"]            # a mapping of figures for each turn, in order
 
 A *mode* is a way of training: TorchRec alone, or on our servers with one code and some settings. A *model* is what is
 trained, on how many trainers. A *part* is a mode with a model, and its *turns*: functions that let something happen to
 what runs (a block of steps, `faults.py`: a kill, a cut) and return what they read off. Parts whose modes have the same
 `group` share their processes. `together`: all are started first and take turns, so that noise of the machine meets all
-of them; otherwise one after the other, each with the whole machine.
+of them, and those that do not have their turn do not train; otherwise one after the other.
 
     torchrec        TorchRec's DistributedModelParallel over gloo, table-wise, fused FBGEMM: no fault tolerance
     torchrec+ckpt   the same, saving itself with torch.distributed.checkpoint.async_save every X steps
@@ -269,7 +272,8 @@ class Running:
         self.ready: list[dict[str, Any]] = []
         self.cluster: Any = None  # a `Supervisor`, or `chaos/hosted.py:HostedCluster`
         self.workers: list[subprocess.Popen[str]] = []
-        self._is_free = False  # trains without a pause
+        self._is_free = self._rests = False  # trains without a pause; would, if others did not have their turn
+        self.resumed_s = 0.0  # when its last turn began, where parts take turns
         self.watch: Watch | None = None
         self._stack, self._asked_s = contextlib.ExitStack(), 0.0
         self.changed = threading.Condition()  # guards what follows
@@ -450,6 +454,19 @@ class Running:
         self.ask({"pause": step}, STEP_S)
         self._is_free = False
 
+    def rest(self) -> None:
+        """Others have their turn: free training pauses until `resume`. Raises `Stopped`."""
+        if self._is_free:
+            self.pause()
+            self._rests = True
+
+    def resume(self) -> None:
+        """It has its turn: training goes on, if it was free."""
+        self.resumed_s = time.time()
+        if self._rests:
+            self._rests = False
+            self.go()
+
     def trains(self, seconds: float) -> tuple[float, float]:
         """Lets it train freely for so long; begin and end, all steps until which are known. Raises `Stopped`."""
         begin_s = time.time()
@@ -623,12 +640,22 @@ class Experiment:
                     running[key] = stack.enter_context(Running(part, folder, place))
             for part in parts:
                 self.begin(running[part.mode.group], part)
+                if self.together:
+                    running[part.mode.group].rest()
             for repeat in range(self.repeats):
                 for part in parts:
-                    for turn in part.turns:
-                        one = turn(running[part.mode.group])
-                        self.found[part.name].append(one)
-                        self.after(f"{part.name}, {repeat + 1}/{self.repeats}", one)
+                    self._turns(part, running[part.mode.group], f"{part.name}, {repeat + 1}/{self.repeats}")
+
+    def _turns(self, part: Part, running: Running, name: str) -> None:
+        """A part has its turn."""
+        if self.together:
+            running.resume()
+        for turn in part.turns:
+            one = turn(running)
+            self.found[part.name].append(one)
+            self.after(name, one)
+        if self.together:
+            running.rest()
 
     def finish(
         self,

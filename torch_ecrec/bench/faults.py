@@ -151,14 +151,14 @@ class Kill:
     def __init__(self, steady_s: float, seed: object, mb_per_s: float = 0.0, idle: bool = False) -> None:
         self.steady_s, self.mb_per_s, self.idle = steady_s, mb_per_s, idle
         self._rng = random.Random(str(seed))
-        self._before_s: float | None = None  # when the window began that ends at the next kill
+        self._before_s = 0.0  # when the window began that ends at the next kill, if it trains since
 
     def _window(self, running: Running) -> tuple[float, float]:
         return running.trains(self.steady_s + self._rng.uniform(0.0, MOMENT_S))
 
     def __call__(self, running: Running) -> dict[str, Any]:
         """One kill, and what is read off. Raises `Stopped`."""
-        before_s = self._window(running)[0] if self._before_s is None else self._before_s
+        before_s = self._before_s if self._before_s > running.resumed_s else self._window(running)[0]
         if self.idle:
             running.pause()
             time.sleep(self._rng.uniform(0.5, 0.5 + MOMENT_S))  # for what is still under way to end
