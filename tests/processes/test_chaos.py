@@ -19,8 +19,8 @@ from coordinator_words import empty_status, healthy, member, status
 from torch_ecrec.cli.main import main, parser
 from torch_ecrec.demo import training as demo_training
 from torch_ecrec.demo.chaos import command, disturbances, hosted, power, run
+from torch_ecrec.demo.chaos.disturbances import SLOW_OPENS, STORE_FELT_S
 from torch_ecrec.demo.chaos.run import ChaosRun
-from torch_ecrec.demo.chaos.store import FELT_LIMIT_S, SLOW_OPENS
 from torch_ecrec.demo.plot import draw_chaos, spread_bursts
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.errors import ClusterUnavailable
@@ -260,7 +260,8 @@ def test_a_stop_while_there_is_no_coordinator_may_be_a_loss(
     """The next coordinator waits for those before it, but not for a lease."""
     monkeypatch.setattr(run, "STOPS_S", (5.0,))
     one = training(tmp_path, sleepers)
-    one._do("stop-server", 3.5, alone=True)
+    one._leaderless = True
+    one._do("stop-server", 3.5)
     member = one.schedule[0]["member"]
     assert one.record.kills == [] and one.record.may_be_lost == {member}
     for name in ("server-0", "server-1"):
@@ -337,10 +338,10 @@ def test_all_servers_freeze_at_one_instant_and_nobody_may_be_lost(
     one = training(tmp_path, sleepers, "--events", "freeze-all")
     one.arguments.steps = 100
     assert one._instant() == ["freeze-all"]
-    one._perform(["freeze-all"], time.monotonic(), 3.5)
+    one._perform(["freeze-all"], 3.5)
     assert one.schedule == [], "not before a status says who is there"
     tell(one, sleepers)
-    one._perform(["freeze-all"], time.monotonic(), 3.5)
+    one._perform(["freeze-all"], 3.5)
     frozen = [sleepers[f"server-{i}"].pid for i in range(3)]
     wait_until(lambda: all(map(is_stopped, frozen)), WAIT_S, "they stop")
     assert not is_stopped(sleepers["trainer-0"].pid) and not is_stopped(sleepers["coordinator"].pid)
@@ -386,7 +387,7 @@ def test_another_job_must_be_refused(
     one.arguments.steps = 100
     one._cluster.join = "127.0.0.1:1"  # type: ignore[union-attr, misc]
     one.logs.mkdir()
-    one._perform(["second-job"], time.monotonic(), 3.5)
+    one._perform(["second-job"], 3.5)
     (script,) = launched
     assert script[-4:-2] == ["--seed", "6"] and script[-1].endswith("second-job-0.json"), "the last words count"
     assert one.record.kills == [] and not one._is_whole()
@@ -409,8 +410,8 @@ def test_another_job_that_training_did_not_wait_for_fails_the_run(
     one._cluster.join = "127.0.0.1:1"  # type: ignore[union-attr, misc]
     one.logs.mkdir()
     tell(one, sleepers)
-    one._perform(["second-job"], time.monotonic(), 3.5)
-    one._perform(["freeze-all"], time.monotonic(), 3.5)
+    one._perform(["second-job"], 3.5)
+    one._perform(["freeze-all"], 3.5)
     one.release()
     assert one._under_way == [] and one.schedule[1]["felt"] == disturbances.AT_END
     assert one.not_effective() == ["second-job at step 1: nobody felt it"]
@@ -430,7 +431,7 @@ def test_the_command_of_another_job_is_one_of_its_own() -> None:
 def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What would have been done to somebody."""
     kinds: list[str] = []
-    monkeypatch.setattr(ChaosRun, "_do", lambda self, kind, since_s, alone: kinds.append(kind))
+    monkeypatch.setattr(ChaosRun, "_do", lambda self, kind, since_s: kinds.append(kind))
     monkeypatch.setattr(run, "PAUSE_S", (0.0, 0.0))
     return kinds
 
@@ -559,6 +560,11 @@ def with_store(tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]], eve
     return one, store
 
 
+def look_after(one: ChaosRun, seconds: float, last: bool = False) -> None:
+    """So many seconds after 3.5, when trouble began."""
+    one._look_after(time.monotonic() + seconds, 3.5 + seconds, last)
+
+
 def void(one: ChaosRun, reason: str) -> None:
     one._on_message(event("checkpoint_void", step=1, reason=reason))
 
@@ -585,15 +591,16 @@ def test_nothing_is_beyond_parity_without_a_checkpoint_or_while_the_store_is_in_
 ) -> None:
     one, _ = with_store(tmp_path, sleepers, "kill-all,kill-beyond-r,kill-coordinator,full-disk,failing-store")
     assert all(one._may_come(kind) for kind in one.arguments.events)
-    one._trouble_store("failing-store", time.monotonic(), 1.0)
+    one._trouble_store("failing-store", 1.0)
     assert [kind for kind in one.arguments.events if one._may_come(kind)] == []
     one.arguments.events = ["kill-all"]
     assert one._instant() == []
-    one._trouble = None
-    one._trouble_store("full-disk", time.monotonic(), 1.0)
+    one.release()
+    one._trouble_store("full-disk", 1.0)
     one.arguments.events = ["kill-all", "kill-coordinator", "slow-store"]
     assert [kind for kind in one.arguments.events if one._may_come(kind)] == ["kill-coordinator"]
-    one._trouble, one.record.checkpoints = None, []
+    one.release()
+    one.record.checkpoints = []
     assert not one._may_come("kill-all") and one._may_come("full-disk")
 
 
@@ -631,29 +638,28 @@ def test_trouble_of_the_store_ends_once_a_checkpoint_was_void_by_it(
 ) -> None:
     one, store = with_store(tmp_path, sleepers, kind)
     void(one, f"before: {error}")
-    now_s = time.monotonic()
-    one._trouble_store(kind, now_s, 3.5)
+    one._trouble_store(kind, 3.5)
     assert store.begun == [kind] and one.record.kills == []
     void(one, "a slot was lost")
-    one._look_after_store(now_s + 1, 4.5, last=False)
+    look_after(one, 1.0)
     assert store.ended == 0 and one.not_effective() == [f"{kind} at step 1: nobody felt it"]
     void(one, f"slot 0: {error}")
-    one._look_after_store(now_s + 2, 5.5, last=False)
+    look_after(one, 2.0)
     assert store.ended == 1 and one.not_effective() == []
     (entry,) = one.schedule
     assert (entry["seconds"], entry["felt"]) == (2.0, f"slot 0: {error}")
-    one._look_after_store(now_s + 3, 6.5, last=False)
+    look_after(one, 3.0)
     assert store.ended == 1, "it is over"
 
 
 def test_a_slow_store_is_felt_by_opens_that_wait(tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]) -> None:
     one, store = with_store(tmp_path, sleepers, "slow-store")
-    one._trouble_store("slow-store", time.monotonic(), 3.5)
+    one._trouble_store("slow-store", 3.5)
     store.delayed += SLOW_OPENS - 1
-    one._look_after_store(time.monotonic(), 4.5, last=False)
+    look_after(one, 1.0)
     assert store.ended == 0
     store.delayed += 1
-    one._look_after_store(time.monotonic(), 4.5, last=False)
+    look_after(one, 2.0)
     assert store.ended == 1 and one.schedule[0]["felt"] == f"{SLOW_OPENS} opens had to wait"
 
 
@@ -662,9 +668,8 @@ def test_trouble_that_nobody_feels_ends_in_time_and_fails_the_run(
     last: bool, tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]
 ) -> None:
     one, store = with_store(tmp_path, sleepers, "full-disk,kill-all")
-    now_s = time.monotonic()
-    one._trouble_store("full-disk", now_s, 3.5)
-    one._look_after_store(now_s + (1.0 if last else FELT_LIMIT_S + 1), 4.5, last)
+    one._trouble_store("full-disk", 3.5)
+    look_after(one, 1.0 if last else STORE_FELT_S + 1, last)
     assert store.ended == 1
     assert one.not_effective() == [
         "full-disk at step 1: nobody felt it",
@@ -674,6 +679,6 @@ def test_trouble_that_nobody_feels_ends_in_time_and_fails_the_run(
 
 def test_a_run_that_ends_leaves_no_trouble_behind(tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]) -> None:
     one, store = with_store(tmp_path, sleepers, "full-disk")
-    one._trouble_store("full-disk", time.monotonic(), 3.5)
+    one._trouble_store("full-disk", 3.5)
     one.release()
     assert store.ended == 1

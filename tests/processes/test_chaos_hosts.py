@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from torch_ecrec.cli.main import main, parser
 from torch_ecrec.demo.chaos import command, host_events, hosted
 from torch_ecrec.demo.chaos.hosted import HostedCluster, Runs, Service
-from torch_ecrec.demo.chaos.hosts_chaos import HostsChaos
+from torch_ecrec.demo.chaos.hosts import HostsChaos
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.protocol.status import json_of
 from torch_ecrec.spec.job import CodeSpec
@@ -113,7 +113,7 @@ def disturbed(cluster: HostedCluster, tmp_path: Path) -> HostsChaos:
     arguments = parser().parse_args(["chaos", "--hosts", "4", "--events", "blip", "--out", str(tmp_path / "out")])
     one = HostsChaos(arguments, command.check(arguments), tmp_path / "logs", Terminal(), None)
     one.logs.mkdir()
-    one._hosts, one._cluster, one._leads = cluster.hosts, cluster, cluster.hosts[0].address
+    one._hosts, one._cluster = cluster.hosts, cluster
     cluster.leads = lambda: one._leads
     members = [member(f"server-{i}", pid=10 + i) for i in range(5)]
     members += [member(f"trainer-{i}", pid=20 + i) for i in range(2)]
@@ -139,7 +139,7 @@ def let_pass(one: HostsChaos) -> None:
 def test_a_blip_takes_more_hosts_than_the_code_repairs_and_never_the_coordinators(disturbed: HostsChaos) -> None:
     one = disturbed
     for number in range(3):
-        one._perform(["blip"], time.monotonic(), 3.5)
+        one._perform(["blip"], 3.5)
         hosts = one.schedule[number]["number"]
         assert unplugged(one) == hosts and len(hosts) > one.code.parities and 0 not in hosts and 4 not in hosts
         (disturbance,) = one._under_way
@@ -154,7 +154,7 @@ def test_a_blip_takes_more_hosts_than_the_code_repairs_and_never_the_coordinator
 
 def test_the_coordinators_host_is_unplugged_for_longer_than_a_lease(disturbed: HostsChaos) -> None:
     one = disturbed
-    one._perform(["unplug-coordinator"], time.monotonic(), 3.5)
+    one._perform(["unplug-coordinator"], 3.5)
     (disturbance,) = one._under_way
     assert unplugged(one) == [0] and disturbance.until_s - disturbance.since_s > one._lease_s
     let_pass(one)
@@ -170,7 +170,7 @@ def test_a_coordinator_of_another_code_stands_in_the_place_of_the_right_one(dist
     assert at == {"--servers": "4", "-k": "3", "-r": "1", "--port": str(hosted.PORT)} and right.words != words
     assert right.process is not None
     before = right.process
-    one._perform(["wrong-coordinator"], time.monotonic(), 3.5)
+    one._perform(["wrong-coordinator"], 3.5)
     assert before.poll() is not None and [kill.spec for kill in one.record.kills] == ["wrong-coordinator"]
     one._hosted.look(time.monotonic())
     one._hosted.look(time.monotonic() + 100)

@@ -30,7 +30,7 @@ SWEEPS = (  # runs of the simulated cluster, hundreds of them
     *("slow", "warmed"),
 )
 PROCESSES = (  # clusters of real processes, or many of them
-    *("bench_hosts", "bench_recovery", "bench_scaling", "chaos_hosts", "checkpointing", "checkpoints", "clean_end"),
+    *("bench_runs", "chaos_hosts", "checkpointing", "checkpoints", "clean_end"),
     *("cli", "cluster", "columns", "coordinator_end", "drain", "exit_codes", "flips", "given_numbers_run"),
     *("hanging_store", "hangs", "held_lock", "host_clusters", "hostile", "hosts", "ipv6", "killed_early", "lifetime"),
     *("membership", "oracle_model_parallel", "oracle_optim", "oracle_pipelines", "oracle_sequences"),

@@ -1,22 +1,15 @@
 """`bench codec` on tiny sizes: what it writes, that rivals with other bytes are refused; never how fast anything is."""
 
-import argparse
-import csv
 import json
 
 import numpy as np
 import pytest
+from benches import parse, result, run
 
 from torch_ecrec.bench import codec
 from torch_ecrec.codec import LinearCode
 
 RATES = ("gbps", "memcpy_gbps", "scattered_copy_gbps", "isal_gbps")
-
-
-def run(*words):
-    parser = argparse.ArgumentParser()
-    codec.add_arguments(parser)
-    return codec.run(parser.parse_args(list(map(str, words))))
 
 
 class NoIsal:
@@ -30,10 +23,10 @@ def test_it_measures_every_case_and_writes_what_it_prints(tmp_path, monkeypatch,
     monkeypatch.setattr(codec, "CACHED_BYTES", 1 << 12)
     more = tmp_path / "more.json"
     arguments = ("--codes", "2,1", "3,2", "--records", 64, 260, "--repeats", 2, "--memory-mib", 1)
-    assert run(*arguments, "--out", tmp_path, "--json", more) == 0
+    assert run(codec, tmp_path, *arguments, "--json", more) == 0
     printed = capsys.readouterr().out
 
-    content = json.loads((tmp_path / "codec.json").read_text())
+    content = result(tmp_path, "codec")
     assert json.loads(more.read_text()) == content
     assert content["repeats"] == 2 and content["memory_mib"] == 1 and content["header"]["commit"]
     rows = content["rows"]
@@ -53,10 +46,7 @@ def test_it_measures_every_case_and_writes_what_it_prints(tmp_path, monkeypatch,
         assert row["of_memcpy"] > 0 and (row["of_scattered_copy"] is None) == (row["what"] != "fold")
         writes = {"fold": 2, "encode": row["r"] / row["k"], "decode": 1 / row["k"]}[row["what"]]
         assert row["moved"] == pytest.approx(1 + writes) and row["memcpy_moved"] == 2
-    with open(tmp_path / "codec.csv", newline="") as file:
-        table = list(csv.DictReader(file))
-    assert [row["what"] for row in table] == [row["what"] for row in rows] and list(table[0]) == list(rows[0])
-    assert (tmp_path / "codec.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "codec.png").exists()
     assert (
         "left out: no such library" in printed and "of ISA-L" not in printed and len(printed.splitlines()) > len(rows)
     )
@@ -70,9 +60,9 @@ def test_isal_takes_part_where_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(codec, "CALL_BYTES", 1 << 16)
     monkeypatch.setattr(codec, "CACHED_BYTES", 1 << 12)
     arguments = ("--codes", "2,1", "4,3", "--records", 64, 260, "--repeats", 1, "--memory-mib", 1)
-    assert run(*arguments, "--out", tmp_path) == 0
+    assert run(codec, tmp_path, *arguments) == 0
     assert "of ISA-L" in capsys.readouterr().out
-    assert all(row["isal_gbps"] > 0 for row in json.loads((tmp_path / "codec.json").read_text())["rows"])
+    assert all(row["isal_gbps"] > 0 for row in result(tmp_path, "codec")["rows"])
 
 
 @pytest.mark.parametrize("what", ("encode", "fold"))
@@ -122,12 +112,12 @@ def test_windows_move_on_in_memory_and_stay_in_the_cache(monkeypatch):
 def test_it_refuses_what_cannot_be_measured(tmp_path, capsys):
     for code in ("2", "0,1", "2,0", "200,100", "2,x"):
         with pytest.raises(SystemExit):
-            run("--codes", code)
+            parse(codec, "--codes", code)
         assert "a code" in capsys.readouterr().err
     for words, message in (
         (("--repeats", 0), "repeats"),
-        (("--memory-mib", 0), "memory_mib"),
+        (("--memory-mib", 0), "memory-mib"),
         (("--records", 6), "records"),
     ):
         with pytest.raises(ValueError, match=message):
-            run(*words, "--out", tmp_path)
+            run(codec, tmp_path, *words)

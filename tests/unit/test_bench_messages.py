@@ -1,11 +1,10 @@
 """`bench messages` in short: what it writes; never how fast anything is."""
 
-import argparse
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from benches import result, run
 
 from torch_ecrec.bench import messages, packing
 from torch_ecrec.codec.packing import pack
@@ -15,20 +14,14 @@ from torch_ecrec.protocol.encoding import WIRE
 SMALL = ("--batch-size", 64, "--rows-per-table", 50, "--dim", 64, "--slots", 2, "--steps", 2, 40)
 
 
-def run(*words: object) -> int:
-    parser = argparse.ArgumentParser()
-    messages.add_arguments(parser)
-    return messages.run(parser.parse_args(list(map(str, words))))
-
-
 def test_it_measures_a_push_that_can_be_read_and_writes_what_it_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(messages, "CALLS", 3)
     monkeypatch.setattr(packing, "MADE_UP", 6400)
-    assert run("--slabs", 1, 26, "--repeats", 2, "--out", tmp_path, *SMALL) == 0
+    assert run(messages, tmp_path, "--slabs", 1, 26, "--repeats", 2, *SMALL) == 0
     printed = capsys.readouterr().out
-    rows = json.loads((tmp_path / "messages.json").read_text())["rows"]
+    rows = result(tmp_path, "messages")["rows"]
     assert [row["slabs"] for row in rows] == [1, 26]
     for row in rows:
         push = messages._push(row["slabs"])
@@ -47,9 +40,9 @@ def test_it_packs_the_deltas_of_a_training(
     monkeypatch.setattr(packing, "MADE_UP", 6400)
     criteo.write_synthetic(tmp_path / "clicks.tsv", 128, 0)
     data = () if made_up else ("--data", tmp_path / "clicks.tsv")
-    assert run("--slabs", 1, "--repeats", 1, "--out", tmp_path, *SMALL, *data) == 0
+    assert run(messages, tmp_path, "--slabs", 1, "--repeats", 1, *SMALL, *data) == 0
     printed = capsys.readouterr().out
-    first, last = json.loads((tmp_path / "messages.json").read_text())["packing"]
+    first, last = result(tmp_path, "messages")["packing"]
     assert (first["step"], last["step"]) == (2, 40) and all(name in printed for name in last)
     assert first["passes"] == (0.0 if made_up else 1.0) and last["passes"] == (0.4 if made_up else 20.0)
     assert last["words %"] < first["words %"] <= 100 * 17 / 16
@@ -70,4 +63,4 @@ def test_the_size_of_packed_words_is_that_of_what_is_packed() -> None:
 def test_sizes_are_checked(tmp_path: Path) -> None:
     for words in (("--repeats", 0), ("--slabs", 0), ("--steps", 0), ("--dim", 0), ("--slots", 0)):
         with pytest.raises(ValueError, match="must be at least 1"):
-            run(*words, "--out", tmp_path)
+            run(messages, tmp_path, *words)

@@ -1,11 +1,8 @@
 """`bench operators` on tiny sizes: what it writes, and that all alternatives do the same work; never how fast."""
 
-import argparse
-import csv
-import json
-
 import pytest
 import torch
+from benches import result, run
 
 from torch_ecrec.bench import operators
 
@@ -19,17 +16,11 @@ def threads():
     torch.set_num_threads(before)
 
 
-def run(*words):
-    parser = argparse.ArgumentParser()
-    operators.add_arguments(parser)
-    return operators.run(parser.parse_args(list(map(str, words))))
-
-
 def test_it_measures_every_operator_and_its_rivals_do_the_same(tmp_path, capsys):
-    words = ("--dims", 4, 16, "--ids", 1, 3, "--batch-size", 8, "--rows", 50, "--repeats", 2, "--out", tmp_path)
-    assert run(*words) == 0
+    words = ("--dims", 4, 16, "--ids", 1, 3, "--batch-size", 8, "--rows", 50, "--repeats", 2)
+    assert run(operators, tmp_path, *words) == 0
     printed = capsys.readouterr().out
-    content = json.loads((tmp_path / "operators.json").read_text())
+    content = result(tmp_path, "operators")
     rows = content["rows"]
     assert content["repeats"] == 2 and content["header"]["commit"]
     whats = list(dict.fromkeys(row["what"] for row in rows))
@@ -46,8 +37,6 @@ def test_it_measures_every_operator_and_its_rivals_do_the_same(tmp_path, capsys)
         for rival in rivals:
             same = row[f"{rival}_same"]
             assert same in (None, "yes") or float(same) < 1e-4, (row["what"], rival, same)
-    with open(tmp_path / "operators.csv", newline="") as file:
-        assert len(list(csv.DictReader(file))) == len(rows)
 
 
 def test_results_that_differ_are_told():
@@ -58,4 +47,4 @@ def test_results_that_differ_are_told():
 def test_sizes_are_checked(tmp_path):
     for words in (("--repeats", 0), ("--dims", 0), ("--ids", 0), ("--batch-size", 0)):
         with pytest.raises(ValueError, match="must be at least 1"):
-            run(*words, "--out", tmp_path)
+            run(operators, tmp_path, *words)

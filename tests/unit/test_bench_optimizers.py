@@ -1,27 +1,18 @@
 """`bench optimizers` on tiny sizes: what it writes; never how fast anything is."""
 
-import argparse
-import csv
-import json
-
 import pytest
+from benches import result, run
 
 from torch_ecrec.bench import optimizers
 from torch_ecrec.records.optimizers import NAMES, optimizer
 
 
-def run(*words):
-    parser = argparse.ArgumentParser()
-    optimizers.add_arguments(parser)
-    return optimizers.run(parser.parse_args(list(map(str, words))))
-
-
 def test_it_measures_every_optimizer_and_writes_what_it_prints(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(optimizers, "CALL_BYTES", 1 << 14)
-    words = ("--dims", 3, 16, "--weights", "float32", "float16", "--repeats", 2, "--memory-mib", 1, "--out", tmp_path)
-    assert run(*words) == 0
+    words = ("--dims", 3, 16, "--weights", "float32", "float16", "--repeats", 2, "--memory-mib", 1)
+    assert run(optimizers, tmp_path, *words) == 0
     printed = capsys.readouterr().out
-    content = json.loads((tmp_path / "optimizers.json").read_text())
+    content = result(tmp_path, "optimizers")
     rows = content["rows"]
     assert content["repeats"] == 2 and content["memory_mib"] == 1 and content["header"]["commit"]
     cases = [(kind, dim, weights) for kind in NAMES for dim in (3, 16) for weights in ("float32", "float16")]
@@ -32,11 +23,9 @@ def test_it_measures_every_optimizer_and_writes_what_it_prints(tmp_path, monkeyp
             assert 0 < row[f"{rate}_min"] <= row[rate] <= row[f"{rate}_max"]
         assert min(row["of_memcpy"], row["of_scattered_copy"], row["million_rows_per_s"]) > 0
         assert row["optimizer"] in printed
-    with open(tmp_path / "optimizers.csv", newline="") as file:
-        assert len(list(csv.DictReader(file))) == len(rows)
 
 
 def test_sizes_are_checked(tmp_path):
     for words in (("--repeats", 0), ("--memory-mib", 0), ("--dims", 0)):
         with pytest.raises(ValueError, match="must be at least 1"):
-            run(*words, "--out", tmp_path)
+            run(optimizers, tmp_path, *words)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from benches import parse
 
-from torch_ecrec.bench.emulation import Job
-from torch_ecrec.bench.partial import add_arguments, emulate, full
-from torch_ecrec.bench.partial_auc import Training, train
+from torch_ecrec.bench import partial
+from torch_ecrec.bench.partial import Job, Training, emulate, full, train
 from torch_ecrec.cli.main import main
 from torch_ecrec.demo import criteo
 from torch_ecrec.overhead import model
@@ -23,9 +22,7 @@ WORDS += ["--rows", "30", "--touched", "12", "--dim", "4", "--save", "60", "--lo
 
 
 def job_of(*words: str) -> Job:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return Job.of(parser.parse_args([*WORDS, *words]))
+    return Job.of(parse(partial, *WORDS, *words))
 
 
 def counted(job: Job, portion: float) -> tuple[int, int, int, float]:
@@ -154,9 +151,7 @@ def test_areas_of_each_way_beside_exact_recovery(tmp_path: Path, capsys: pytest.
 def test_nothing_lost_is_exact(tmp_path: Path) -> None:
     """Without failures every way is exact recovery, bit for bit."""
     criteo.write_synthetic(tmp_path / "clicks.tsv", 200, seed=3)
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    arguments = parser.parse_args([*WORDS, *AREAS])
+    arguments = parse(partial, *WORDS, *AREAS)
     train_on, test_on = criteo.read(tmp_path / "clicks.tsv", 20).split()
     training = Training.of(arguments, Job.of(arguments), 10 * HOUR_S / 4, len(train_on))
     assert (training.steps, training.every, training.some) == (32, 8, 2)

@@ -1,6 +1,5 @@
 """`bench report`: what is made of the benchmarks' files, and what is said of those that are missing."""
 
-import argparse
 import importlib
 import json
 import os
@@ -9,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benches import parse
 from test_docs import broken
 
-from torch_ecrec.bench import codec, operators, optimizers, record, recovery_figures, report, scaling, train
+from torch_ecrec.bench import codec, operators, optimizers, record, recovery, report, scaling, train
+from torch_ecrec.bench.experiment import parse_mode
+from torch_ecrec.bench.faults import KILLED
 from torch_ecrec.bench.report import BEGIN, END, MADE_BY, TARGETS, Figure, NotMeasured, Target
 
 PNG = b"\x89PNG"
@@ -19,9 +21,7 @@ SYSTEMS = ("torchrec", "none", "k2r1", "k2r1+snap", "k4r1", "k4r2", "k2r1:bf16")
 
 
 def run(source: Path, out: Path) -> int:
-    parser = argparse.ArgumentParser()
-    report.add_arguments(parser)
-    return report.run(parser.parse_args(["--from", str(source), "--out", str(out)]))
+    return report.run(parse(report, "--from", source, "--out", out))
 
 
 def leave(folder: Path, name: str, content: dict[str, Any], rows: list[dict[str, Any]]) -> None:
@@ -44,7 +44,7 @@ def block(rate: float) -> dict[str, Any]:
 
 def leave_training(folder: Path, shape: str, rates: dict[str, list[float]]) -> None:
     """As `bench train` does it: by its own `summarise` and `rows`."""
-    systems = [train.parse_system(name) for name in rates]
+    systems = [parse_mode(name) for name in rates]
     blocks = {name: [block(rate) for rate in some] for name, some in rates.items()}
     made_of = {"tables": 26, "rows": 200, "dim": 64, "ids": 1, "zipf": 1.05, "batch": 32, "data": None}
     result = {
@@ -54,17 +54,17 @@ def leave_training(folder: Path, shape: str, rates: dict[str, list[float]]) -> N
         "checkpoint_every": 100,
         **train.summarise(systems, blocks),
     }
-    leave(folder, f"train-{shape}", result, train.rows(systems, result))
+    leave(folder, f"train-{shape}", result, train.rows(result))
 
 
 def leave_recovery(folder: Path, error: str | None = None) -> None:
     cases = []
     for case, first_step_s in (
-        (recovery_figures.Case(1.0, 0.0, False), [0.2, 0.4, 0.3]),
-        (recovery_figures.Case(1.0, 50.0, False), [0.9]),
-        (recovery_figures.Case(1.0, 0.0, True), [None]),
+        (recovery.Case(1.0, 0.0, False), [0.2, 0.4, 0.3]),
+        (recovery.Case(1.0, 50.0, False), [0.9]),
+        (recovery.Case(1.0, 0.0, True), [None]),
     ):
-        kills = [{**dict.fromkeys(recovery_figures.FIGURES, 2.0), "first_step_s": value} for value in first_step_s]
+        kills = [{**dict.fromkeys(KILLED, 2.0), "first_step_s": value} for value in first_step_s]
         cases.append((case, kills))
     restart = dict.fromkeys(("save_s", "start_s", "load_s", "until_training_s", "redo_s", "until_caught_up_s"), 5.0)
     content = {
@@ -73,7 +73,7 @@ def leave_recovery(folder: Path, error: str | None = None) -> None:
         "checkpoints": [{"gigabytes": 1.0, "skipped": None, **restart}, {"gigabytes": 8.0, "skipped": "no room"}],
         "error": error,
     }
-    leave(folder, "recovery", content, [recovery_figures.summary(case, kills) for case, kills in cases])
+    leave(folder, "recovery", content, [recovery.summary(case, kills) for case, kills in cases])
 
 
 def leave_codec(folder: Path) -> None:
@@ -276,9 +276,7 @@ def test_bad_input_writes_nothing(tmp_path: Path) -> None:
 
 def test_it_reads_what_the_benchmarks_write() -> None:
     """The names that the tables show are those of the benchmarks' rows."""
-    row = recovery_figures.summary(
-        recovery_figures.Case(1.0, 0.0, False), [dict.fromkeys(recovery_figures.FIGURES, 1.0)]
-    )
+    row = recovery.summary(recovery.Case(1.0, 0.0, False), [dict.fromkeys(KILLED, 1.0)])
     assert {*report.RECOVERY, *report.RATES} <= set(row)
     shapes = set(importlib.import_module("torch_ecrec.bench.workload").SHAPES)
     assert set(report.SHAPES) == shapes | {

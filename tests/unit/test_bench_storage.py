@@ -1,26 +1,19 @@
 """`bench storage` in short: what it writes; never how fast anything is."""
 
-import argparse
-import json
 from pathlib import Path
 
 import pytest
+from benches import result, run
 
 from torch_ecrec.bench import storage
-
-
-def run(*words: object) -> int:
-    parser = argparse.ArgumentParser()
-    storage.add_arguments(parser)
-    return storage.run(parser.parse_args(list(map(str, words))))
 
 
 def test_it_measures_parts_and_leaves_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
-    assert run("--folders", kept, "--megabytes", 1, "--repeats", 1, "--out", tmp_path) == 0
+    assert run(storage, tmp_path, "--folders", kept, "--megabytes", 1, "--repeats", 1) == 0
     printed = capsys.readouterr().out
-    rows = json.loads((tmp_path / "storage.json").read_text())["rows"]
+    rows = result(tmp_path, "storage")["rows"]
     assert [(row["bits"], row["zstd"]) for row in rows] == [(0, 0), (8, 0), (4, 0), (0, 1)]
     assert all(row[f"{name} GB/s"] > 0 and name in printed for row in rows for name in storage.COLUMNS)
     assert all(row["write ns/B"] > 0 for row in rows)
@@ -31,4 +24,4 @@ def test_it_measures_parts_and_leaves_none(tmp_path: Path, capsys: pytest.Captur
 def test_sizes_are_checked(tmp_path: Path) -> None:
     for words in (("--repeats", 0), ("--megabytes", 0)):
         with pytest.raises(ValueError, match="must be at least 1"):
-            run(*words, "--out", tmp_path)
+            run(storage, tmp_path, *words)

@@ -21,12 +21,11 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numba import njit
@@ -35,8 +34,11 @@ from numpy.typing import NDArray
 from torch_ecrec.bench import record
 from torch_ecrec.codec import LinearCode
 from torch_ecrec.records.shard import scatter
-from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.runtime.checks import require
 from torch_ecrec.runtime.kernels import prefetch_row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Bytes = NDArray[np.uint8]
 Call = Callable[[], object]
@@ -324,7 +326,7 @@ INK, GREY = "#1f2933", "#7b8794"
 COLOURS = ("#2563eb", "#0d9488", "#d97706", "#dc2626", "#7c3aed", "#475569")
 
 
-def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+def draw(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
     """A panel for each of fold, encode, decode, in memory above in cache: GB/s over the size of a record."""
     from matplotlib.figure import Figure
 
@@ -365,7 +367,7 @@ def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
         (handle,) = panels[0][0].plot([], [], color=INK, linestyle=":", marker="x", markersize=4, linewidth=1)
         handles, labels = [*handles, handle], [*labels, "ISA-L, same colours"]
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9, frameon=False)
-    figure.savefig(path)
+    return figure
 
 
 # ---------------------------------------------------------------------------------------------------------- the command
@@ -373,8 +375,7 @@ def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the table; writes OUT/codec.json, .csv and .png."""
-    require_int("repeats", arguments.repeats, 1)
-    require_int("memory_mib", arguments.memory_mib, 1)
+    record.require_counts(arguments, "repeats", "memory_mib")
     for width in arguments.records:
         require(width > 0 and width % 4 == 0, f"`records` must be positive multiples of 4, got {width}")
     isal, note = find_isal()
@@ -382,16 +383,19 @@ def run(arguments: argparse.Namespace) -> int:
     rows = measure(arguments.codes, arguments.records, pool, isal, arguments.repeats)
     columns = {key: title for key, title in COLUMNS.items() if isal is not None or "isal" not in key}
     notes = [*NOTES.format(repeats=arguments.repeats).splitlines(), note]
-    print(record.table([{title: row[key] for key, title in columns.items()} for row in rows]))
-    print("\n".join(notes))
+    shown = [record.table([{title: row[key] for key, title in columns.items()} for row in rows]), *notes]
     header = record.header()
     content = {"header": header, "repeats": arguments.repeats, "memory_mib": arguments.memory_mib, "notes": notes}
-    record.write(arguments.out, "codec", content, rows)
     title = f"{header['processor']}, one core; median of {arguments.repeats}; commit {header['commit']}"
-    draw(rows, title, arguments.out / "codec.png")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({**content, "rows": rows}, indent=1) + "\n")
-    return 0
+    return record.finish(
+        arguments.out,
+        "codec",
+        content,
+        rows,
+        shown="\n".join(shown),
+        draw=lambda: draw(rows, title),
+        copy=arguments.json,
+    )
 
 
 def _code(text: str) -> tuple[int, int]:

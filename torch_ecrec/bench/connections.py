@@ -34,6 +34,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from torch_ecrec.bench import record
 from torch_ecrec.bench.places import Here, OnHosts
+from torch_ecrec.processes.children import await_end
 from torch_ecrec.protocol import wire
 from torch_ecrec.runtime import allocator
 from torch_ecrec.runtime.checks import require, require_int
@@ -164,23 +165,9 @@ class Pair:
 
     def __init__(self, place: Here) -> None:
         where = place.meeting()
-        self.processes = [
-            place.start_trainer(
-                rank,
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "torch_ecrec.bench.connections",
-                    name,
-                    where["MASTER_ADDR"],
-                    where["MASTER_PORT"],
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
-            for rank, name in enumerate(NAMES)
-        ]
+        command = [sys.executable, "-P", "-m", "torch_ecrec.bench.connections"]
+        at, pipes = [where["MASTER_ADDR"], where["MASTER_PORT"]], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.processes = [place.start_trainer(rank, [*command, name, *at], **pipes) for rank, name in enumerate(NAMES)]
 
     def __enter__(self) -> Pair:
         for process in self.processes:
@@ -189,22 +176,15 @@ class Pair:
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes:
-            assert process.stdin is not None and process.stdout is not None
+            assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # it has ended
                 process.stdin.close()
-        for process in self.processes:
-            try:
-                process.wait(LIMIT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
+        await_end(self.processes, LIMIT_S)
 
-    def _answer(self, process: subprocess.Popen[str]) -> dict[str, Any]:
-        found: queue.SimpleQueue[str] = queue.SimpleQueue()
-        assert process.stdout is not None
-        out = process.stdout
+    @staticmethod
+    def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+        out, found = process.stdout, queue.SimpleQueue[str]()
+        assert out is not None
         Worker(lambda: found.put(out.readline()), "answers", log_error).start()
         try:
             line = found.get(timeout=LIMIT_S)
@@ -257,23 +237,16 @@ def measure(pair: Pair, sizes: Sequence[int], at_once: int, repeats: int) -> lis
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the table; writes OUT/connections.json and .csv."""
-    require_int("repeats", arguments.repeats, 1)
-    require_int("at-once", arguments.at_once, 1)
+    record.require_counts(arguments, "repeats", "at_once")
     for size in arguments.bytes:
         require_int("bytes", size, 1)
     require(arguments.link_gbit >= 0, f"`--link-gbit` must not be negative, got {arguments.link_gbit}")
     require(arguments.hosts or not arguments.link_gbit, "`--link-gbit` goes with `--hosts`")
     with OnHosts(2, 1e9 * arguments.link_gbit) if arguments.hosts else Here() as place, Pair(place) as pair:
         rows = measure(pair, arguments.bytes, arguments.at_once, arguments.repeats)
-    print(record.table(rows))
-    more = {
-        "hosts": arguments.hosts,
-        "link_gbit": arguments.link_gbit,
-        "at_once": arguments.at_once,
-        "repeats": arguments.repeats,
-    }
-    record.write(arguments.out, "connections", {"header": record.header(), **more}, rows)
-    return 0
+    names = ("hosts", "link_gbit", "at_once", "repeats")
+    content = {"header": record.header(), **{name: getattr(arguments, name) for name in names}}
+    return record.finish(arguments.out, "connections", content, rows, shown=record.table(rows))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,6 @@
 """Kills in real runs, many of them: is everything that follows bit-identical, and how long does training pause?
 
-Each case is one `torch-ecrec demo` in processes of its own, compared with the undisturbed run of the same optimizer:
+Each case is a run of the demonstration (`demo/training.py`), compared with the undisturbed run of the same optimizer:
 the digest over all records and dense parameters, and every loss of every trainer. The cases, per table optimizer:
 
     1 and 3 kills        one after another, each when the former is rebuilt; with a spare, and without one, where a
@@ -12,42 +12,50 @@ and, with the first optimizer: kills at random moments within a step, and with (
 from __future__ import annotations
 
 import argparse
-import json
+import logging
 import random
-import statistics
-import subprocess
-import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch_ecrec.bench import record
+from torch_ecrec.demo.kills import parse_kills
+from torch_ecrec.demo.result import arguments_json, differences
+from torch_ecrec.demo.terminal import Terminal
+from torch_ecrec.demo.training import DemoRun
+from torch_ecrec.errors import ClusterError
+from torch_ecrec.processes.launch import warm
 from torch_ecrec.records.optimizers import NAMES as OPTIMIZERS
+from torch_ecrec.spec.job import CodeSpec
 
 STEP_MS = 60  # random moments lie within so many milliseconds after a step's end
-CASE_LIMIT_S = 600
+CLUSTER = {"servers": 3, "k": 2, "r": 1, "spares": 1, "without_spare": "survivor"}  # where a case says nothing else
+TRAINING = {"trainers": 2, "seed": 0, "snapshot_every": 1, "max_restarts": 10}
+TIMES = ("detected_s", "rehosted_s", "first_step_s", "rebuilt_s")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run. `reference` names the undisturbed run that it must equal."""
+    """One run. `reference` names the undisturbed run that it must equal; "": it is one. `more`: of its cluster."""
 
     name: str
     reference: str
     optimizer: str
     steps: int
     kills: tuple[str, ...] = ()
-    more: tuple[str, ...] = ()
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass
-class Outcome:
-    """What came of a case; `error` is empty if it was exact."""
+class Quiet(Terminal):
+    """A terminal on which nothing is shown."""
 
-    case: Case
-    seconds: float
-    result: dict[str, Any] = field(default_factory=dict)
-    error: str = ""
+    def say(self, text: str = "") -> None:
+        pass
+
+    def progress(self, text: str) -> None:
+        pass
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
@@ -59,9 +67,9 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
             found.append(Case(f"{optimizer}: undisturbed, {steps} steps", "", optimizer, steps))
         one, three = (f"server:1@{short // 2}",), tuple(f"server:{s}@{20 + 10 * i}~" for i, s in enumerate((1, 0, 1)))
         for name, more in (
-            ("spare", ("--spares", "1")),
-            ("no spare, survivor", ("--spares", "0", "--without-spare", "survivor")),
-            ("no spare, restarted process", ("--spares", "0", "--without-spare", "wait")),
+            ("spare", {}),
+            ("no spare, survivor", {"spares": 0}),
+            ("no spare, restarted process", {"spares": 0, "without_spare": "wait"}),
         ):
             for kills, steps in ((one, short), (three, long)):
                 reference = f"{optimizer}: undisturbed, {steps} steps"
@@ -73,88 +81,75 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         step, moment, slot = rng.randrange(5, short - 15), rng.randrange(1, STEP_MS), rng.randrange(3)
         kill = f"server:{slot}@{step}+{moment}"
         found.append(Case(f"{first}: moment {i + 1}, {kill}", reference, first, short, (kill,)))
-    wide = ("--servers", "5", "-k", "3", "-r", "2", "--spares", "2")
     for slots in ((0, 1), (1, 3)):
-        kills = tuple(f"server:{slot}@{short // 2}" for slot in slots)
+        kills, wide = (
+            tuple(f"server:{slot}@{short // 2}" for slot in slots),
+            {"servers": 5, "k": 3, "r": 2, "spares": 2},
+        )
         found.append(Case(f"{first}: (3, 2), slots {slots} at once", reference, first, short, kills, wide))
     return found
 
 
-def run_case(case: Case, arguments: argparse.Namespace, references: dict[str, dict[str, Any]]) -> Outcome:
-    """Runs a case; compares it with its reference."""
-    out = arguments.out / "".join(c if c.isalnum() else "-" for c in case.name)
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "torch_ecrec",
-        "demo",
-        "--no-compare",
-        "--out",
-        str(out),
-        "--steps",
-        str(case.steps),
-    ]
-    command += ["--batch-size", str(arguments.batch_size), "--optimizer", case.optimizer, *case.more]
-    for kill in case.kills or ("none",):
-        command += ["--kill", kill]
-    if arguments.data is not None:
-        command += ["--data", str(arguments.data)]
-    begin = time.monotonic()
+def run_case(case: Case, arguments: argparse.Namespace, references: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Runs a case, and compares it with its reference; `error` is "" if it was exact."""
+    told = argparse.Namespace(**TRAINING, **{**CLUSTER, **case.more}, steps=case.steps, optimizer=case.optimizer)
+    told.batch_size, told.data = arguments.batch_size, arguments.data
+    code = CodeSpec(told.servers, told.k, told.r)
+    kills = parse_kills(case.kills or ["none"], code.slots, case.steps, told.trainers)
+    logs = arguments.out / "logs" / "".join(c if c.isalnum() else "-" for c in case.name)
+    run, error, begin_s = DemoRun(told, code, kills, logs, Quiet()), "", time.monotonic()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=CASE_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return Outcome(case, time.monotonic() - begin, error=f"not done in {CASE_LIMIT_S} s")
-    seconds = time.monotonic() - begin
-    if done.returncode != 0:
-        return Outcome(
-            case, seconds, error=f"exit code {done.returncode}: {(done.stderr or done.stdout).strip()[-500:]}"
-        )
-    result = json.loads((out / "result.json").read_text())
-    outcome = Outcome(case, seconds, result)
-    if case.reference:
-        reference = references[case.reference]
-        if len(result["kills"]) != len(case.kills):
-            outcome.error = f"{len(result['kills'])} of {len(case.kills)} kills fired"
-        elif result["digest"] != reference["digest"]:
-            outcome.error = "the digest differs"
-        elif result["losses"] != reference["losses"]:
-            outcome.error = "losses differ"
-    return outcome
+        run.execute()
+        faults = [f"a kill did not fire: {text}" for text in run.not_fired()] + run.record.unexpected
+        if case.reference:
+            faults += differences(run.figures(), dict(references[case.reference]))
+        error = "; ".join(faults)
+    except ClusterError as failure:
+        error = str(failure)
+    return {
+        "case": case.name,
+        "seconds": time.monotonic() - begin_s,
+        "error": error,
+        **run.figures(),
+        "kills": [kill.to_json(run.record.step_times) for kill in run.record.kills],
+        "throughput": run.record.throughput(run.samples_per_step),
+    }
+
+
+def rows(found: Sequence[tuple[Case, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The table: median, least and most of the times after kills with a spare at hand."""
+    kills = [kill["after_kill_s"] for case, one in found if "spares" not in case.more for kill in one["kills"]]
+    known = {name: [kill[name] for kill in kills if kill[name] is not None] for name in TIMES}
+    return [
+        {"after a kill": name, "kills": len(values), **record.spread(values)}
+        for name, values in known.items()
+        if values
+    ]
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs all cases, prints a line each and the times of all kills; writes OUT/exactness.json. 1 if any differs."""
     references: dict[str, dict[str, Any]] = {}
-    outcomes = []
+    found: list[tuple[Case, dict[str, Any]]] = []
+    logging.getLogger("torch_ecrec").setLevel(logging.WARNING)  # that a server was killed and is started again is known
+    warm()
     for case in cases(arguments):
-        outcome = run_case(case, arguments, references)
-        outcomes.append(outcome)
-        if not case.reference and not outcome.error:
-            references[case.name] = outcome.result
-        word = outcome.error or ("equal, bit for bit" if case.reference else outcome.result["digest"][:16])
-        print(f"{case.name:50}  {outcome.seconds:6.1f} s  {word}", flush=True)
-        if not case.reference and outcome.error:
-            return 1
-    report = [
-        {"case": o.case.name, "seconds": o.seconds, "error": o.error, "digest": o.result.get("digest")}
-        | {key: o.result.get(key) for key in ("kills", "throughput")}
-        for o in outcomes
-    ]
-    (arguments.out / "exactness.json").write_text(json.dumps(report, indent=1))
-    times = [
-        kill["after_kill_s"] for o in outcomes for kill in o.result.get("kills", ()) if "--spares" not in o.case.more
-    ]
-    for name in ("detected_s", "rehosted_s", "first_step_s", "rebuilt_s"):
-        values = sorted(t[name] for t in times if t.get(name) is not None)
-        if values:
-            print(
-                f"{name:14} of {len(values)} kills with a spare at hand: median {statistics.median(values):.3f},"
-                f" least {values[0]:.3f}, most {values[-1]:.3f}"
-            )
-    wrong = [o for o in outcomes if o.error]
-    print(f"{len(outcomes)} runs, {sum(len(o.case.kills) for o in outcomes)} kills, {len(wrong)} not exact")
-    return 1 if wrong else 0
+        one = run_case(case, arguments, references)
+        found.append((case, one))
+        word = one["error"] or ("equal, bit for bit" if case.reference else one["digest"][:16])
+        print(f"{case.name:50}  {one['seconds']:6.1f} s  {word}", flush=True)
+        if not case.reference:
+            references[case.name] = one
+            if one["error"]:
+                break  # nothing can be compared with it
+    wrong = [case.name for case, one in found if one["error"]]
+    kept = ("case", "seconds", "error", "digest", "kills", "throughput")
+    runs = [{name: one[name] for name in kept} for _, one in found]
+    content = {"header": record.header(), "arguments": arguments_json(arguments), "runs": runs}
+    lines = rows(found)
+    shown = f"{record.table(lines)}\n{len(found)} runs, {sum(len(case.kills) for case, _ in found)} kills"
+    error = f"not exact: {'; '.join(wrong)}" if wrong else None
+    return record.finish(arguments.out, "exactness", content, lines, shown=shown, error=error)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

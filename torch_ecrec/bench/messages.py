@@ -80,12 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
     packing.check(arguments)
     rows, packed = [_measure(slabs, arguments.repeats) for slabs in arguments.slabs], packing.measure(arguments)
     notes = NOTES.format(rows=ROWS, dim=DIM, repeats=arguments.repeats).splitlines()
-    print(record.table(rows))
-    print("\n".join(notes))
-    print(f"\n{record.table(packed)}\n{packing.NOTES}")
+    shown = [record.table(rows), *notes, "", record.table(packed), packing.NOTES]
     content = {"header": record.header(), "repeats": arguments.repeats, "notes": notes, "packing": packed}
-    record.write(arguments.out, "messages", content, rows)
-    return 0
+    return record.finish(arguments.out, "messages", content, rows, shown="\n".join(shown))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -326,19 +326,16 @@ def measure(
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the table; writes OUT/operators.json and .csv."""
-    for name in ("repeats", "batch_size", "rows"):
-        require_int(name, getattr(arguments, name), 1)
+    record.require_counts(arguments, "repeats", "batch_size", "rows")
     for dim in (*arguments.dims, *arguments.ids):
         require_int("dims and ids", dim, 1)
     torch.set_num_threads(1)
     sizes = arguments.batch_size, arguments.rows, arguments.repeats, arguments.seed
     rows = measure(arguments.dims, arguments.ids, *sizes)
     notes = NOTES.format(features=FEATURES, batch=arguments.batch_size, repeats=arguments.repeats).splitlines()
-    print(record.table([{title: row[key] for key, title in COLUMNS.items()} for row in rows]))
-    print("\n".join(notes))
+    shown = [record.table([{title: row[key] for key, title in COLUMNS.items()} for row in rows]), *notes]
     content = {"header": record.header(), "repeats": arguments.repeats, "notes": notes}
-    record.write(arguments.out, "operators", content, rows)
-    return 0
+    return record.finish(arguments.out, "operators", content, rows, shown="\n".join(shown))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

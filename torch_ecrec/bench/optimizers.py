@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,25 +107,17 @@ def measure(
     return [_measure(*case, memory, repeats, seed) for case in cases]
 
 
-def shown(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows under the titles of their columns."""
-    return [{title: row[key] for key, title in COLUMNS.items()} for row in rows]
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the table; writes OUT/optimizers.json and .csv."""
-    require_int("repeats", arguments.repeats, 1)
-    require_int("memory_mib", arguments.memory_mib, 1)
+    record.require_counts(arguments, "repeats", "memory_mib")
     for dim in arguments.dims:
         require_int("dims", dim, 1)
     sizes = arguments.memory_mib, arguments.repeats, arguments.seed
     rows = measure(arguments.optimizers, arguments.dims, *sizes, arguments.weights)
     notes = NOTES.format(repeats=arguments.repeats).splitlines()
-    print(record.table(shown(rows)))
-    print("\n".join(notes))
+    shown = [record.table([{title: row[key] for key, title in COLUMNS.items()} for row in rows]), *notes]
     content = {"header": record.header(), "repeats": arguments.repeats, "memory_mib": arguments.memory_mib}
-    record.write(arguments.out, "optimizers", {**content, "notes": notes}, rows)
-    return 0
+    return record.finish(arguments.out, "optimizers", {**content, "notes": notes}, rows, shown="\n".join(shown))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,30 +9,118 @@
     leader-and-server         a server's host dies at the same instant
     drain                     `torch-ecrec drain` of a server, in a cluster of its own (`--drain-gigabytes`)
 
-One cluster over hosts made of network namespaces trains a DLRM without a pause, and each event comes `--repeats` times,
-in turn. After each, all slots must be healthy and training go on for `--steady-s`; only then comes back what was taken,
-and once all is whole, the next event. Figures and what is wanted of them: `outage_figures.py`.
+One cluster over hosts made of network namespaces, one for each process, trains a DLRM without a pause, and each event
+comes `--repeats` times, in turn. After each, all slots must be healthy and training go on for `--steady-s`; only then
+comes back what was taken, and once all is whole, the next event. `faults.py` has the figures.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
-import sys
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from torch_ecrec.bench import record
-from torch_ecrec.bench.outage_figures import DRAIN, ELECTED, KINDS, plot, rows, targets
-from torch_ecrec.bench.outage_trial import Trial
-from torch_ecrec.bench.places import require_hosts
-from torch_ecrec.bench.recovery_processes import Stopped, add_cluster
+from torch_ecrec.bench.experiment import Experiment, Part, parse_mode
+from torch_ecrec.bench.faults import (
+    CUT,
+    DRAIN,
+    ELECTED,
+    HOST,
+    KILL,
+    KINDS,
+    LEADER,
+    LEADER_AND_SERVER,
+    ONE_WAY,
+    Outage,
+    start_training,
+)
+from torch_ecrec.bench.places import Apart, require_hosts
+from torch_ecrec.bench.recovery import add_cluster, model_of
 from torch_ecrec.demo.chaos.hosted import require_etcd
 from torch_ecrec.demo.result import arguments_json
-from torch_ecrec.errors import ClusterError
-from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.testing.hosts import HostsError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Events = Sequence[Mapping[str, Any]]
+WANTED = (  # of which kind, what, of which events, wanted
+    (HOST, "longest_s", "worst", "<=", 3.0),
+    (KILL, "longest_s", "worst", "<=", 0.5),
+    (CUT, "longest_s", "worst", "<=", 5.0),
+    (CUT, "after / before", "median", ">=", 0.95),
+    (ONE_WAY, "longest_s", "worst", "<=", 5.0),
+    (ONE_WAY, "after / before", "median", ">=", 0.95),
+    (LEADER, "longest / median", "worst", "<=", 2.0),
+    (LEADER_AND_SERVER, "repaired_s", "worst", "<=", 5.0),
+    (DRAIN, "during / around", "median", ">=", 0.90),
+    (DRAIN, "unhealthy", "worst", "<=", 0),
+)
+SHOWN = (
+    *("longest_s", "detected_s", "placed_s", "repaired_s", "median_s", "calm_s"),
+    *("after / before", "during / around"),
+)
+
+
+def rows(found: Mapping[str, Events]) -> list[dict[str, Any]]:
+    """The table: a line per kind; medians, and the worst of the longest steps and of the repair."""
+    lines = []
+    for kind, some in found.items():
+        if some:
+            line: dict[str, Any] = {"event": kind, "times": len(some)}
+            for name in ("longest_s", "calm_s", "repaired_s"):
+                line |= {name: _of(some, name, "median"), f"{name} worst": _of(some, name, "worst")}
+            names = ("detected_s", "placed_s", "median_s", "after / before", "during / around")
+            lines.append(line | {name: _of(some, name, "median") for name in names})
+    return lines
+
+
+def _of(some: Events, name: str, which: str) -> float | None:
+    values = [value for one in some if (value := one[name]) is not None]
+    if not values:
+        return None
+    return max(values) if which == "worst" else float(np.median(values))
+
+
+def targets(found: Mapping[str, Events]) -> list[dict[str, Any]]:
+    """What is wanted beside what was measured; "-" where it was not."""
+    return [
+        record.aim(f"{KINDS[kind]}: {name}, {which}", relation, bound, _of(found.get(kind, ()), name, which))
+        for kind, name, which, relation, bound in WANTED
+    ]
+
+
+def draw(found: Mapping[str, Events]) -> Figure:
+    """Steps per second around each event, one picture for each kind, one line for each time."""
+    from matplotlib.figure import Figure
+
+    shown = [(kind, some) for kind, some in found.items() if some]
+    figure = Figure(figsize=(10, 1.7 * len(shown) + 0.8), layout="constrained")
+    grid = figure.subplots(len(shown), 1, squeeze=False)
+    for axes, (kind, some) in zip(grid[:, 0], shown, strict=True):
+        for event in some:
+            ends = np.asarray(event["step_ends_s"])
+            axes.step(ends[1:], np.diff(ends), where="pre", linewidth=0.8)
+        axes.axvline(0.0, color="#9c4a00", linewidth=0.8)
+        axes.set_yscale("log")
+        axes.set_title(KINDS[kind], loc="left", fontsize=9)
+        axes.set_ylabel("step, s", fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[-1, 0].set_xlabel("s after the event")
+    return figure
+
+
+def _tell(name: str, one: Mapping[str, Any]) -> None:
+    """Prints an event in one line."""
+    shown = ", ".join(f"{key} {one[key]:.3f}" for key in SHOWN if one[key] is not None)
+    print(f"  {one['kind']}, {name.rpartition(', ')[2]}: {shown}", flush=True)
 
 
 def check(arguments: argparse.Namespace) -> tuple[CodeSpec, list[str], Path | None]:
@@ -43,44 +131,10 @@ def check(arguments: argparse.Namespace) -> tuple[CodeSpec, list[str], Path | No
     unknown = sorted(set(kinds) - set(KINDS))
     require(not unknown, f"unknown events {', '.join(unknown)}; there are {', '.join(KINDS)}")
     require(len(set(kinds)) == len(kinds), f"an event is named twice: {arguments.events}")
-    for name in ("repeats", "trainers", "batch_size", "spares"):
-        require_int(name.replace("_", "-"), getattr(arguments, name), 1)
-    for name in ("gigabytes", "drain_gigabytes", "steady_s"):
-        require(getattr(arguments, name) > 0, f"`{name}` must be positive, got {getattr(arguments, name)}")
+    record.require_counts(arguments, "repeats", "trainers", "batch_size", "spares")
+    record.require_positive(arguments, "gigabytes", "drain_gigabytes", "steady_s")
     require_hosts()
     return code, kinds, require_etcd() if set(kinds) & set(ELECTED) else None
-
-
-def measure(
-    arguments: argparse.Namespace,
-    code: CodeSpec,
-    kinds: list[str],
-    etcd: Path | None,
-    found: dict[str, list[dict[str, Any]]],
-) -> None:
-    """All events; what was measured stays in `found` if one of them fails. Raises what `Trial` raises."""
-    others = [kind for kind in kinds if kind != DRAIN]
-    parts = [(others, arguments.gigabytes, etcd, "outages")]
-    parts.append(([kind for kind in kinds if kind == DRAIN], arguments.drain_gigabytes, None, "drain"))
-    for some, gigabytes, elects, name in parts:
-        if not some:
-            continue
-        logs = arguments.out / "logs" / name
-        shutil.rmtree(logs, ignore_errors=True)
-        print(f"starting a cluster with {gigabytes:g} GB of records", flush=True)
-        with Trial(arguments, code, gigabytes, elects, logs) as trial:
-            for turn in range(arguments.repeats):
-                for kind in some:
-                    one = trial.event(kind)
-                    found[kind].append(one)
-                    print(f"  {kind}, {turn + 1}/{arguments.repeats}: {_line(one)}", flush=True)
-
-
-def _line(one: dict[str, Any]) -> str:
-    """An event in one line."""
-    shown = ["longest_s", "detected_s", "placed_s", "repaired_s", "median_s", "calm_s"]
-    shown += ["after / before", "during / around"]
-    return ", ".join(f"{name} {one[name]:.3f}" for name in shown if one[name] is not None)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -94,26 +148,33 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError, TypeError: bad arguments; nothing was started.
     """
     code, kinds, etcd = check(arguments)
-    header = record.header()
-    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
-    error: str | None = "interrupted"
-    name = "-".join(filter(None, ("outages", arguments.label)))
-    try:
-        measure(arguments, code, kinds, etcd, found)
-        error = None
-    except (Stopped, ClusterError, HostsError) as failure:
-        error = str(failure)
-    finally:
-        lines, aims = rows(found), targets(found)
-        told = {"arguments": arguments_json(arguments), "events": found, "targets": aims, "error": error}
-        record.write(arguments.out, name, {"header": header, **told}, lines)
-    if lines:
-        plot(found, arguments.out / f"{name}.png")
-    print("\n\n".join(map(record.table, (lines, aims))))
-    print(f"written: {arguments.out / name}.json, .csv, .png")
-    if error is not None:
-        print(f"torch-ecrec: {error}\nlogs: {arguments.out / 'logs'}", file=sys.stderr)
-    return 0 if error is None else 1
+    mode = dataclasses.replace(parse_mode("k2r1"), code=code, snapshot=True)
+
+    def part_of(name: str, some: Sequence[str], gigabytes: float) -> Part:
+        rng, model = random.Random(arguments.seed), model_of(gigabytes, arguments)
+        turns = [Outage(kind, arguments.steady_s, rng) for kind in some]
+        return Part(name, mode, model, turns, spares=arguments.spares, watched=True)
+
+    parts = [
+        part_of("outages", [kind for kind in kinds if kind != DRAIN], arguments.gigabytes),
+        part_of("drain", [kind for kind in kinds if kind == DRAIN], arguments.drain_gigabytes),
+    ]
+    experiment = Experiment(
+        record.labelled("outages", arguments),
+        arguments.out,
+        [part for part in parts if part.turns],
+        repeats=arguments.repeats,
+        place=lambda part: Apart(code, part.spares, part.model.trainers, None if part.name == "drain" else etcd),
+        begin=start_training,
+        after=_tell,
+    )
+    experiment.run()
+    events = [event for some in experiment.found.values() for event in some]
+    found = {kind: [event for event in events if event["kind"] == kind] for kind in kinds}
+    lines, aims = rows(found), targets(found)
+    content = {"arguments": arguments_json(arguments), "events": found, "targets": aims}
+    shown = "\n\n".join(map(record.table, (lines, aims)))
+    return experiment.finish(content, lines, shown, lambda: draw(found))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +183,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each event (default 5)")
     add_cluster(parser)
     parser.add_argument("--batch-size", type=int, default=128, metavar="B", help="samples per trainer and step")
-    parser.add_argument("--zipf", type=float, default=1.05, metavar="A", help="exponent of the law that ids follow")
     parser.add_argument("--gigabytes", type=float, default=0.1, metavar="GB", help="of records, without parity")
     parser.add_argument(
         "--drain-gigabytes",
@@ -132,6 +192,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="likewise for the drain; with parity a server of three has half of it (default 2)",
     )
     parser.add_argument("--steady-s", type=float, default=4.0, metavar="S", help="training measured around each event")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--label", help="added to the names of the files")
-    parser.add_argument("--out", type=Path, default=Path("build/outages"), metavar="DIR")
+    record.add_files(parser, "build/outages")

@@ -34,7 +34,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from torch_ecrec.bench.codec import interleaved
-from torch_ecrec.bench.partial_auc import Model
+from torch_ecrec.bench.partial import Model
+from torch_ecrec.bench.record import require_counts
 from torch_ecrec.codec.packing import GROUP, GROUP_BYTES, SLACK_BYTES, pack, unpack
 from torch_ecrec.demo import criteo
 from torch_ecrec.demo.criteo import CATEGORIES, Clicks
@@ -50,7 +51,6 @@ MADE_UP = 100_000  # rows
 CALLS = 20  # timed as one, for the clock
 NOTES = """passes: how often the rows were seen by then. words %: what packed words have of the deltas' bytes.
 packed %: where that pays; left %: what is sent, in all. ms of one core for each MB, pack with those that are not."""
-SIZES = ("batch_size", "rows_per_table", "dim", "slots")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,8 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check(arguments: argparse.Namespace) -> None:
     """Before anything is measured. Raises ValueError, TypeError: a number cannot be."""
-    for name in SIZES:
-        require_int(name, getattr(arguments, name), 1)
+    require_counts(arguments, "batch_size", "rows_per_table", "dim", "slots")
     for step in arguments.steps:
         require_int("steps", step, 1)
 

@@ -6,6 +6,7 @@ rows) and `NAME.png` in its folder. `docs/performance.md` is made from the JSON 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import csv
 import datetime
@@ -16,14 +17,18 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 import torch_ecrec
 from torch_ecrec.demo.result import versions
+from torch_ecrec.runtime.checks import require, require_int
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]
 
@@ -77,7 +82,7 @@ def aim(what: str, relation: str, bound: float, measured: float | None) -> dict[
     return {"figure": what, "wanted": f"{relation} {bound:.3g}", "measured": measured, "reached": reached}
 
 
-def write(out: Path, name: str, content: Mapping[str, Any], rows: Sequence[Row]) -> None:
+def write(out: Path, name: str, content: Mapping[str, Any], rows: Sequence[Row], copy: Path | None = None) -> None:
     """Writes `NAME.json` and `NAME.csv` into the folder `out`.
 
     Args:
@@ -85,13 +90,76 @@ def write(out: Path, name: str, content: Mapping[str, Any], rows: Sequence[Row])
         name: of the benchmark.
         content: what else goes into the JSON, the header included.
         rows: flat mappings with the same keys.
+        copy: another place for the JSON.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps({**content, "rows": list(rows)}, indent=1) + "\n")
+    text = json.dumps({**content, "rows": list(rows)}, indent=1) + "\n"
+    for path in (out / f"{name}.json", *([copy] if copy is not None else [])):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     with open(out / f"{name}.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else [])
         writer.writeheader()
         writer.writerows(rows)
+
+
+def finish(
+    out: Path,
+    name: str,
+    content: Mapping[str, Any],
+    rows: Sequence[Row],
+    *,
+    shown: str,
+    draw: Callable[[], Figure] | None = None,
+    error: str | None = None,
+    copy: Path | None = None,
+) -> int:
+    """Writes all that a benchmark leaves, and prints what it shows.
+
+    Args:
+        out, name, content, rows, copy: as for `write`.
+        shown: tables and notes.
+        draw: makes the picture, `NAME.png`; None: there is nothing to draw.
+        error: why it did not come to its end, for standard error; None: it did.
+
+    Returns:
+        The exit code: 0, or 1 where there is an error.
+    """
+    write(out, name, content, rows, copy)
+    print(shown)
+    try:
+        if draw is not None:
+            draw().savefig(out / f"{name}.png", dpi=130)
+    except ImportError as missing:
+        print(f"no picture: {missing} (pip install matplotlib)", file=sys.stderr)
+    print(f"written: {out / name}.json, .csv" + (", .png" if draw is not None else ""))
+    if error is not None:
+        print(f"torch-ecrec: {error}\nlogs: {out / 'logs'}", file=sys.stderr)
+    return 0 if error is None else 1
+
+
+def add_files(parser: argparse.ArgumentParser, out: str, copies: bool = False) -> None:
+    """What is said of a benchmark's files. `out`: the default folder; `copies`: it takes another place for the JSON."""
+    parser.add_argument("--label", help="added to the names of the files: another shape, machine or selection")
+    if copies:
+        parser.add_argument("--json", type=Path, metavar="FILE", help="another copy of the JSON")
+    parser.add_argument("--out", type=Path, default=Path(out), metavar="DIR", help=f"of the files (default {out})")
+
+
+def labelled(name: str, arguments: argparse.Namespace) -> str:
+    """The name of the files: the benchmark's, and the label, if there is one."""
+    return "-".join(filter(None, (name, arguments.label)))
+
+
+def require_counts(arguments: argparse.Namespace, *names: str, least: int = 1) -> None:
+    """Raises ValueError or TypeError where one of these arguments is no number of at least so much."""
+    for name in names:
+        require_int(name.replace("_", "-"), getattr(arguments, name), least)
+
+
+def require_positive(arguments: argparse.Namespace, *names: str) -> None:
+    """Raises ValueError where one of these arguments is not positive."""
+    for name in names:
+        require(getattr(arguments, name) > 0, f"`{name}` must be positive, got {getattr(arguments, name)}")
 
 
 def _cell(value: Any) -> str:

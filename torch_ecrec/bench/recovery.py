@@ -4,14 +4,9 @@
 
 A *case* is one cluster of one size with one limit of the rebuild rate, "0.5 GB, 50 MB/s" for example. Trainers take
 real steps of a DLRM. At steady state the process that hosts a random slot gets SIGKILL at a random moment, and the
-times of all phases are taken (`demo/report.py` says what they are). The next kill waits until everything is healthy, a
-spare is there again, and another window of steady training is over. The case `idle` is the unlimited one with the
-trainers paused and no process starting: the speed of the rebuild alone.
-
-Figures of a kill: seconds after SIGKILL, but `rebuild_s`, from re-hosted to rebuilt. Lost are the data and parity
-records of the slot. Samples per second are of all trainers together: `before` over a window that ends at the kill,
-`during` from the kill until all is rebuilt, the pause included, `after` over a window once a spare is there again (the
-next kill's `before`). A step counts in part where a window cuts it.
+times of all phases are taken (`faults.py` has the figures). The next kill waits until everything is healthy, a spare is
+there again, and another window of steady training is over. The case `idle` is the unlimited one with the trainers
+paused and no process starting: the speed of the rebuild alone.
 
 The alternative is measured on plain TorchRec with the same tables: start the processes, load a checkpoint from the
 local disk (not from the page cache), redo half an interval between checkpoints; the last is computed.
@@ -24,32 +19,303 @@ rebuilt.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import os
 import shutil
-import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch_ecrec.bench import record as bench_record
-from torch_ecrec.bench.recovery_checkpoint import from_checkpoint
-from torch_ecrec.bench.recovery_figures import DIM, RECORD_BYTES, TABLES, Case, cases, summary
-from torch_ecrec.bench.recovery_processes import Stopped, add_cluster
-from torch_ecrec.bench.recovery_report import draw, tables
-from torch_ecrec.bench.recovery_trial import measure
+from torch_ecrec.bench import record, workload
+from torch_ecrec.bench.experiment import Experiment, Model, Part, Running, Stopped, parse_mode
+from torch_ecrec.bench.faults import KILLED, MB, Kill, start_training
 from torch_ecrec.demo.result import arguments_json
-from torch_ecrec.errors import ClusterError
-from torch_ecrec.processes.launch import warm
-from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.records.optimizers import optimizer
+from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TABLES, DIM = workload.Shape.tables, workload.Shape.dim
+RECORD_BYTES = optimizer("rowwise_adagrad").schema(DIM).nbytes
+STEPS_BEFORE_SAVE = 3  # so that the optimizer has a state
+LEAVE_BYTES = 1 << 30  # of the disk, when a checkpoint is written
+PHASES = {  # what is drawn of a kill: color and name
+    "detected_s": ("#7b8794", "detected"),
+    "rehosted_s": ("#2563eb", "re-hosted"),
+    "first_step_s": ("#059669", "first step begun after it"),
+    "rebuilt_s": ("#f59e0b", "rebuilt"),
+}
+SHOWN = {
+    "after the kill": (*PHASES, "lost_mb", "lost_mb_per_s"),
+    "samples per second": (
+        "before_samples_per_s",
+        "during_samples_per_s",
+        "after_samples_per_s",
+        "during_share",
+    ),
+}
+RESTARTS = ("gigabytes", "save_s", "start_s", "load_s", "until_training_s", "redo_s", "until_caught_up_s")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cluster's worth of kills. `mb_per_s`: `Settings.rebuild_bytes_per_s` in 10^6, 0 for no limit."""
+
+    gigabytes: float
+    mb_per_s: float
+    idle: bool
+
+    @property
+    def name(self) -> str:
+        limit = f"{self.mb_per_s:g} MB/s" if self.mb_per_s else "no limit"
+        return f"{self.gigabytes:g} GB, {'idle' if self.idle else limit}"
+
+
+def cases(gigabytes: Sequence[float], limits: Sequence[float], throttled: float | None, idle: bool) -> list[Case]:
+    """All cases, sizes first.
+
+    Args:
+        gigabytes: sizes of all records, in 10^9 bytes.
+        limits: of the rebuild rate in 10^6 bytes/s, 0 for none.
+        throttled: the only size at which limits other than 0 are measured; None for all.
+        idle: whether the rebuild is also measured alone.
+    """
+    found = []
+    for size in gigabytes:
+        found += [Case(size, limit, False) for limit in limits if not limit or throttled in (None, size)]
+        found += [Case(size, 0.0, True)] * idle
+    return found
+
+
+def rows_per_table(gigabytes: float) -> int:
+    """Rows of each table so that all records together have `gigabytes` * 10^9 bytes."""
+    return max(1, round(gigabytes * 1e9 / (TABLES * RECORD_BYTES)))
+
+
+def model_of(gigabytes: float, arguments: argparse.Namespace) -> Model:
+    """What is trained, with so many bytes of records; each step draws other rows."""
+    shape = workload.Shape(rows=rows_per_table(gigabytes), batch=arguments.batch_size, zipf=arguments.zipf)
+    return Model(shape, arguments.trainers, arguments.seed, pool=0)
+
+
+def part_of(case: Case, code: CodeSpec, arguments: argparse.Namespace) -> Part:
+    """A case, as a part of the experiment."""
+    settings = {"TORCH_ECREC_REBUILD_BYTES_PER_S": str(case.mb_per_s * MB)}
+    return Part(
+        case.name,
+        dataclasses.replace(parse_mode("k2r1"), code=code, settings=settings, snapshot=True),
+        model_of(case.gigabytes, arguments),
+        [Kill(arguments.steady_s, f"{arguments.seed} {case.name}", case.mb_per_s, case.idle)],
+        spares=arguments.spares,
+        restart=arguments.restart == "at-once" and not case.idle,
+        watched=True,
+    )
+
+
+def summary(case: Case, kills: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A flat row: median, least and most of every figure over the kills; None where a figure does not apply."""
+    row: dict[str, Any] = {
+        "case": case.name,
+        "gigabytes": case.gigabytes,
+        "mode": "idle" if case.idle else "training",
+        "limit_mb_per_s": case.mb_per_s,
+        "kills": len(kills),
+    }
+    for figure in KILLED:
+        values = [kill[figure] for kill in kills if kill[figure] is not None]
+        spread = record.spread(values) if values else dict.fromkeys(("median", "min", "max"))
+        row |= {f"{figure}_{name}": value for name, value in spread.items()}
+    return row
+
+
+# the alternative --------------------------------------------------------------------------------------
+
+
+def forget_pages(folder: Path) -> int:
+    """Takes files out of the page cache, so that reading them reads the disk; returns their bytes."""
+    total = 0
+    for path in folder.rglob("*"):
+        if path.is_file():
+            total += path.stat().st_size
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                if hasattr(os, "posix_fadvise"):  # Linux
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return total
+
+
+def restart(gigabytes: float, arguments: argparse.Namespace) -> Experiment:
+    """A restart of plain TorchRec from a checkpoint: two parts, of which the second loads what the first has saved."""
+    folder = (arguments.out / "checkpoint").resolve()
+    model, mode = model_of(gigabytes, arguments), parse_mode("torchrec")
+    train = {"run": STEPS_BEFORE_SAVE, "snapshot": False, "checkpoint": 0}
+
+    def save(running: Running) -> dict[str, Any]:
+        running.ask(train)
+        answers = running.ask({"save": str(folder)})
+        size = forget_pages(folder)
+        return {
+            "save_s": max(one["saved_s"] for one in answers),
+            "checkpoint_bytes": size,
+            "samples": [one["sample"] for one in answers],
+        }
+
+    def load(running: Running) -> dict[str, Any]:
+        answers = running.ask({"load": str(folder)})
+        running.ask(train)
+        start_s = max(one["ready"] for one in running.ready) - running.started_s
+        load_s = max(one["loaded_s"] for one in answers)
+        return {"start_s": start_s, "load_s": load_s, "samples": [one["sample"] for one in answers]}
+
+    name = f"{gigabytes:g} GB, checkpoint"
+    parts = [
+        Part(f"{name} saved", mode, model, [save]),
+        Part(f"{name} loaded", mode, dataclasses.replace(model, seed=model.seed + 1), [load]),
+    ]
+    return Experiment("checkpoint", arguments.out, parts)
+
+
+def from_checkpoint(gigabytes: float, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What a restart of plain TorchRec from a checkpoint takes; `skipped` says why if it was not measured.
+
+    Raises:
+        Stopped: the trainers failed, or what was loaded is not what was saved.
+    """
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    free, needed = shutil.disk_usage(arguments.out).free, int(gigabytes * 1.05e9) + LEAVE_BYTES
+    if free < needed:
+        reason = f"{free / 1e9:.1f} GB free on the disk of {arguments.out}, {needed / 1e9:.1f} GB needed"
+        return {"gigabytes": gigabytes, "skipped": reason}
+    try:
+        (saved,), (loaded,) = restart(gigabytes, arguments).results().values()
+    finally:
+        shutil.rmtree(arguments.out / "checkpoint", ignore_errors=True)
+    samples = saved.pop("samples"), loaded.pop("samples")
+    if samples[0] != samples[1]:
+        raise Stopped(f"{gigabytes:g} GB, checkpoint: what was loaded is not what was saved: {samples}")
+    redo_s, until_training_s = arguments.checkpoint_interval_s / 2, loaded["start_s"] + loaded["load_s"]
+    return {
+        "gigabytes": gigabytes,
+        "skipped": None,
+        **saved,
+        **loaded,
+        "redo_s": redo_s,
+        "until_training_s": until_training_s,
+        "until_caught_up_s": until_training_s + redo_s,
+    }
+
+
+# what is shown ----------------------------------------------------------------------------------------
+
+
+def kill_line(name: str, figures: Mapping[str, Any]) -> None:
+    """Prints a kill in one line."""
+    shown = ", ".join(
+        f"{key} {figures[key]:,.3g}" for keys in SHOWN.values() for key in keys if figures[key] is not None
+    )
+    print(f"  {name}: {shown}", flush=True)
+
+
+def tables(rows: Sequence[Mapping[str, Any]], checkpoints: Sequence[Mapping[str, Any]], interval_s: float) -> str:
+    """What is printed at the end."""
+    blocks = []
+    for title, figures in SHOWN.items() if rows else ():
+        shown = [{c: row[c] for c in ("case", "kills")} | {f: row[f"{f}_median"] for f in figures} for row in rows]
+        blocks.append(f"{title} (medians):\n{record.table(shown)}")
+    training = [row for row in rows if row["mode"] == "training"]
+    if training:
+        lines = [
+            f"  {figure:12} least {min(row[f'{figure}_min'] for row in training):.3f},"
+            f" most {max(row[f'{figure}_max'] for row in training):.3f}"
+            for figure in ("detected_s", "rehosted_s", "first_step_s", "stall_s")
+            if all(row[f"{figure}_max"] is not None for row in training)
+        ]
+        blocks.append(f"over {sum(row['kills'] for row in training)} kills in training:\n" + "\n".join(lines))
+    measured = [c for c in checkpoints if c["skipped"] is None]
+    if measured:
+        blocks.append(
+            "restart of plain TorchRec from a checkpoint on the local disk; redo_s is not run but computed: half of an"
+            f" interval of {interval_s:g} s:\n{record.table(measured, RESTARTS)}"
+        )
+    blocks += [f"{c['gigabytes']:g} GB, checkpoint: skipped: {c['skipped']}" for c in checkpoints if c["skipped"]]
+    return "\n\n".join(blocks)
+
+
+def draw(rows: Sequence[Mapping[str, Any]], checkpoints: Sequence[Mapping[str, Any]]) -> Figure:
+    """Times of the phases by size, and throughput in each phase by rate limit.
+
+    Args:
+        rows: `summary` of each case.
+        checkpoints: `from_checkpoint` of each size.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12.0, 5.6), layout="constrained")
+    times, rates = figure.subplots(1, 2)
+    _draw_times(times, rows, [c for c in checkpoints if c["skipped"] is None])
+    _draw_rates(rates, [row for row in rows if row["mode"] == "training"])
+    for axes in (times, rates):
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
+    figure.suptitle("Medians over the kills of a case; bars from the least to the most", fontsize=9)
+    return figure
+
+
+def _spread(axes: Any, at: Sequence[float], of: Sequence[Mapping[str, Any]], name: str, **style: Any) -> None:
+    middle = [row[f"{name}_median"] for row in of]
+    low = [row[f"{name}_median"] - row[f"{name}_min"] for row in of]
+    high = [row[f"{name}_max"] - row[f"{name}_median"] for row in of]
+    axes.errorbar(at, middle, yerr=[low, high], capsize=3, **style)
+
+
+def _draw_times(times: Any, rows: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]) -> None:
+    """Seconds after a kill, by size; beside them, those of a restart from a checkpoint."""
+    free = [row for row in rows if row["mode"] == "training" and not row["limit_mb_per_s"]]
+    idle = [row for row in rows if row["mode"] == "idle"]
+    curves = [(free, name, {"marker": "o", "color": color, "label": label}) for name, (color, label) in PHASES.items()]
+    of_idle = {"marker": "s", "linestyle": "--", "color": "#b45309", "label": "rebuilt, trainers idle"}
+    for some, name, style in [*curves, (idle, "rebuilt_s", of_idle)]:
+        known = [row for row in some if row[f"{name}_median"] is not None]
+        if known:
+            _spread(times, [row["gigabytes"] for row in known], known, name, **style)
+    for key, color, label in (
+        ("until_training_s", "#dc2626", "TorchRec: start, load"),
+        ("until_caught_up_s", "#7f1d1d", "TorchRec: start, load, redo (computed)"),
+    ):
+        if loaded:
+            at = [c["gigabytes"] for c in loaded]
+            times.plot(at, [c[key] for c in loaded], color=color, label=label, marker="x", linestyle=":")
+    times.set(title="Time after SIGKILL, rebuild not limited", xlabel="records in the cluster (GB)", ylabel="seconds")
+    times.set_yscale("log")
+    times.set_xlim(left=0.0)
+    times.grid(True, which="major", color="#e4e7eb")
+
+
+def _draw_rates(rates: Any, training: Sequence[Mapping[str, Any]]) -> None:
+    """Samples per second before, during and after, by case."""
+    width = 0.26
+    for i, (phase, color) in enumerate((("before", "#9aa5b1"), ("during", "#f59e0b"), ("after", "#86c7a3"))):
+        name = f"{phase}_samples_per_s"
+        pairs = [(n, row) for n, row in enumerate(training) if row[f"{name}_median"] is not None]
+        some, at = [row for _, row in pairs], [n + (i - 1) * width for n, _ in pairs]
+        label = "kill to rebuilt" if phase == "during" else phase
+        rates.bar(at, [row[f"{name}_median"] for row in some], width, color=color, label=label)
+        _spread(rates, at, some, name, fmt="none", ecolor="#1f2933")
+    rates.set_xticks(range(len(training)), [row["case"].replace(", ", "\n") for row in training], fontsize=8)
+    rates.set(title="Throughput by limit of the rebuild rate", ylabel="samples/s, all trainers")
+
+
+# the command ------------------------------------------------------------------------------------------
 
 
 def check(arguments: argparse.Namespace) -> CodeSpec:
     """Everything about the arguments that can be wrong, before anything starts. Raises ValueError, TypeError."""
     code = CodeSpec(arguments.servers, arguments.k, arguments.r)
-    require_int("spares", arguments.spares, 0)
-    for name in ("trainers", "batch_size", "kills"):
-        require_int(name.replace("_", "-"), getattr(arguments, name), 1)
-    for name in ("steady_s", "checkpoint_interval_s"):
-        require(getattr(arguments, name) > 0, f"`{name}` must be positive, got {getattr(arguments, name)}")
+    record.require_counts(arguments, "spares", least=0)
+    record.require_counts(arguments, "trainers", "batch_size", "kills")
+    record.require_positive(arguments, "steady_s", "checkpoint_interval_s")
     for size in arguments.gigabytes:
         require(size > 0, f"`--gigabytes` must be positive, got {size}")
     require(arguments.zipf >= 0, f"`--zipf` must not be negative, got {arguments.zipf}")
@@ -74,50 +340,44 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError, TypeError: bad arguments; nothing was started.
     """
     code = check(arguments)
-    arguments.out.mkdir(parents=True, exist_ok=True)
     todo = cases(arguments.gigabytes, arguments.rebuild_mb_per_s, arguments.throttled_gigabytes, not arguments.no_idle)
-    measured: list[tuple[Case, list[dict[str, Any]]]] = []
+    parts = [part_of(case, code, arguments) for case in todo]
+    name = record.labelled("recovery", arguments)
+    experiment = Experiment(name, arguments.out, parts, repeats=arguments.kills, begin=start_training, after=kill_line)
+    experiment.run()
     checkpoints: list[dict[str, Any]] = []
-    error: str | None = "interrupted"
-    header = bench_record.header()
-    name = "-".join(filter(None, ("recovery", arguments.label)))
-    try:
-        warm()
-        for case in todo:
-            print(f"{case.name}: {arguments.kills} kills", flush=True)
-            measured.append((case, []))
-            measure(case, code, arguments, measured[-1][1])
-        for gigabytes in () if arguments.no_checkpoint else arguments.gigabytes:
-            print(f"{gigabytes:g} GB: restart of plain TorchRec from a checkpoint", flush=True)
+    with experiment.caught():
+        for gigabytes in arguments.gigabytes if experiment.error is None and not arguments.no_checkpoint else ():
             checkpoints.append(from_checkpoint(gigabytes, arguments))
-        error = None
-    except (Stopped, ClusterError) as failure:
-        error = str(failure)
-    finally:
-        rows = [summary(case, kills) for case, kills in measured if kills]
-        content = {
-            "header": header,
-            "arguments": arguments_json(arguments),
-            "tables": TABLES,
-            "dim": DIM,
-            "record_bytes": RECORD_BYTES,
-            "cases": [{"case": case.name, "kills": kills} for case, kills in measured],
-            "checkpoints": checkpoints,
-            "error": error,
-        }
-        bench_record.write(arguments.out, name, content, rows)
-        if arguments.json is not None:
-            arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(arguments.out / f"{name}.json", arguments.json)
-    print("\n" + tables(rows, checkpoints, arguments.checkpoint_interval_s))
-    try:
-        if rows:
-            draw(rows, checkpoints, arguments.out / f"{name}.png")
-    except ImportError as missing:
-        print(f"no picture: {missing} (pip install matplotlib)", file=sys.stderr)
-    if error is not None:
-        print(f"torch-ecrec: {error}\nlogs: {arguments.out / 'logs'}", file=sys.stderr)
-    return 0 if error is None else 1
+    rows = [summary(case, kills) for case in todo if (kills := experiment.found[case.name])]
+    content = {
+        "arguments": arguments_json(arguments),
+        "tables": TABLES,
+        "dim": DIM,
+        "record_bytes": RECORD_BYTES,
+        "cases": [{"case": name, "kills": kills} for name, kills in experiment.found.items()],
+        "checkpoints": checkpoints,
+    }
+    shown = tables(rows, checkpoints, arguments.checkpoint_interval_s)
+    return experiment.finish(content, rows, shown, lambda: draw(rows, checkpoints), arguments.json)
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Servers and trainers that a benchmark takes things from, and what they train."""
+    parser.add_argument("--servers", type=int, default=3, metavar="S", help="slots, one server each (default 3)")
+    parser.add_argument("--spares", type=int, default=1, metavar="P", help="servers in reserve (default 1)")
+    parser.add_argument("-k", type=int, default=2, help="data records in a stripe (default 2)")
+    parser.add_argument("-r", type=int, default=1, help="parity records in a stripe (default 1)")
+    parser.add_argument("--trainers", type=int, default=2, metavar="T")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--zipf",
+        type=float,
+        default=1.05,
+        metavar="A",
+        help="exponent of the law that ids follow (default 1.05); 0 for uniform ones, so that hardly any row"
+        " that a step asks for was repaired before: the worst case for training during a rebuild",
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,14 +399,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_cluster(parser)
     parser.add_argument("--batch-size", type=int, default=1024, metavar="B", help="samples per trainer and step")
-    parser.add_argument(
-        "--zipf",
-        type=float,
-        default=1.05,
-        metavar="A",
-        help="exponent of the law that ids follow (default 1.05); 0 for uniform ones, so that hardly any row"
-        " that a step asks for was repaired before: the worst case for training during a rebuild",
-    )
     parser.add_argument("--steady-s", type=float, default=8.0, metavar="S", help="training measured around each kill")
     parser.add_argument(
         "--restart",
@@ -159,7 +411,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint-interval-s", type=float, default=1800.0, metavar="S", help="half of it is redone (computed)"
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--label", help="added to the names of the files")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="another copy of the JSON")
-    parser.add_argument("--out", type=Path, default=Path("build/recovery"), metavar="DIR")
+    record.add_files(parser, "build/recovery", copies=True)

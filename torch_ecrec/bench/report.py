@@ -17,7 +17,6 @@ median and the most of the ratios within a block: a machine that slows down and 
 from __future__ import annotations
 
 import argparse
-import functools
 import shutil
 import statistics
 import sys
@@ -198,38 +197,17 @@ def memory_of_records(shape: str, system: str) -> Callable[[Contents], Figure]:
     return of
 
 
-def _kills(contents: Contents, key: str, which: Callable[[Content], bool]) -> list[float]:
-    """A figure of every kill in the cases that are meant; never empty."""
-    content = _file(contents, "recovery")
-    cases = {row["case"] for row in content["rows"] if which(row)}
-    kills = [kill for case in content["cases"] if case["case"] in cases for kill in case["kills"]]
-    values = [kill[key] for kill in kills if kill[key] is not None]
-    if not values:
-        raise NotMeasured("recovery.json has no such kill")
-    return values
-
-
-def _in_training(row: Content) -> bool:
-    return bool(row["mode"] == "training")
-
-
-def _unlimited(row: Content) -> bool:
-    return _in_training(row) and not row["limit_mb_per_s"]
-
-
-def _limited(limit: float, row: Content) -> bool:
-    return _in_training(row) and bool(row["limit_mb_per_s"] == limit)
-
-
-def _idle(row: Content) -> bool:
-    return not _in_training(row)
-
-
-def of_kills(key: str, which: Callable[[Content], bool], worst: bool = False) -> Callable[[Contents], Figure]:
-    """The median of a figure over kills, or the most of it."""
+def of_kills(key: str, worst: bool = False, **cases: object) -> Callable[[Contents], Figure]:
+    """The median of a figure over kills, or the most of it. `cases`: what the rows of the cases have that are meant."""
 
     def of(contents: Contents) -> Figure:
-        spread = record.spread(_kills(contents, key, which))
+        content = _file(contents, "recovery")
+        meant = {row["case"] for row in content["rows"] if cases.items() <= row.items()}
+        kills = [kill for case in content["cases"] if case["case"] in meant for kill in case["kills"]]
+        values = [kill[key] for kill in kills if kill[key] is not None]
+        if not values:
+            raise NotMeasured("recovery.json has no such kill")
+        spread = record.spread(values)
         return Figure(spread["max"]) if worst else Figure(spread["median"], spread["min"], spread["max"])
 
     return of
@@ -248,76 +226,47 @@ def of_memcpy(what: str, k: int, r: int) -> Callable[[Contents], Figure]:
     return of
 
 
-def _of_training(
-    what: str,
-    figure: str,
-    shape: str,
-    system: str,
-    other: str,
-    least: float | None = None,
-    most: float | None = None,
-) -> Target:
-    """A target of one system beside another."""
-    name = f"{what}, {system} / {other}, {shape}"
-    return Target(name, f"train-{shape}", ratio(figure, shape, system, other), least, most)
-
-
-def _of_recovery(name: str, figure: Callable[[Contents], Figure], **bounds: float) -> Target:
-    """A target of `bench recovery`."""
-    return Target(name, "recovery", figure, **bounds)
-
-
-def _targets() -> tuple[Target, ...]:
+def _targets() -> list[Target]:
     """What was promised of each figure."""
-    rate, cpu = "samples_per_s", "cpu_s_per_step"
-
     found = []
+
+    def training(what: str, figure: str, shape: str, system: str, other: str, **bounds: float) -> None:
+        name = f"{what}, {system} / {other}, {shape}"
+        found.append(Target(name, f"train-{shape}", ratio(figure, shape, system, other), **bounds))
+
+    def kills(name: str, key: str, worst: bool = False, **more: Any) -> None:
+        bounds = {bound: more.pop(bound) for bound in ("least", "most") if bound in more}
+        found.append(Target(name, "recovery", of_kills(key, worst, **more), **bounds))
+
+    rate, cpu = "samples_per_s", "cpu_s_per_step"
     for host in ("", "-epyc"):
         shape = f"embedding-heavy{host}"
-        found += [
-            _of_training("samples/s", rate, shape, "k2r1", "none", least=0.92),
-            _of_training("CPU per step", cpu, shape, "k2r1", "none", most=1.10),
-        ]
+        training("samples/s", rate, shape, "k2r1", "none", least=0.92)
+        training("CPU per step", cpu, shape, "k2r1", "none", most=1.10)
         for system, wanted in (("k2r1", (1.1, 1.1, 1.0)), ("k2r1:bf16", (1.3, 1.3, 1.05))):
             for shape, least in zip(AGAINST_TORCHREC, wanted, strict=True):
-                at = f"{shape}{host}"
-                found += [  # what counts is the better TorchRec, which a user has by one variable of malloc's
-                    _of_training("samples/s", rate, at, system, "torchrec:tuned", least=least),
-                    _of_training("samples/s", rate, at, system, "torchrec"),
-                ]
-    found += [
-        _of_training("samples/s", rate, "embedding-heavy-codes", "k4r2", "k2r1", least=0.85),
-        _of_training("samples/s", rate, "embedding-heavy-servers", "k4r2", "k2r1@6", least=0.85),
-    ]
-    found.append(
-        Target(
-            "share of samples/s for the dense snapshot, k2r1, paper",
-            "train-paper-snapshot",
-            snapshot_share("paper-snapshot", "k2r1"),
-            most=0.03,
-        )
-    )
+                # what counts is the better TorchRec, which a user has by one variable of malloc's
+                training("samples/s", rate, f"{shape}{host}", system, "torchrec:tuned", least=least)
+                training("samples/s", rate, f"{shape}{host}", system, "torchrec")
+    training("samples/s", rate, "embedding-heavy-codes", "k4r2", "k2r1", least=0.85)
+    training("samples/s", rate, "embedding-heavy-servers", "k4r2", "k2r1@6", least=0.85)
+    name, share = "share of samples/s for the dense snapshot, k2r1, paper", snapshot_share("paper-snapshot", "k2r1")
+    found.append(Target(name, "train-paper-snapshot", share, most=0.03))
 
-    found += [
-        _of_recovery("first step after a kill, s, median", of_kills("first_step_s", _in_training), most=0.5),
-        _of_recovery("first step after a kill, s, worst", of_kills("first_step_s", _in_training, worst=True), most=1.5),
-        _of_recovery("samples/s from the kill to rebuilt / before, no limit", of_kills("during_share", _unlimited)),
-        *(
-            _of_recovery(
-                f"samples/s from the kill to rebuilt / before, {limit} MB/s",
-                of_kills("during_share", functools.partial(_limited, limit)),
-                least=0.90,
-            )
-            for limit in (50, 100)
-        ),
-        _of_recovery("rebuild, MB/s lost, in training, no limit", of_kills("lost_mb_per_s", _unlimited)),
-        _of_recovery("rebuild, MB/s lost, trainers idle", of_kills("lost_mb_per_s", _idle), least=250),
-    ]
+    kills("first step after a kill, s, median", "first_step_s", mode="training", most=0.5)
+    kills("first step after a kill, s, worst", "first_step_s", worst=True, mode="training", most=1.5)
+    for limit in (0, 50, 100):
+        bound: dict[str, Any] = {"least": 0.90} if limit else {}
+        name = f"samples/s from the kill to rebuilt / before, {f'{limit} MB/s' if limit else 'no limit'}"
+        kills(name, "during_share", mode="training", limit_mb_per_s=limit, **bound)
+    kills("rebuild, MB/s lost, in training, no limit", "lost_mb_per_s", mode="training", limit_mb_per_s=0)
+    kills("rebuild, MB/s lost, trainers idle", "lost_mb_per_s", mode="idle", least=250)
     for what in ("fold", "encode"):
-        for k, r, bound in ((2, 1, 0.8), (4, 2, None)):
-            found.append(Target(f"{what} ({k}, {r}), GB/s / memcpy", "codec", of_memcpy(what, k, r), least=bound))
+        for k, r, bound_of_memcpy in ((2, 1, 0.8), (4, 2, None)):
+            name = f"{what} ({k}, {r}), GB/s / memcpy"
+            found.append(Target(name, "codec", of_memcpy(what, k, r), least=bound_of_memcpy))
     codes = "embedding-heavy-codes"
-    return (*found, Target("memory / records, k4r1", f"train-{codes}", memory_of_records(codes, "k4r1"), most=1.30))
+    return [*found, Target("memory / records, k4r1", f"train-{codes}", memory_of_records(codes, "k4r1"), most=1.30)]
 
 
 TARGETS = _targets()

@@ -8,11 +8,11 @@ A *sweep* changes one thing about a base: 26 tables x 20,000 rows x 64, batch 51
     rows       of all tables together       batch     samples per trainer and step     servers   at (2, 1)
     dim        floats in a row              trainers  processes that train             code      (k, r) on 8 servers
 
-A *point* is one place in that space, on a cluster of its own (`bench.train.Group`), started, warmed up, measured in a
-few short blocks and ended before the next one starts. Each is measured with its code and without protection on as many
-servers; the ratio is what parity costs. All processes share this machine: more servers here are more processes on the
-same cores, not more machines, so look at CPU time and bytes rather than at the time of a step. Ratios are of two runs
-one after the other; `bench train` lets systems take turns and is the finer instrument.
+A *point* is one place in that space, on a cluster of its own (an `Experiment` with one part), started, warmed up,
+measured in a few short blocks and ended before the next one starts. Each is measured with its code and without
+protection on as many servers; the ratio is what parity costs. All processes share this machine: more servers here are
+more processes on the same cores, not more machines, so look at CPU time and bytes rather than at the time of a step.
+Ratios are of two runs one after the other; `bench train` lets systems take turns and is the finer instrument.
 
 Bytes on the wire are what passes the loopback interface, whoever sends it: run it alone. Bytes sent are those of our
 tensors, from the members' own counts. Messages are requests, counted from the layout, not observed: a trainer asks and
@@ -32,24 +32,26 @@ import dataclasses
 import functools
 import itertools
 import math
-import shutil
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 from numpy.typing import NDArray
 
 from torch_ecrec.bench import record, train, workload
+from torch_ecrec.bench.experiment import Experiment, Model, Part, Stopped, parse_mode
 from torch_ecrec.layout.stripes import Layout
-from torch_ecrec.processes.launch import warm
 from torch_ecrec.records.optimizers import optimizer
-from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TABLES = 26
 PROCESS_BYTES = 600 << 20  # of a server or trainer beside its records: Python, torch, what it keeps of freed memory
@@ -287,17 +289,14 @@ def measure(point: Point, arguments: argparse.Namespace) -> dict[str, Any]:
     """Starts a cluster, warms it up, measures some blocks, ends it; returns the medians.
 
     Raises:
-        RuntimeError, ClusterError: a process failed; its log is in OUT/logs.
+        Stopped: a process failed; its log is in OUT/logs.
     """
-    system = dataclasses.replace(
-        train.parse_system(f"k{point.k}r{point.r}" if point.parity else "none"), code=point.code
-    )
-    folder = arguments.out / "logs" / point.name
-    shutil.rmtree(folder, ignore_errors=True)
-    with train.Group(system, point.shape, point.trainers, arguments.seed, folder) as group:
-        first = group.run(arguments.warmup, system, 0)
-        steps = max(arguments.least_steps, round(1e3 * arguments.seconds / first["step_ms"]))
-        blocks = [group.run(steps, system, 0) for _ in range(arguments.blocks)]
+    mode = dataclasses.replace(parse_mode(f"k{point.k}r{point.r}" if point.parity else "none"), code=point.code)
+    turns = train.Blocks(arguments.warmup, arguments.least_steps, arguments.seconds)
+    model = Model(point.shape, point.trainers, arguments.seed)
+    part = Part(point.name, mode, model, [functools.partial(turns.turn, mode)])
+    experiment = Experiment(point.name, arguments.out, [part], repeats=arguments.blocks, begin=turns.warm_up)
+    blocks = experiment.results()[point.name]
     middle = {key: statistics.median(b[key] for b in blocks) for key in train.FIGURES}
     step_ms = record.spread(block["step_ms"] for block in blocks)
     held = blocks[-1]["server_bytes"]
@@ -312,15 +311,15 @@ def measure(point: Point, arguments: argparse.Namespace) -> dict[str, Any]:
         "messages": messages(point),
         "resident_gb": middle["rss_bytes"] / 1e9,
         "memory_of_records": sum(held.values()) / held["record_bytes"] if held.get("record_bytes") else None,
-        "steps": steps * len(blocks),
+        "steps": turns.steps[mode.name] * len(blocks),
     }
 
 
 class Sweeper:
     """Measures points, each once, however many sweeps it is in."""
 
-    def __init__(self, arguments: argparse.Namespace, measure: Callable[[Point, argparse.Namespace], dict[str, Any]]):
-        self.arguments, self._measure = arguments, measure
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
         self.done: dict[Point, dict[str, Any] | None] = {}
         self.left_out: list[dict[str, Any]] = []  # points without figures, each with its reason
         self.failed = False
@@ -337,8 +336,8 @@ class Sweeper:
             self._leave_out(point, f"needs about {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are free")
             return None
         try:
-            figures = self._measure(point, self.arguments)
-        except RuntimeError as error:  # errors of the cluster among them
+            figures = measure(point, self.arguments)
+        except Stopped as error:
             self.failed = True
             self._leave_out(point, f"failed: {error}")
             return None
@@ -416,10 +415,8 @@ def _panel_of_fan_out(axes: Any, fans: Sequence[Mapping[str, Any]]) -> None:
     axes.legend(fontsize=7, frameon=False)
 
 
-def draw(
-    rows: Sequence[Mapping[str, Any]], fans: Sequence[Mapping[str, Any]], title: str, path: Path, columns: int = 4
-) -> None:
-    """Writes the picture: a panel for each sweep, memory over rows, and the fan-out."""
+def draw(rows: Sequence[Mapping[str, Any]], fans: Sequence[Mapping[str, Any]], title: str, columns: int = 4) -> Figure:
+    """A panel for each sweep, memory over rows, and the fan-out."""
     from matplotlib.figure import Figure
 
     sweeps = [s for s in SWEEPS if any(row["sweep"] == s for row in rows)]
@@ -445,7 +442,7 @@ def draw(
         handles, labels = grid[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9, frameon=False)
     figure.suptitle(title, fontsize=10, color=INK)
-    figure.savefig(path)
+    return figure
 
 
 # the command ------------------------------------------------------------------------------------------
@@ -465,16 +462,13 @@ def run(arguments: argparse.Namespace) -> int:
     sweeps = arguments.sweeps if arguments.sweeps is not None else QUICK_SWEEPS if arguments.quick else SWEEPS
     arguments.blocks = plan.blocks if arguments.blocks is None else arguments.blocks
     arguments.seconds = plan.seconds if arguments.seconds is None else arguments.seconds
-    for name in ("blocks", "least_steps", "warmup"):
-        require_int(name.replace("_", "-"), getattr(arguments, name), 1)
+    record.require_counts(arguments, "blocks", "least_steps", "warmup")
     require(arguments.seconds > 0, f"`--seconds` must be positive, got {arguments.seconds}")
-    arguments.out.mkdir(parents=True, exist_ok=True)
     header = record.header()
-    if sweeps:
-        warm()
     fans = [fan_out(servers, k, r) for k, r in FAN_OUT_CODES for servers in FAN_OUT_SERVERS if servers >= k + r]
-    sweeper = Sweeper(arguments, measure)
+    sweeper = Sweeper(arguments)
     rows: list[dict[str, Any]] = []
+    interrupted = False
     try:
         for sweep in [sweep for sweep in SWEEPS if sweep in sweeps]:
             for value in plan.values[sweep]:
@@ -482,33 +476,38 @@ def run(arguments: argparse.Namespace) -> int:
                 none, ours = sweeper.figures(point.bare), sweeper.figures(point)
                 if ours is not None:
                     rows.append(row_of(sweep, value, point, ours, none))
-    finally:  # what was measured is kept, also when somebody has had enough
-        content = {
-            "header": header,
-            "tables": TABLES,
-            "base": dataclasses.asdict(plan.base),
-            "axes": AXES,
-            "columns": COLUMNS,
-            "fan_out_columns": FAN_OUT_COLUMNS,
-            "points": {p.name: figures for p, figures in sweeper.done.items() if figures is not None},
-            "left_out": sweeper.left_out,
-            "fan_out": fans,
-        }
-        record.write(arguments.out, "scaling", content, rows)
+    except KeyboardInterrupt:  # what was measured is kept, also when somebody has had enough
+        interrupted = True
+    content = {
+        "header": header,
+        "tables": TABLES,
+        "base": dataclasses.asdict(plan.base),
+        "axes": AXES,
+        "columns": COLUMNS,
+        "fan_out_columns": FAN_OUT_COLUMNS,
+        "points": {p.name: figures for p, figures in sweeper.done.items() if figures is not None},
+        "left_out": sweeper.left_out,
+        "fan_out": fans,
+    }
+    shown = []
     for sweep in dict.fromkeys(row["sweep"] for row in rows):
         lines = [{title: row[key] for key, title in COLUMNS.items()} for row in rows if row["sweep"] == sweep]
-        print(f"\nby {AXES[sweep]}:\n{record.table(lines)}")
+        shown.append(f"by {AXES[sweep]}:\n{record.table(lines)}")
     lines = [{title: fan[key] for key, title in FAN_OUT_COLUMNS.items()} for fan in fans]
-    print(f"\nfan-out, counted from the layout:\n{record.table(lines)}\n")
+    shown.append(f"fan-out, counted from the layout:\n{record.table(lines)}")
     title = f"{header['processor']}, {header['cores']} cores; medians; commit {header['commit']}"
-    try:
-        draw(rows, fans, title, arguments.out / "scaling.png")
-    except ImportError as missing:
-        print(f"no picture: {missing} (pip install matplotlib)", file=sys.stderr)
-    print(f"written: {arguments.out / 'scaling'}.json, .csv, .png")
-    if sweeper.failed:
-        print(f"torch-ecrec: a point failed; logs: {arguments.out / 'logs'}", file=sys.stderr)
-    return int(sweeper.failed)
+    code = record.finish(
+        arguments.out,
+        "scaling",
+        content,
+        rows,
+        shown="\n\n".join(shown),
+        draw=lambda: draw(rows, fans, title),
+        error="a point failed" if sweeper.failed else None,
+    )
+    if interrupted:
+        raise KeyboardInterrupt
+    return code
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
+from torch_ecrec.bench.record import require_counts
 from torch_ecrec.codec import LinearCode
 from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.records.merge import merge
 from torch_ecrec.records.optimizers import NAMES, optimizer
 from torch_ecrec.records.shard import SealedDeltas, Shard
-from torch_ecrec.runtime.checks import require_int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,8 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError, TypeError: a number is less than 1.
     """
-    for name in ("rows", "touched", "dim", "repeats"):
-        require_int(name, getattr(arguments, name), 1)
+    require_counts(arguments, "rows", "touched", "dim", "repeats")
     without, with_seals = (measure(arguments, sealed) for sealed in (False, True))
     print(f"{'ns for each record':20}{'no seals':>10}{'seals':>10}")
     for name, seconds in with_seals.items():

@@ -24,7 +24,6 @@ from torch_ecrec.bench import record
 from torch_ecrec.records.halves import records_of
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.records.schema import Schema, StateField
-from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.storage import quantised
 from torch_ecrec.storage.location import Location
 from torch_ecrec.storage.manifest import Encoding
@@ -85,8 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the table; writes OUT/storage.json and .csv."""
-    require_int("repeats", arguments.repeats, 1)
-    require_int("megabytes", arguments.megabytes, 1)
+    record.require_counts(arguments, "repeats", "megabytes")
     quantised.warm()
     rows = [
         measure(folder, encoding, arguments.megabytes, arguments.repeats)
@@ -94,7 +92,5 @@ def run(arguments: argparse.Namespace) -> int:
         for encoding in ENCODINGS
     ]
     notes = NOTES.format(dim=DIM, mb=arguments.megabytes, repeats=arguments.repeats)
-    print(record.table(rows))
-    print(notes)
-    record.write(arguments.out, "storage", {"header": record.header(), "notes": [notes]}, rows)
-    return 0
+    content = {"header": record.header(), "notes": [notes]}
+    return record.finish(arguments.out, "storage", content, rows, shown=f"{record.table(rows)}\n{notes}")

@@ -3,11 +3,14 @@
 The first line says what to train (`Assignment`), torchrun's variables say who it is. Then, per line,
     {"run": STEPS, "snapshot": BOOL, "checkpoint": STEPS or 0}   trains; answers {"seconds": S, "losses": [first, last],
                                                                  "begin_s": B, "ends_s": [of each step]}
-    {"finish": true}                                             waits for what is being saved; answers {"saves_s":
-                                                                 [[begin, end] of each save since the last time]}
-    {"end": true}                                                leaves
-With "asynchronous": false in the first, training stands while a checkpoint is saved. Every answer is one line on its
-output; {"ready": true, "imported_s": when Python had imported all} comes first. Moments are of `time.time()`. A block
+    {"finish": true}     waits for what is being saved; answers {"saves_s": [[begin, end] of each save since the last]}
+    {"go": true}         trains without a pause, and says {"step": N, "begin_s": B, "end_s": E} of each step
+    {"pause": N}         no more after step N, or at once where that is over; answers {"paused": the last step}
+    {"save": FOLDER}     answers {"saved_s": S, "sample": X}, a sample of the state to compare
+    {"load": FOLDER}     answers {"loaded_s": S, "sample": X}
+    {"end": true}        leaves in order; where its input ends, it ends at once
+With "asynchronous": false beside "run", training stands while a checkpoint is saved. Every answer is one line on its
+output; {"ready": time, "imported_s": when Python had imported all} comes first. Moments are of `time.time()`. A block
 is timed from a barrier of all trainers to a barrier after everything sent in it is acknowledged, so that no work of it
 is left to the next.
 """
@@ -15,6 +18,8 @@ is left to the next.
 from __future__ import annotations
 
 import json
+import os
+import queue
 import shutil
 import sys
 import time
@@ -25,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
@@ -33,6 +39,9 @@ import torch_ecrec
 import torch_ecrec.processes.launch  # what would be imported later: it is no part of what is timed
 from torch_ecrec.bench import workload
 from torch_ecrec.compat import ShardedTensor
+from torch_ecrec.runtime.threads import Worker, log_error
+
+SAMPLE_ROWS = 997  # every so many rows of a table go into the sample
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ class Assignment:
         folder: where "torchrec" puts its checkpoints.
         pipeline: train in TorchRec's `TrainPipelineSparseDist`.
         device: of the dense model. Several trainers may share a GPU.
-        pool: batches that are drawn, and used in turn.
+        pool: batches that are drawn, and used in turn; 0: each step draws another one.
     """
 
     backend: str
@@ -58,22 +67,29 @@ class Assignment:
     pool: int = workload.POOL
 
 
-class Cycle:
-    """The same batches for ever, and the place in them."""
+class Orders:
+    """What the parent says, read on a thread. The process ends at once when the other end of the pipe closes."""
 
-    def __init__(self, pool: list[Batch]) -> None:
-        self.pool, self.drawn = pool, 0
+    def __init__(self) -> None:
+        self._input = open(0, closefd=False)  # noqa: SIM115  not sys.stdin: its lock is taken when the interpreter ends
+        self.assignment = Assignment(**json.loads(self._input.readline()))
+        self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        Worker(self._read, "orders", log_error).start()
 
-    def __iter__(self) -> Iterator[Batch]:
-        while True:
-            self.drawn += 1
-            yield self.pool[(self.drawn - 1) % len(self.pool)]
+    def _read(self) -> None:
+        for line in self._input:
+            self._orders.put(json.loads(line))
+        os._exit(0)
 
-    def state_dict(self) -> dict[str, int]:
-        return {"drawn": self.drawn}
+    def next(self, wait: bool = True) -> dict[str, Any]:
+        """The next one; {} where there is none yet, unless it is waited for."""
+        return self._orders.get() if wait or not self._orders.empty() else {}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.drawn = state["drawn"]
+
+def answer(**message: Any) -> None:
+    """Tells the parent."""
+    sys.__stdout__.write(json.dumps(message) + "\n")  # type: ignore[union-attr]
+    sys.__stdout__.flush()  # type: ignore[union-attr]
 
 
 class Trainer:
@@ -87,47 +103,53 @@ class Trainer:
         if self.device.type == "cuda":
             self.device = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
-        self.model = workload.distributed(shape, assignment.backend, assignment.seed, self.device)
-        self.optimizer, *self.others = workload.optimizers(self.model)
-        self.pool: list[Batch] = workload.batches(shape, rank, world, assignment.seed, assignment.pool)
-        self.batches: Iterator[Batch] = iter(Cycle(self.pool))
-        if isinstance(self.model, torch_ecrec.DistributedModelParallel):
-            self.batches = self.model.attach(optimizer=self.optimizer, reader=Cycle(self.pool))
-        self.pipeline = (
-            TrainPipelineSparseDist(self.model, self.optimizer, self.device) if assignment.pipeline else None
-        )
+        model = workload.distributed(shape, assignment.backend, assignment.seed, self.device)
+        self.model: Any = model
+        self.optimizers = workload.optimizers(model)
+        if assignment.pool:
+            pool = workload.batches(shape, rank, world, assignment.seed, assignment.pool)
+            reader = workload.Reader(lambda drawn: pool[drawn % len(pool)])
+        else:
+            reader = workload.Reader(workload.Draws(shape, rank, assignment.seed))
+        self.ours = model if isinstance(model, torch_ecrec.DistributedModelParallel) else None
+        self.batches: Iterator[Batch] = iter(reader)
+        if self.ours is not None:
+            self.batches = self.ours.attach(optimizer=self.optimizers[0], reader=reader)
+        self.pipeline = TrainPipelineSparseDist(model, self.optimizers[0], self.device) if assignment.pipeline else None
         self.steps = 0
         self.saving: Any = None
         self.saves_s: list[list[float]] = []  # begin and end of each save
         self.saving_group = dist.new_group(backend="gloo")  # its collectives run beside those of training
 
+    def step(self) -> torch.Tensor:
+        """Trains one step; returns its loss."""
+        self.steps += 1
+        if self.pipeline is not None:
+            loss, _, _ = self.pipeline.progress(self.batches)
+            return loss.detach()  # type: ignore[no-any-return]
+        batch = next(self.batches)
+        loss, _ = self.model(batch if self.device == workload.CPU else batch.to(self.device))
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss.detach()  # type: ignore[no-any-return]
+
     def run(self, steps: int, snapshot: bool, checkpoint_every: int, asynchronous: bool) -> dict[str, Any]:
         """Trains for some steps; returns what is reported."""
-        ours = self.model if isinstance(self.model, torch_ecrec.DistributedModelParallel) else None
-        if ours is not None and ours.snapshot_every != int(snapshot):
-            ours.snapshot_every = int(snapshot)
+        if self.ours is not None and self.ours.snapshot_every != int(snapshot):
+            self.ours.snapshot_every = int(snapshot)
         losses, ends_s = [], []
         dist.barrier()
         begin, begin_s = time.perf_counter(), time.time()
         for _ in range(steps):
-            if self.pipeline is not None:
-                loss, _, _ = self.pipeline.progress(self.batches)
-                losses.append(loss.detach())
-            else:
-                batch = next(self.batches)
-                loss, _ = self.model(batch if self.device == workload.CPU else batch.to(self.device))
-                for optimizer in (self.optimizer, *self.others):
-                    optimizer.zero_grad()
-                loss.backward()
-                for optimizer in (self.optimizer, *self.others):
-                    optimizer.step()
-                losses.append(loss.detach())
-            self.steps += 1
+            losses.append(self.step())
             if checkpoint_every and self.steps % checkpoint_every == 0:
                 self._checkpoint(asynchronous)
             ends_s.append(time.time())
-        if ours is not None:
-            ours.flush()
+        if self.ours is not None:
+            self.ours.flush()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         dist.barrier()
@@ -138,21 +160,51 @@ class Trainer:
             "ends_s": ends_s,
         }
 
+    def go(self, orders: Orders) -> None:
+        """Trains until it is told to pause; tells of each step."""
+        last: int | None = None
+        while last is None or self.steps < last:
+            begin_s = time.time()
+            self.step()
+            answer(step=self.steps, begin_s=begin_s, end_s=time.time())
+            last = orders.next(wait=False).get("pause", last)
+        answer(paused=self.steps)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has: sharded tensors as the parts of this trainer, which staging takes as well."""
+        state: dict[str, Any] = {"optimizer": self.optimizers[0].state_dict()}
+        parts = dict(self.model.state_dict())
+        for states in self.model.fused_optimizer.state_dict()["state"].values():
+            parts.update(states)
+        for name, value in parts.items():
+            if isinstance(value, ShardedTensor):
+                state.update({f"{name}@{shard.metadata.shard_offsets}": shard.tensor for shard in value.local_shards()})
+            else:
+                state[name] = value
+        return state
+
+    def keep(self, folder: Path, loads: bool) -> dict[str, float]:
+        """Saves to a folder, or loads in place from it.
+
+        Returns:
+            The seconds that all trainers together took; a figure that two tables with other values will not share, of
+            this trainer's part of weights and optimizer state.
+        """
+        state = self.state()
+        dist.barrier()
+        begin = time.perf_counter()
+        (load if loads else save)(state, checkpoint_id=folder)
+        dist.barrier()
+        seconds = time.perf_counter() - begin
+        parts = [value for name, value in state.items() if "@" in name]
+        sample = sum(float(part.detach()[::SAMPLE_ROWS].double().sum()) for part in parts)
+        return {"loaded_s" if loads else "saved_s": seconds, "sample": sample}
+
     def _checkpoint(self, asynchronous: bool) -> None:
         """As a careful user would: the one before must be on disk, then the next is written, beside training or not."""
         if self.saving is not None:
             self.saving.result()
-        folder = Path(self.assignment.folder)
-        state: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
-        parts = dict(self.model.state_dict())
-        for states in self.model.fused_optimizer.state_dict()["state"].values():  # type: ignore[union-attr]
-            parts.update(states)
-        for name, value in parts.items():
-            if isinstance(value, ShardedTensor):  # which torch's staging of asynchronous saves does not take
-                state.update({f"{name}@{shard.metadata.shard_offsets}": shard.tensor for shard in value.local_shards()})
-            else:
-                state[name] = value
-        place = folder / str(self.steps % 2)
+        place = Path(self.assignment.folder) / str(self.steps % 2)
         span = [time.time(), 0.0]
         self.saves_s.append(span)
 
@@ -160,10 +212,10 @@ class Trainer:
             span[1] = time.time()
 
         if asynchronous:
-            self.saving = async_save(state, checkpoint_id=place, process_group=self.saving_group)
+            self.saving = async_save(self.state(), checkpoint_id=place, process_group=self.saving_group)
             self.saving.add_done_callback(ended)
         else:
-            save(state, checkpoint_id=place, process_group=self.saving_group)
+            save(self.state(), checkpoint_id=place, process_group=self.saving_group)
             ended()
 
     def finish(self) -> list[list[float]]:
@@ -178,31 +230,27 @@ class Trainer:
 def main() -> int:
     imported_s = time.time()
     torch.set_num_threads(1)  # the cores are shared with servers and other trainers
-    assignment = Assignment(**json.loads(sys.stdin.readline()))
-    answers, sys.stdout = sys.stdout, sys.stderr
+    orders = Orders()
+    sys.stdout = sys.stderr  # what others print
     dist.init_process_group("gloo")
-    trainer = Trainer(assignment)
-
-    def answer(message: dict[str, Any]) -> None:
-        answers.write(json.dumps(message) + "\n")
-        answers.flush()
-
-    answer({"ready": True, "imported_s": imported_s})
-    for line in sys.stdin:
-        message = json.loads(line)
-        if "run" in message:
-            asynchronous = message.get("asynchronous", True)
-            answer(trainer.run(message["run"], message["snapshot"], message["checkpoint"], asynchronous))
-        elif "finish" in message:
-            answer({"saves_s": trainer.finish()})
+    trainer = Trainer(orders.assignment)
+    answer(ready=time.time(), imported_s=imported_s)
+    while "end" not in (order := orders.next()):
+        if "run" in order:
+            asynchronous = order.get("asynchronous", True)
+            answer(**trainer.run(order["run"], order["snapshot"], order["checkpoint"], asynchronous))
+        elif "go" in order:
+            trainer.go(orders)
+        elif "finish" in order:
+            answer(saves_s=trainer.finish())
         else:
-            break
+            answer(**trainer.keep(Path(order.get("load") or order["save"]), "load" in order))
     trainer.finish()
-    if isinstance(trainer.model, torch_ecrec.DistributedModelParallel):
-        trainer.model.close()
+    if trainer.ours is not None:
+        trainer.ours.close()
     dist.barrier()
-    if dist.get_rank() == 0 and assignment.backend == "torchrec":
-        shutil.rmtree(assignment.folder, ignore_errors=True)
+    if dist.get_rank() == 0 and orders.assignment.backend == "torchrec":
+        shutil.rmtree(orders.assignment.folder, ignore_errors=True)
     dist.destroy_process_group()
     return 0
 

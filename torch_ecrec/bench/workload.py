@@ -11,12 +11,15 @@ All but the last are a DLRM whose tables step by row-wise Adagrad; that of `sequ
 the dense features (`Histories`).
 
 Batches are drawn before the clock runs and used in turn. Ids of a table follow Zipf's law over its rows, in an order
-shuffled per table, so that hot rows are not neighbours.
+shuffled per table, so that hot rows are not neighbours. Where steps are without end (`Draws`), the ids of each are a
+stretch, begun anywhere, of a pool drawn before: those that follow Zipf's law are scattered over the table, uniform ones
+are shifted, so that none comes twice.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +47,8 @@ from torch_ecrec.runtime.checks import require_int
 CPU = torch.device("cpu")
 INTEGERS = 13
 POOL = 32  # batches drawn per trainer, used in turn
+POOL_BATCHES = {True: 512, False: 32}  # the pool of `Draws` is so many long, by whether ids follow Zipf's law
+SCATTER = 2_654_435_761  # a prime: rank * SCATTER % rows is a permutation
 
 
 @dataclass(frozen=True)
@@ -233,3 +238,50 @@ def batches(shape: Shape, trainer: int, trainers: int, seed: int, count: int = P
         labels = torch.from_numpy(rng.integers(0, 2, shape.batch).astype(np.float32))
         pool.append(Batch(dense, torchrec.KeyedJaggedTensor.from_lengths_sync(names, ids, lengths), labels))
     return pool
+
+
+class Draws:
+    """Batches of one trainer, without end: one id per bag; dense features and labels are always the same.
+
+    Args:
+        shape: of the model; one with an id per bag.
+        trainer, seed: draws differ with either.
+    """
+
+    def __init__(self, shape: Shape, trainer: int, seed: int) -> None:
+        self._shape, self._seeds, self._names = shape, [seed, trainer], features(shape)
+        rng = np.random.default_rng(self._seeds)
+        self._count = shape.tables * shape.batch
+        ranks = zipf_ranks(rng, POOL_BATCHES[shape.zipf > 0] * self._count, shape.rows, shape.zipf)
+        self._pool = (ranks * SCATTER % shape.rows if shape.zipf > 0 else ranks).astype(np.int32)
+        self._lengths = torch.ones(self._count, dtype=torch.int32)
+        self._dense = torch.from_numpy(rng.standard_normal((shape.batch, INTEGERS), dtype=np.float32))
+        self._labels = torch.from_numpy(rng.integers(0, 2, shape.batch).astype(np.float32))
+
+    def __call__(self, number: int) -> Batch:
+        """The batch of that number, from 0."""
+        rng, rows = np.random.default_rng([*self._seeds, number]), self._shape.rows
+        first = int(rng.integers(0, len(self._pool) - self._count + 1))
+        shift = 0 if self._shape.zipf > 0 else int(rng.integers(0, rows))
+        ids = torch.from_numpy((self._pool[first : first + self._count].astype(np.int64) + shift) % rows)
+        return Batch(
+            self._dense, torchrec.KeyedJaggedTensor.from_lengths_sync(self._names, ids, self._lengths), self._labels
+        )
+
+
+class Reader:
+    """Batches by their number, for ever, and the place among them. `draw`: gives the batch of a number, from 0."""
+
+    def __init__(self, draw: Callable[[int], Batch]) -> None:
+        self.draw, self.drawn = draw, 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            self.drawn += 1
+            yield self.draw(self.drawn - 1)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.drawn = state["drawn"]

@@ -17,7 +17,7 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -30,12 +30,11 @@ from torch_ecrec.demo.interrupts import raise_if_interrupted
 from torch_ecrec.demo.kills import KillSpec, beyond_parity
 from torch_ecrec.demo.news import news_of
 from torch_ecrec.demo.terminal import Terminal
+from torch_ecrec.demo.watch import Watch
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss
 from torch_ecrec.processes.children import reasons, tail, torchrun
 from torch_ecrec.processes.supervisor import Supervisor
-from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.transport.control import ControlClient
 
 HEARTBEAT_S = 0.25  # of the processes of a run, for fresh figures
 STATUS_S = 0.25  # between two looks at the cluster's status
@@ -108,7 +107,7 @@ class Trainers(Protocol):
 class DemoRun:
     """One training: cluster, trainers, kills.
 
-    Who runs it elsewhere than on this host overrides `start_cluster`, `start_trainers` and `connect`.
+    Who runs it elsewhere than on this host overrides `start_cluster`, `start_trainers` and `within`.
 
     Args:
         arguments: of the demo, checked.
@@ -143,7 +142,8 @@ class DemoRun:
         self._timers: list[threading.Timer] = []
         self._coordinator_gone: str | None = None
         self._cluster: Cluster | None = None
-        self.start_limit_s, self.stall_limit_s = START_LIMIT_S, STALL_LIMIT_S
+        self.watch: Watch | None = None  # once it runs
+        self.start_limit_s, self.stall_limit_s, self.connect_s = START_LIMIT_S, STALL_LIMIT_S, COORDINATOR_S
         self.environment = {"TORCH_ECREC_HEARTBEAT_S": str(HEARTBEAT_S), "OMP_NUM_THREADS": "1"}
         self._news: list[str] = []  # lines to show
         self._moved_s = time.monotonic()  # when a step was completed last, or chaos disturbed the run
@@ -161,24 +161,10 @@ class DemoRun:
                 self._start_kills()
             self._news += news_of(event, self.record) if event is not None else []
 
-    def _on_closed(self, reason: str) -> None:
+    def _on_gone(self, reason: str) -> None:
+        """The coordinator is gone, and there is no other."""
         with self._lock:
-            if not self._over:
-                Worker(lambda: self._watch_again(reason), "watch", log_error).start()
-
-    def _watch_again(self, reason: str) -> None:
-        """The coordinator is gone: another one may be on its way."""
-        try:
-            self.connect()
-        except ClusterUnavailable:
-            with self._lock:
-                self._coordinator_gone = reason
-
-    def connect(self) -> None:
-        """Watches the coordinator from now on. Raises ClusterUnavailable if there is none."""
-        assert isinstance(self._cluster, Supervisor)
-        self.client = ControlClient(*self._cluster.address, self._on_message, self._on_closed, COORDINATOR_S)
-        self.client.send({"type": "watch"})
+            self._coordinator_gone = reason
 
     def _start_kills(self) -> None:
         """A step was completed: the kills whose time has come."""
@@ -254,21 +240,24 @@ class DemoRun:
             file.unlink()
         self._moved_s = time.monotonic()
         self._cluster = cluster = self.start_cluster()
-        with cluster:
-            self.connect()
+        self.watch = Watch(cluster.join, self._on_message, self.connect_s, self.within, on_gone=self._on_gone)
+        with cluster, self.watch as watch:
             try:
                 for trainer in range(self.arguments.trainers):
                     self._report_path(trainer).unlink(missing_ok=True)
                 with self.start_trainers(cluster) as trainers:
-                    self._watch(cluster, trainers)
-                self._settle()
+                    self._watch(cluster, trainers, watch)
+                self._settle(watch)
             finally:
                 with self._lock:
                     self._over = True
                 for timer in self._timers:
                     timer.cancel()
-                self.client.close()
         self._read_reports()
+
+    def within(self, action: Callable[[], None]) -> None:
+        """Calls a function from where the cluster can be watched."""
+        action()
 
     def start_cluster(self) -> Cluster:
         """The coordinator and the servers; it is left as a context manager."""
@@ -310,7 +299,7 @@ class DemoRun:
     def on_tick(self) -> None:
         """Called many times a second while the trainers run."""
 
-    def _watch(self, cluster: Cluster, trainers: Trainers) -> None:
+    def _watch(self, cluster: Cluster, trainers: Trainers, watch: Watch) -> None:
         """Until the trainers are done."""
         steps = self.arguments.steps
         begin_s = asked_s = time.monotonic()
@@ -330,7 +319,7 @@ class DemoRun:
             self.terminal.progress(line)
             if now_s - asked_s >= STATUS_S:
                 asked_s = now_s
-                self.client.send({"type": "status"})
+                watch.ask()
                 if not step and not self._fired:
                     self._raise_if_it_cannot_start()
             if fatal is None and cluster.ended is not None:
@@ -361,7 +350,7 @@ class DemoRun:
         if count >= SAME_END * self.arguments.trainers:
             raise ClusterError(f"the trainers cannot start: {why}\n{tail(self._log)}")
 
-    def _settle(self) -> None:
+    def _settle(self, watch: Watch) -> None:
         """Training is over: waits for a rebuild that goes on, and for last figures."""
         until_s = time.monotonic() + SETTLE_S
         while time.monotonic() < until_s:
@@ -372,7 +361,7 @@ class DemoRun:
         time.sleep(2 * HEARTBEAT_S)  # the servers' last figures are on their way; nothing says when they are there
         with self._lock:
             seen = self.record.status_count
-        self.client.send({"type": "status"})
+        watch.ask()
         while time.monotonic() < until_s + 2.0:
             with self._lock:
                 if self.record.status_count > seen or self._coordinator_gone:

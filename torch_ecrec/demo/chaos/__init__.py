@@ -28,7 +28,7 @@ Written to the folder: chaos.json (arguments, schedule, events, samples of throu
 and the logs of all processes. A failure prints the seed.
 
     command.py      the command            schedule.py     what comes at one instant
-    run.py          a run on one host      store.py        trouble of the store
-    hosts_run.py    a run on several       hosted.py       their services
-    hosts_chaos.py  what happens to them   host_events.py  whom that may cost, by what it was felt
+    run.py          a run on one host      disturbances.py what lasts for a while, and by what it was felt
+    hosts.py        a run on several       host_events.py  whom that may cost, by what it was felt
+    hosted.py       services of a host     preempted.py, power.py: a job told to end; is a wrong step found?
 """

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch_ecrec.demo import run as demo
 from torch_ecrec.demo.chaos.hosted import require_etcd
-from torch_ecrec.demo.chaos.hosts_chaos import HostsChaos
+from torch_ecrec.demo.chaos.hosts import HostsChaos
 from torch_ecrec.demo.chaos.power import STEPS_LEAST, faded
 from torch_ecrec.demo.chaos.preempted import COUNTS_STEPS, PreemptedRun
 from torch_ecrec.demo.chaos.run import ChaosRun

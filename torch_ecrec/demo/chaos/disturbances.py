@@ -1,4 +1,4 @@
-"""What happens for a while: how long it lasts, and by what it was felt. Events of the whole job among them.
+"""What happens for a while: how long it lasts, and by what it was felt. Events of the job and of the store among them.
 
 A *disturbance* lasts for the time that was drawn for it, and until it was felt, `Disturbance.limit_s` at most; or for
 its time and no longer, where more of it would be another event (`exact`). What nobody has felt fails the run.
@@ -6,6 +6,8 @@ its time and no longer, where more of it would be another event (`exact`). What 
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch_ecrec.demo.report import Void
 from torch_ecrec.protocol.status import Status
 
 FELT_S = 90.0  # for a disturbance to be felt, on a busy machine
@@ -21,6 +24,8 @@ QUIET_S = 0.7  # who was not heard of for so long, and heartbeats are 0.25 s apa
 QUIET_SHARE = 0.5  # ... and for so much of the time since it began
 FROZEN_S = (2.0, 5.0)  # all servers, so much longer than the lease
 REFUSED_LIMIT_S = 300.0  # for another job to be refused: it may wait for the end of the first one's trainers before
+STORE_FELT_S = 240.0  # for the store's trouble to be felt: a checkpoint is tried a minute after the last one, at most
+SLOW_OPENS = 5  # that had to wait
 AT_END = "training was over before"
 REFUSAL = "JoinRefused"  # what another job's trainers end with
 
@@ -37,6 +42,7 @@ class Disturbance:
         exact: it ends with its time, felt or not.
         limit_s: for it to be felt.
         at_end: by what it was felt where training was over first; "": that fails the run.
+        beside: other events go on meanwhile.
     """
 
     entry: dict[str, Any]
@@ -47,6 +53,7 @@ class Disturbance:
     exact: bool = False
     limit_s: float = FELT_S
     at_end: str = AT_END
+    beside: bool = False
     looked_s: float = 0.0
 
     def is_over(self, now_s: float) -> bool:
@@ -82,6 +89,20 @@ def felt_as_refusal(code: int | None, log: Path) -> str:
         return ""
     lines = log.read_text(errors="replace").splitlines()
     return next((line.strip() for line in lines if REFUSAL in line), "")
+
+
+def felt_by_the_store(kind: str, waited: int, void: Sequence[Void]) -> str:
+    """Opens had to wait, or a checkpoint came to nothing by the very error of this trouble; "" if not.
+
+    Args:
+        kind: of `STORE_EVENTS`.
+        waited: opens, since it began.
+        void: checkpoints that have come to nothing since.
+    """
+    if kind == "slow-store":
+        return f"{waited} opens had to wait" if waited >= SLOW_OPENS else ""
+    error = os.strerror(errno.ENOSPC if kind == "full-disk" else errno.ENOTDIR)
+    return next((one.reason for one in void if error in one.reason), "")
 
 
 def another_job(join: str, trainers: int, meet: str, script: Sequence[str]) -> list[str]:

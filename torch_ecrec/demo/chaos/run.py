@@ -17,16 +17,15 @@ import psutil
 
 from torch_ecrec.coordinator.regathering import REGATHER_S
 from torch_ecrec.demo.chaos import disturbances
-from torch_ecrec.demo.chaos.disturbances import Disturbance
-from torch_ecrec.demo.chaos.schedule import MUST_COME, at_one_instant, role_of
-from torch_ecrec.demo.chaos.store import FELT_LIMIT_S, Trouble
+from torch_ecrec.demo.chaos.disturbances import STORE_FELT_S, Disturbance
+from torch_ecrec.demo.chaos.schedule import FIRST, MUST_COME, at_one_instant, role_of
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.demo.training import STALL_LIMIT_S, DemoRun, example
 from torch_ecrec.demo.troubled_store import TroubledStore
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.processes.children import descendants, end_tree, free_port
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.spec.settings import BEYOND_EVENTS, FLIP_EVENTS, JOB_EVENTS, STORE_EVENTS, Settings
+from torch_ecrec.spec.settings import BEYOND_EVENTS, FLIP_EVENTS, STORE_EVENTS, Settings
 
 FLIP_SIGNALS = {"flip-record": signal.SIGUSR1, "flip-parity": signal.SIGUSR2}
 FLIPPED = {  # the settings of servers whose bits flip
@@ -66,7 +65,6 @@ class ChaosRun(DemoRun):
         if set(arguments.events) & set(FLIP_EVENTS):
             self.environment.update(FLIPPED)
         self._store = store
-        self._trouble: Trouble | None = None
         self.environment["TORCH_ECREC_GIVE_UP_S"] = f"{GIVE_UP_S:g}"
         self.stall_limit_s = max(self.stall_limit_s, GIVE_UP_S + STALL_LIMIT_S)
         self._lease_s = Settings.from_environment().lease_s
@@ -80,6 +78,9 @@ class ChaosRun(DemoRun):
         self._sampled_s = 0.0
         self.whole_limit_s = WHOLE_LIMIT_S
         self._hit: set[str] = set()  # members, at this instant
+        self._kinds: Sequence[str] = ()  # of events, at this instant
+        self._left_to_lose = code.parities  # slots, at this instant
+        self._leaderless = False  # nobody leads for a while, by what came at this instant
         self._stopped: dict[int, float] = {}  # pid -> when it goes on
         self._under_way: list[Disturbance] = []
 
@@ -108,15 +109,23 @@ class ChaosRun(DemoRun):
     def _is_whole(self) -> bool:
         """All that former events took is there again. Called with the lock."""
         whole = self.record.settled and len(self.record.trainers) == self.arguments.trainers
-        whole = whole and not self._under_way
-        return whole and self.record.mended >= len(self._flips())
+        return whole and self._awaited is None and self.record.mended >= len(self._flips())
+
+    @property
+    def _trouble(self) -> str:
+        """The trouble of the store that is under way; "": none."""
+        return next((one.entry["event"] for one in self._under_way if one.beside), "")
+
+    @property
+    def _awaited(self) -> Disturbance | None:
+        """What is under way, and must be over before the next instant; None: nothing is."""
+        return next((one for one in self._under_way if not one.beside), None)
 
     def _look_after(self, now_s: float, since_s: float, last: bool) -> None:
         """What lasts for a while. `last`: no more events come."""
-        self._look_after_store(now_s, since_s, last)
         for one in list(self._under_way):
             one.entry["seconds"] = since_s - one.entry["s"]
-            if one.is_over(now_s):
+            if one.is_over(now_s) or (last and one.beside):
                 self._end(one)
 
     def _end(self, one: Disturbance) -> None:
@@ -140,7 +149,7 @@ class ChaosRun(DemoRun):
             self._fruitless += 1
             with self._lock:
                 self._moved_s = now_s  # what comes takes its time
-            self._perform(self._instant(), now_s, since_s)
+            self._perform(self._instant(), since_s)
 
     def _lacks(self) -> str:
         """What to say of a cluster that is not whole."""
@@ -153,48 +162,64 @@ class ChaosRun(DemoRun):
         most = {"server": self.code.parities, "trainer": self.arguments.trainers}
         return at_one_instant(possible, came, most, self._random)
 
-    def _perform(self, kinds: Sequence[str], now_s: float, since_s: float) -> None:
-        """Events come, at one instant."""
+    def _perform(self, kinds: Sequence[str], since_s: float) -> None:
+        """Events come, at one instant. What may cost most comes first: that decides who else may be hit."""
         self._hit.clear()
-        for kind in kinds:
-            if kind in STORE_EVENTS:
-                self._trouble_store(kind, now_s, since_s)
-            elif kind in BEYOND_EVENTS:
-                self._go_beyond(kind, since_s)
-            elif kind in FLIP_EVENTS:
-                self._flip(kind, since_s)
-            elif kind in JOB_EVENTS:
-                (self._freeze_all if kind == "freeze-all" else self._second_job)(kind, since_s)
-            else:
-                self._do(kind, since_s, alone="kill-coordinator" in kinds)
+        self._left_to_lose, self._kinds = self.code.parities, kinds
+        self._leaderless = any(role_of(kind) == "coordinator" for kind in kinds)
+        with self._lock:
+            self.record.excused = None if self.record.excused is None else set()
+        for kind in sorted(kinds, key=lambda kind: FIRST.index(kind) if kind in FIRST else len(FIRST)):
+            self._action_of(kind)(kind, since_s)
+
+    def _action_of(self, kind: str) -> Callable[[str, float], None]:
+        """What makes an event: `action(kind, since_s)`, `since_s` since the first step."""
+        for kinds, action in (
+            (STORE_EVENTS, self._trouble_store),
+            (BEYOND_EVENTS, self._go_beyond),
+            (FLIP_EVENTS, self._flip),
+            (("freeze-all",), self._freeze_all),
+            (("second-job",), self._second_job),
+        ):
+            if kind in kinds:
+                return action
+        return self._do
 
     def _may_come(self, kind: str) -> bool:
         """See the module. Called without the lock: what is looked at only grows."""
         if kind in BEYOND_EVENTS:
-            return self._trouble is None and bool(self.record.checkpoints)
+            return not self._trouble and bool(self.record.checkpoints)
         if kind in STORE_EVENTS:
-            return self._trouble is None and self._store is not None
-        return kind != "kill-coordinator" or self._trouble is None or self._trouble.kind != "failing-store"
+            return not self._trouble and self._store is not None
+        return kind != "kill-coordinator" or self._trouble != "failing-store"
+
+    def _note(
+        self, kind: str, number: int | list[int], member: str, pid: int | list[int], since_s: float, **more: Any
+    ) -> dict[str, Any]:
+        """An entry of the schedule. Called with the lock."""
+        who = {"role": role_of(kind), "number": number, "member": member, "pid": pid}
+        entry = {"s": since_s, "event": kind, **who, "seconds": 0.0, "step": self.record.step, **more}
+        self.schedule.append(entry)
+        for_s = f" for {entry['seconds']:g} s" if entry["seconds"] else ""
+        pids = f" (pid {pid})" if pid else ""
+        self._news.append(f"step {self.record.step}: {kind} {number if number != [] else ''} {member}{for_s}{pids}")
+        return entry
 
     def _go_beyond(self, kind: str, since_s: float) -> None:
         """Kills everybody, or one server more than parity repairs; alone."""
         assert self._cluster is not None
         with self._lock:
-            now_s, cluster = time.time(), self._cluster
+            now_s, numbers = time.time(), list[int]()
             if kind == "kill-all":
-                pids = [child.pid for child in cluster.children]
+                pids = [child.pid for child in self._cluster.children]
                 pids += [self.record.pids[name] for name in self.record.trainers.values()]
                 self.record.on_kill(kind, "all", 0, now_s)
-                numbers: list[int] = []
             else:
                 if any(self.record.target("server", number) is None for number in range(self.code.slots)):
                     return  # one was lost a moment ago
                 numbers = sorted(self._random.sample(range(self.code.slots), self.code.parities + 1))
                 pids = [self.record.on_kill(kind, "server", number, now_s).pid or 0 for number in numbers]
-            role, back = ("all" if kind == "kill-all" else "server"), len(self.record.went_back)
-            entry = {"s": since_s, "event": kind, "role": role, "number": numbers, "member": "", "pid": pids}
-            self.schedule.append({**entry, "seconds": 0.0, "step": self.record.step, "went_back_before": back})
-            self._news.append(f"step {self.record.step}: {kind} {numbers or ''} (pids {pids})")
+            self._note(kind, numbers, "", pids, since_s, went_back_before=len(self.record.went_back))
         for pid in pids:
             send(pid, signal.SIGKILL)
 
@@ -208,10 +233,8 @@ class ChaosRun(DemoRun):
             member = self.record.target("server", number)
             if member is None:
                 return
-            pid, step = self.record.pids[member], self.record.step
-            entry = {"s": since_s, "event": kind, "role": "server", "number": number, "member": member, "pid": pid}
-            self.schedule.append({**entry, "seconds": 0.0, "step": step})
-            self._news.append(f"step {step}: {kind} {number} ({member}, pid {pid})")
+            pid = self.record.pids[member]
+            self._note(kind, number, member, pid, since_s)
         send(pid, FLIP_SIGNALS[kind])
 
     def _begin(
@@ -226,11 +249,8 @@ class ChaosRun(DemoRun):
         **more: Any,
     ) -> None:
         """Notes what lasts for a while. Called with the lock. `more`: of `Disturbance`."""
-        entry = {"s": since_s, "event": kind, "role": role_of(kind), "number": number, "member": what, "pid": 0}
-        self.schedule.append({**entry, "seconds": 0.0, "step": self.record.step, "felt": ""})
-        now_s = time.monotonic()
-        self._under_way.append(Disturbance(self.schedule[-1], now_s, now_s + length_s, felt, end, **more))
-        self._news.append(f"step {self.record.step}: {kind} {what} for {length_s:g} s")
+        entry, now_s = self._note(kind, number, what, 0, since_s, felt=""), time.monotonic()
+        self._under_way.append(Disturbance(entry, now_s, now_s + length_s, felt, end, **more))
 
     def _freeze_all(self, kind: str, since_s: float) -> None:
         """All servers stop at one instant, for longer than a lease, and go on: nobody has died."""
@@ -281,28 +301,19 @@ class ChaosRun(DemoRun):
                 env={**os.environ, **self.environment}, start_new_session=True,
             )  # fmt: skip
 
-    def _trouble_store(self, kind: str, now_s: float, since_s: float) -> None:
+    def _trouble_store(self, kind: str, since_s: float) -> None:
         """Trouble of the store begins; training goes on, and so do other events."""
-        assert self._store is not None
-        with self._lock:
-            entry = {"s": since_s, "event": kind, "role": "store", "number": 0, "member": "", "pid": 0}
-            self.schedule.append({**entry, "seconds": 0.0, "step": self.record.step, "felt": ""})
-            self._news.append(f"step {self.record.step}: {kind}")
-            self._trouble = Trouble(kind, now_s, self._store.delayed, len(self.record.void), self.schedule[-1])
-        self._store.begin(kind)
+        store = self._store
+        assert store is not None
+        delayed, void = store.delayed, len(self.record.void)
 
-    def _look_after_store(self, now_s: float, since_s: float, last: bool) -> None:
-        """Ends the trouble of the store once it was felt, or it is too late for that."""
-        trouble, store = self._trouble, self._store
-        if trouble is None or store is None:
-            return
+        def felt() -> str:
+            with self._lock:
+                return disturbances.felt_by_the_store(kind, store.delayed - delayed, self.record.void[void:])
+
         with self._lock:
-            trouble.entry["seconds"] = since_s - trouble.entry["s"]
-            trouble.entry["felt"] = trouble.felt(self.record.void[trouble.void :], store.delayed)
-        if trouble.entry["felt"] or last or now_s - trouble.since_s > FELT_LIMIT_S:
-            store.end()
-            self._trouble = None
-            self._news.append(f"  {trouble.kind} is over: {trouble.entry['felt'] or 'NOBODY FELT IT'}")
+            self._begin(kind, 0, "", since_s, 0.0, felt, store.end, limit_s=STORE_FELT_S, at_end="", beside=True)
+        store.begin(kind)
 
     def not_effective(self) -> list[str]:
         """Events beyond parity, or of the store, that were without effect, or never came."""
@@ -324,8 +335,8 @@ class ChaosRun(DemoRun):
         wanted = [kind for kind in self.arguments.events if kind in MUST_COME and kind not in came]
         return found + [f"{kind} never came: `--minutes` must be more" for kind in wanted]
 
-    def _do(self, kind: str, since_s: float, alone: bool = False) -> None:
-        """`alone`: there is no coordinator, and the next one waits for those before it, but not for a lease."""
+    def _do(self, kind: str, since_s: float) -> None:
+        """A server, a trainer or the coordinator is killed, or stopped for a while."""
         what, _, role = kind.partition("-")
         with self._lock:
             numbers = list(range(self.code.slots if role == "server" else self.arguments.trainers))
@@ -333,19 +344,19 @@ class ChaosRun(DemoRun):
             number = 0 if role == "coordinator" or not numbers else self._random.choice(numbers)
             seconds = self._random.choice(STOPS_S) if what == "stop" else 0.0
             member = self.record.target(role, number)
-            if member is None or member in self._hit:
+            if member is None or member in self._hit or (role == "server" and self._left_to_lose <= 0):
                 return
+            self._left_to_lose -= role == "server"
+            if role == "trainer" and self.record.excused is not None:
+                self.record.excused.update(self.record.trainers.values())
             self._hit.add(member)
             self.record.pids["coordinator"] = self._cluster.coordinator.pid if self._cluster is not None else 0
             pid = self.record.pids[member]
             if what == "kill" or seconds > self._lease_s:
                 self.record.on_kill(kind, role, number, time.time())
-            elif alone and seconds + STOP_MARGIN_S > REGATHER_S:
-                self.record.may_be_lost.add(member)
-            entry = {"s": since_s, "event": kind, "role": role, "number": number, "member": member, "pid": pid}
-            self.schedule.append({**entry, "seconds": seconds, "step": self.record.step})
-            for_s = f" for {seconds:g} s" if seconds else ""
-            self._news.append(f"step {self.record.step}: {kind} {number}{for_s} ({member}, pid {pid})")
+            elif self._leaderless and seconds + STOP_MARGIN_S > REGATHER_S:
+                self.record.may_be_lost.add(member)  # the next coordinator waits for those before it, but for no lease
+            self._note(kind, number, member, pid, since_s, seconds=seconds)
         send(pid, signal.SIGSTOP if what == "stop" else signal.SIGKILL)
         if what == "stop":
             self._stopped[pid] = time.monotonic() + seconds
@@ -370,8 +381,6 @@ class ChaosRun(DemoRun):
         for pid in self._stopped:
             send(pid, signal.SIGCONT)
         self._stopped = {}
-        if self._store is not None:
-            self._store.end()
 
 
 def send(pid: int, number: signal.Signals) -> None:

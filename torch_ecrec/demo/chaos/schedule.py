@@ -29,7 +29,13 @@ COMBINED = CHAOS_EVENTS + HOST_EVENTS + LEADER_EVENTS
 MUST_COME = tuple(kind for kind in EVERY_KIND if kind not in CHAOS_EVENTS)  # where they were asked for
 NEW_SHARE = 0.75  # of the instants are for kinds that must come and have not come yet
 MORE_SHARE = 0.3  # of the instants have another event, and so on
+FIRST = ("kill-host", "cut-trainers", "cut")  # at an instant: what they may cost decides who else may be hit
 ROLES = {  # of kinds whose name does not end with it
+    "kill-all": "all",
+    "kill-beyond-r": "server",
+    "full-disk": "store",
+    "flip-record": "server",
+    "flip-parity": "server",
     "kill-host": "host",
     "cut": "cut",
     "cut-trainers": "cut",

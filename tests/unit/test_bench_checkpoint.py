@@ -1,14 +1,12 @@
-"""The arithmetic of `bench checkpoint`, and what it refuses before anything starts."""
+"""The arithmetic of `bench checkpoint`."""
 
-import argparse
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benches import parse
 
-from torch_ecrec.bench import checkpoint
-from torch_ecrec.bench import checkpoint_figures as figures
+from torch_ecrec.bench import checkpoint as figures
 
 
 def block(ends_s: list[float], spans_s: list[list[float]], sizes: dict[str, int], cpu_s: float = 1.0) -> dict[str, Any]:
@@ -135,44 +133,14 @@ def test_what_was_not_measured_is_not_said_to_be_reached() -> None:
 
 
 def test_the_picture(tmp_path: Path) -> None:
-    figures.plot("a shape", measured(), 10, tmp_path / "picture.png")
+    figures.draw("a shape", measured(), 10).savefig(tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
-def parse(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    checkpoint.add_arguments(parser)
-    return parser.parse_args(words)
-
-
 def test_ways_by_their_names() -> None:
-    _, ways = checkpoint.check(parse())
-    assert [way.name for way in ways] == checkpoint.DEFAULT.split(",")
+    _, ways = figures.check(parse(figures))
+    assert [way.name for way in ways] == figures.DEFAULT.split(",")
     by_name = {way.name: way for way in ways}
-    assert by_name["k2r1+incremental:4"].options == checkpoint.OPTIONS["incremental:4"]
+    assert by_name["k2r1+incremental:4"].options == figures.OPTIONS["incremental:4"]
     assert by_name["torchrec+async"].saves == "async" and by_name["torchrec+async"].group == "torchrec"
     assert by_name["k2r1+full"].group == "k2r1+full" and by_name["k2r1"].group == "k2r1"
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--ways", "what"], "unknown system 'what'"),
-        (["--ways", "k2r1,k2r1+"], "k2r1 has +full, +incremental, +incremental:4"),
-        (["--ways", "k2r1,k2r1+save"], "k2r1 has +full"),
-        (["--ways", "torchrec,torchrec+full"], "torchrec has +save, +async"),
-        (["--ways", "torch"], "there are torchrec, and ours"),
-        (["--ways", "k2r1,k2r1"], "a way is named twice"),
-        (["--ways", "k2r1,torchrec+save"], "`--ways` has no torchrec"),
-        (["--every", "3"], "`every` must be at least 4"),
-        (["--blocks", "0"], "`blocks` must be at least 1"),
-        (["--trainers", "0"], "`trainers` must be at least 1"),
-        (["--rows", "0"], "`rows` must be at least 1"),
-        (["--restore-bytes", "-1"], "must not be negative"),
-        (["--restore-system", "torchrec"], "is one of ours"),
-    ],
-)
-def test_bad_arguments_start_nothing(words: list[str], says: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=re.escape(says)):
-        checkpoint.run(parse(*words, "--out", str(tmp_path)))
-    assert not list(tmp_path.iterdir())

@@ -1,9 +1,6 @@
 """`bench scaling`: counts against brute force, what is measured once and what is left out, what it writes."""
 
-import argparse
-import csv
 import itertools
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,18 +8,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from benches import result as read
+from benches import run
 
-from torch_ecrec.bench import scaling, train
+from torch_ecrec.bench import experiment, scaling
+from torch_ecrec.bench.experiment import Mode, Part, Stopped
+from torch_ecrec.bench.places import Here
 from torch_ecrec.bench.scaling import FULL, QUICK, SWEEPS, Point
 from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.spec.job import CodeSpec
-
-
-def parse(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    scaling.add_arguments(parser)
-    return parser.parse_args(words)
-
 
 # --- counts ----------------------------------------------------------------------------------------------------------
 
@@ -100,26 +94,26 @@ def test_memory_needed() -> None:
 # --- a run, with clusters made up ------------------------------------------------------------------------------------
 
 
-class FakeGroup:
-    """Stands in for `train.Group`: CPU time is proportional to batch, a fifth more with parity; some points fail."""
+class Made:
+    """In the place of `Running`: CPU time is proportional to batch, a fifth more with parity; some points fail."""
 
     started: ClassVar[list[str]] = []
     fail_servers = 0
 
-    def __init__(self, system: train.System, shape: Any, trainers: int, seed: int, folder: Path) -> None:
-        assert system.code is not None and not system.snapshot
-        self.code, self.shape = system.code, shape
+    def __init__(self, part: Part, folder: Path, place: Here) -> None:
+        assert part.mode.code is not None and not part.mode.snapshot
+        self.code, self.shape = part.mode.code, part.model.shape
 
-    def __enter__(self) -> "FakeGroup":
-        FakeGroup.started.append(f"{self.code.parities} {self.code.slots} {self.shape.rows} {self.shape.batch}")
-        if self.code.slots == FakeGroup.fail_servers:
-            raise RuntimeError("k2r1: trainer 0 gave no answer")
+    def __enter__(self) -> "Made":
+        Made.started.append(f"{self.code.parities} {self.code.slots} {self.shape.rows} {self.shape.batch}")
+        if self.code.slots == Made.fail_servers:
+            raise Stopped("k2r1: trainer 0 gave no answer")
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
 
-    def run(self, steps: int, system: train.System, checkpoint_every: int) -> dict[str, Any]:
+    def block(self, steps: int, mode: Mode, checkpoint_every: int = 0) -> dict[str, Any]:
         assert steps >= 3 and checkpoint_every == 0
         factor = 1.2 if self.code.parities else 1.0
         cpu_s = 1e-4 * self.shape.batch * factor
@@ -131,12 +125,12 @@ class FakeGroup:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeGroup]:
-    monkeypatch.setattr(FakeGroup, "started", [])
-    monkeypatch.setattr(FakeGroup, "fail_servers", 0)
-    monkeypatch.setattr(scaling.train, "Group", FakeGroup)
-    monkeypatch.setattr(scaling, "warm", lambda: None)
-    return FakeGroup
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[Made]:
+    monkeypatch.setattr(Made, "started", [])
+    monkeypatch.setattr(Made, "fail_servers", 0)
+    monkeypatch.setattr(experiment, "Running", Made)
+    monkeypatch.setattr(experiment, "warm", lambda: None)
+    return Made
 
 
 def free(monkeypatch: pytest.MonkeyPatch, gigabytes: float) -> None:
@@ -145,12 +139,11 @@ def free(monkeypatch: pytest.MonkeyPatch, gigabytes: float) -> None:
 
 
 def test_what_it_measures_and_writes(
-    tmp_path: Path, fake: type[FakeGroup], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, fake: type[Made], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     free(monkeypatch, 1000)
-    words = ["--blocks", "2", "--seconds", "0.1", "--warmup", "3", "--least-steps", "3", "--out", str(tmp_path)]
-    assert scaling.run(parse(*words)) == 0
-    result = json.loads((tmp_path / "scaling.json").read_text())
+    assert run(scaling, tmp_path, "--blocks", 2, "--seconds", 0.1, "--warmup", 3, "--least-steps", 3) == 0
+    result = read(tmp_path, "scaling")
     assert result["left_out"] == []
     assert len(result["points"]) == len(fake.started), "each point once"
     assert len(fake.started) < 2 * len(result["rows"]), "sweeps share points"
@@ -165,20 +158,17 @@ def test_what_it_measures_and_writes(
         assert row["messages"] > row["none_messages"] == 2 * row["trainers"] * row["servers"]
         assert row["memory_of_records"] == pytest.approx(1.01 + 0.5 * row["r"]) and row["steps"] >= 6
     assert set(result["columns"]) <= set(rows[0]) and set(result["fan_out_columns"]) <= set(result["fan_out"][0])
-    with open(tmp_path / "scaling.csv", newline="") as file:
-        table = list(csv.DictReader(file))
-    assert len(table) == len(rows) and list(table[0]) == list(rows[0])
     assert (tmp_path / "scaling.png").stat().st_size > 20_000
     printed = capsys.readouterr().out
     assert "by samples per trainer and step:" in printed and "fan-out, counted from the layout" in printed
 
 
 def test_what_does_not_fit_is_left_out_and_said(
-    tmp_path: Path, fake: type[FakeGroup], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, fake: type[Made], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     free(monkeypatch, 8)
-    assert scaling.run(parse("--sweeps", "rows", "--warmup", "3", "--out", str(tmp_path))) == 0
-    result = json.loads((tmp_path / "scaling.json").read_text())
+    assert run(scaling, tmp_path, "--sweeps", "rows", "--warmup", 3) == 0
+    result = read(tmp_path, "scaling")
     assert [row["value"] for row in result["rows"]] == ["200,000", "520,000", "2,000,000", "6,000,000"]
     assert [out["point"].partition("-")[0] for out in result["left_out"]] == ["none", "k2r1"]
     assert all("GB of memory, 8.0 GB are free" in out["reason"] for out in result["left_out"])
@@ -186,16 +176,15 @@ def test_what_does_not_fit_is_left_out_and_said(
 
 
 def test_a_point_that_fails_does_not_end_the_others(
-    tmp_path: Path, fake: type[FakeGroup], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, fake: type[Made], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     free(monkeypatch, 1000)
     fake.fail_servers = 3
-    words = ["--quick", "--sweeps", "servers", "--warmup", "3", "--out", str(tmp_path)]
-    assert scaling.run(parse(*words)) == 1
-    result = json.loads((tmp_path / "scaling.json").read_text())
+    assert run(scaling, tmp_path, "--quick", "--sweeps", "servers", "--warmup", 3) == 1
+    result = read(tmp_path, "scaling")
     assert [row["value"] for row in result["rows"]] == ["6"]
     assert [out["reason"] for out in result["left_out"]] == ["failed: k2r1: trainer 0 gave no answer"] * 2
-    assert "a point failed; logs:" in capsys.readouterr().err
+    assert "a point failed" in capsys.readouterr().err
 
 
 def test_without_protection_unknown_ratios_are_empty() -> None:
@@ -204,26 +193,12 @@ def test_without_protection_unknown_ratios_are_empty() -> None:
     assert (row["value"], row["cpu_of_none"], row["none_cpu_ms"], row["cpu_ms"]) == ("(4, 2)", None, None, 1.0)
 
 
-def test_the_fan_out_alone_starts_nothing(tmp_path: Path, fake: type[FakeGroup]) -> None:
-    assert scaling.run(parse("--sweeps", "--out", str(tmp_path))) == 0
+def test_the_fan_out_alone_starts_nothing(tmp_path: Path, fake: type[Made]) -> None:
+    assert run(scaling, tmp_path, "--sweeps") == 0
     assert fake.started == []
-    result = json.loads((tmp_path / "scaling.json").read_text())
+    result = read(tmp_path, "scaling")
     assert result["rows"] == [] and len(result["fan_out"]) > 10
     assert (tmp_path / "scaling.png").stat().st_size > 5_000
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--blocks", "0"], "`blocks` must be at least 1"),
-        (["--least-steps", "0"], "`least-steps` must be at least 1"),
-        (["--seconds", "0"], "`--seconds` must be positive"),
-    ],
-)
-def test_bad_arguments_start_nothing(words: list[str], says: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=says):
-        scaling.run(parse(*words, "--out", str(tmp_path / "out")))
-    assert not (tmp_path / "out").exists()
 
 
 def test_codes_are_as_named() -> None:

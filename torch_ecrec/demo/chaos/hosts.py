@@ -1,7 +1,9 @@
-"""One training over several hosts, disturbed at random: hosts, their network and coordinators, too."""
+"""One training over several hosts, disturbed at random: its cluster, who watches it, and what happens to hosts, links,
+coordinators and etcd, beside what happens on one host (`run.py`)."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import math
@@ -9,49 +11,137 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch_ecrec.demo.chaos import disturbances, host_events
-from torch_ecrec.demo.chaos.hosted import MEETING_PORT, PORT, Service
-from torch_ecrec.demo.chaos.hosts_run import HostsRun
-from torch_ecrec.demo.chaos.run import send
+from torch_ecrec.demo.chaos.host_events import World
+from torch_ecrec.demo.chaos.hosted import COORDINATORS, MEETING_PORT, PORT, HostedCluster, Service, lacking
+from torch_ecrec.demo.chaos.run import ChaosRun, send
 from torch_ecrec.demo.chaos.schedule import role_of
-from torch_ecrec.demo.training import example
+from torch_ecrec.demo.terminal import Terminal
+from torch_ecrec.demo.training import Cluster, Trainers, example
 from torch_ecrec.processes.children import end_tree
-from torch_ecrec.spec.settings import HOST_EVENTS, JOB_EVENTS, LEADER_EVENTS, WORLD_EVENTS
-from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Place
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.testing.hosts import Host, Hosts
+from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Leader, Place
 
+CONNECT_S = 180.0  # for a coordinator that is started again where its host has come back
+START_S = 480.0  # for the first step: all these processes start on one machine
+STALL_S = 450.0  # for a step: trainers whose host was lost start again
+WHOLE_S = 300.0
 ASK_ETCD_S = 1.0
-FIRST = ("kill-host", "cut-trainers", "cut")  # at an instant: what they may cost decides who else may be hit
 
 
-class HostsChaos(HostsRun):
-    """A `HostsRun` with all that happens in it."""
+class HostsChaos(ChaosRun):
+    """One disturbed training over `arguments.hosts` hosts, and one more from which it is watched, there while it runs.
 
-    def _perform(self, kinds: Sequence[str], now_s: float, since_s: float) -> None:
-        self._hit.clear()
-        self._left_to_lose = self.code.parities
+    Args:
+        etcd: etcd's server, for coordinators that stand by; None: there is one coordinator.
+    """
+
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        code: CodeSpec,
+        logs: Path,
+        terminal: Terminal,
+        etcd: Path | None,
+    ) -> None:
+        super().__init__(arguments, code, logs, terminal)
+        self._etcd = etcd
+        self._hosts: Hosts
+        self.start_limit_s, self.stall_limit_s, self.whole_limit_s = START_S, STALL_S, WHOLE_S
+        self.connect_s = CONNECT_S
+        self.record.excused = set()
+        self._world = World(
+            self.record, code, arguments.hosts, self._host_that_leads, range(1 if etcd is None else COORDINATORS)
+        )
+
+    @property
+    def _leads(self) -> str:
+        """The address of the coordinator that led last, as far as is known."""
+        return (self.watch.address if self.watch is not None else "") or self._hosts[0].address
+
+    @property
+    def _leader(self) -> Leader | None:
+        """Whom this is connected with; None: nobody."""
+        return None if self.watch is None else self.watch.leader
+
+    def _host_that_leads(self) -> int:
+        return next(host.number for host in self._hosts if host.address == self._leads)
+
+    # the cluster, and watching it ---------------------------------------------------------------
+
+    @property
+    def _hosted(self) -> HostedCluster:
+        assert isinstance(self._cluster, HostedCluster)
+        return self._cluster
+
+    @property
+    def _watches_from(self) -> Host:
+        """A host that nothing happens to."""
+        return self._hosts[self.arguments.hosts]
+
+    def execute(self) -> None:
+        with Hosts(self.arguments.hosts + 1) as self._hosts:
+            try:
+                super().execute()
+            finally:
+                self.release()
+
+    def within(self, action: Callable[[], None]) -> None:
+        self._watches_from.within(action)
+
+    def start_cluster(self) -> Cluster:
+        arguments = self.arguments
+        cluster = HostedCluster(
+            self._hosts, self.code, arguments.spares, arguments.without_spare, self.logs, self.environment, self._etcd
+        )
+        cluster.leads = lambda: self._leads
+        return cluster
+
+    @contextlib.contextmanager
+    def start_trainers(self, cluster: Cluster) -> Iterator[Trainers]:
+        with self._hosted.trainers(self.arguments.trainers, self.arguments.max_restarts, self.script()) as trainers:
+            yield trainers
+        self.release()
+
+    # when ---------------------------------------------------------------------------------------
+
+    def on_tick(self) -> None:
+        now_s = time.monotonic()
+        self._hosted.look(now_s)
         with self._lock:
-            self.record.excused = set()
-        self._leaderless = any(role_of(kind) == "coordinator" for kind in kinds)
-        for kind in sorted(kinds, key=lambda kind: FIRST.index(kind) if kind in FIRST else len(FIRST)):
-            if kind in HOST_EVENTS + LEADER_EVENTS + WORLD_EVENTS:
-                self._disturb(kind, kinds, now_s, since_s)
-            elif kind in JOB_EVENTS:
-                super()._perform([kind], now_s, since_s)
-            elif kind == "kill-coordinator" and self._etcd is not None:
-                self._kill_a_coordinator(since_s)
-            elif role_of(kind) != "server" or self._left_to_lose > 0:
-                self._left_to_lose -= role_of(kind) == "server"
-                if role_of(kind) == "trainer":
-                    with self._lock:
-                        self.record.excused.update(self.record.trainers.values())
-                self._do(kind, since_s, alone=self._leaderless)
+            new = [(name, pid) for name, pid in self.record.pids.items() if name not in self._world.where]
+        for name, pid in new:
+            host = self._hosts.host_of(pid)
+            if host is not None:
+                self._world.where[name] = host
+        super().on_tick()
 
-    def _disturb(self, kind: str, kinds: Sequence[str], now_s: float, since_s: float) -> None:
-        begin = {
+    def _is_whole(self) -> bool:
+        return super()._is_whole() and not self._lacking()
+
+    def _lacking(self) -> str:
+        """What is not there again; "": nothing. Called with the lock."""
+        if self._awaited is not None:
+            return f"{self._awaited.entry['event']} is under way"
+        if not self._hosted.complete:
+            return "a process is not there"
+        if self._leader is None:
+            return "the coordinator does not answer"
+        return lacking(self.record.status, self.code.slots + self.arguments.spares)
+
+    def _lacks(self) -> str:
+        with self._lock:
+            return f" ({self._lacking() or 'slots or trainers'}){super()._lacks()}"
+
+    # what happens -------------------------------------------------------------------------------
+
+    def _action_of(self, kind: str) -> Callable[[str, float], None]:
+        actions: dict[str, Callable[[str, float], None]] = {
             "kill-host": self._kill_host,
             "cut": self._cut,
             "cut-trainers": self._cut,
@@ -64,16 +154,20 @@ class HostsChaos(HostsRun):
             "blip": self._blip,
             "unplug-coordinator": self._unplug_coordinator,
             "wrong-coordinator": self._wrong_coordinator,
-        }[kind]
-        if kind == "stop-leader" and any(role_of(other) == "etcd" for other in kinds):
-            return  # nobody else could lead
-        begin(kind, now_s, since_s)
+        }
+        if self._etcd is not None:
+            actions["kill-coordinator"] = self._kill_a_coordinator
+        return actions.get(kind) or super()._action_of(kind)
+
+    def _excuse(self, names: Collection[str]) -> None:
+        """These may be lost now. Called with the lock."""
+        self.record.excused = {*(self.record.excused or ()), *names}
 
     @property
     def _alive(self) -> list[int]:
         return [host.number for host in self._hosts if host.alive and host is not self._watches_from]
 
-    def _kill_host(self, kind: str, now_s: float, since_s: float) -> None:
+    def _kill_host(self, kind: str, since_s: float) -> None:
         world, record = self._world, self.record
         with self._lock:
             hosts = world.may_die(self._left_to_lose, self._alive)
@@ -82,7 +176,7 @@ class HostsChaos(HostsRun):
             host, length_s = self._random.choice(hosts), self._random.choice(host_events.AWAY_S)
             there, time_s = world.on(host), time.time()
             self._left_to_lose -= len(world.slots_on(host))
-            record.excused = {*(record.excused or ()), *world.lost_with(host)}
+            self._excuse(world.lost_with(host))
             for slot in world.slots_on(host):
                 record.on_kill(kind, "server", slot, time_s)
             for rank in world.ranks_on(host):
@@ -91,7 +185,7 @@ class HostsChaos(HostsRun):
                 self._leaderless = True
                 self._on_kill_of_leader(kind, time_s)
             self._hit.update(there)
-            killed = self._hosted.kill_host(host, now_s + length_s)
+            killed = self._hosted.kill_host(host, time.monotonic() + length_s)
 
             def felt() -> str:
                 with self._lock:
@@ -105,7 +199,7 @@ class HostsChaos(HostsRun):
         self.record.pids["coordinator"] = self._hosted.coordinator.pid
         self.record.on_kill(kind, "coordinator", 0, time_s)
 
-    def _cut(self, kind: str, now_s: float, since_s: float) -> None:
+    def _cut(self, kind: str, since_s: float) -> None:
         world, trainers = self._world, kind == "cut-trainers"
         with self._lock:
             pairs = world.may_be_cut(self._left_to_lose, self._alive, trainers)
@@ -116,7 +210,7 @@ class HostsChaos(HostsRun):
             length_s = self._random.choice(host_events.CUT_TRAINERS_S if trainers else host_events.CUT_S)
             self._left_to_lose -= max(len(world.slots_on(one)), len(world.slots_on(other)))
             names = world.lost_by_cut(one, other)
-            self.record.excused = {*(self.record.excused or ()), *names}
+            self._excuse(names)
             at_ends, before = {*world.on(one), *world.on(other)}, set(self.record.lost)
             self._hit.update(at_ends)
 
@@ -134,7 +228,7 @@ class HostsChaos(HostsRun):
             self._begin(kind, [one, other], what, since_s, length_s, felt, end)
         (self._hosts.cut_one_way if one_way else self._hosts.cut)(one, other)
 
-    def _bad_link(self, kind: str, now_s: float, since_s: float) -> None:
+    def _bad_link(self, kind: str, since_s: float) -> None:
         how: dict[str, float] = self._random.choice(host_events.SLOW if kind == "slow-link" else host_events.LOSSY)
         with self._lock:
             hosts = self._world.busy(self._alive)
@@ -151,12 +245,12 @@ class HostsChaos(HostsRun):
         told = ", ".join(f"{name} {value:g}" for name, value in how.items())
         with self._lock:
             if self._leaderless:  # who is behind it may be late at the next coordinator
-                self.record.excused = {*(self.record.excused or ()), *self._world.lost_with(number)}
+                self._excuse(self._world.lost_with(number))
             self._begin(kind, number, f"host {number} ({told})", since_s, length_s, felt, host.link)
 
     # nobody dies -----------------------------------------------------------------------------------
 
-    def _blip(self, kind: str, now_s: float, since_s: float) -> None:
+    def _blip(self, kind: str, since_s: float) -> None:
         """Some hosts, with more slots than the code repairs, have no network for a moment."""
         with self._lock:
             hosts = [number for number in self._alive if number != self._hosted.leader.host]
@@ -172,14 +266,14 @@ class HostsChaos(HostsRun):
             length_s = self._random.choice(host_events.BLIP_S)
             self._unplug(kind, chosen, [name for host in chosen for name in self._world.on(host)], since_s, length_s)
 
-    def _unplug_coordinator(self, kind: str, now_s: float, since_s: float) -> None:
+    def _unplug_coordinator(self, kind: str, since_s: float) -> None:
         """The host of who leads has no network for longer than a lease."""
         with self._lock:
             host = self._hosted.leader.host
             length_s = self._lease_s + self._random.choice(host_events.UNPLUG_S)
             if self._etcd is not None:  # another leads, and may place what is there elsewhere
                 self._on_kill_of_leader(kind, time.time())
-                self.record.excused = {*(self.record.excused or ()), *self._world.on(host)}
+                self._excuse(self._world.on(host))
             self._unplug(kind, [host], (), since_s, length_s)
 
     def _unplug(self, kind: str, hosts: Sequence[int], names: Sequence[str], since_s: float, length_s: float) -> None:
@@ -198,7 +292,7 @@ class HostsChaos(HostsRun):
         for host in hosts:
             self._hosts[host].unplug()
 
-    def _wrong_coordinator(self, kind: str, now_s: float, since_s: float) -> None:
+    def _wrong_coordinator(self, kind: str, since_s: float) -> None:
         """The coordinator is killed, and one of another cluster, of another code, listens in its place for a while."""
         service = self._hosted.leader
         with self._lock:
@@ -245,7 +339,9 @@ class HostsChaos(HostsRun):
 
     # who leads -------------------------------------------------------------------------------------
 
-    def _take_leader(self, kind: str, now_s: float, since_s: float) -> None:
+    def _take_leader(self, kind: str, since_s: float) -> None:
+        if kind == "stop-leader" and any(role_of(other) == "etcd" for other in self._kinds):
+            return  # nobody else could lead
         with self._lock:
             service, leader = self._hosted.leader, self._leader
             if "coordinator" in self._hit or leader is None or service.process is None or not service.runs:
@@ -264,18 +360,18 @@ class HostsChaos(HostsRun):
             self._begin(kind, service.host, f"{service.name} (pid {pid})", since_s, length_s, felt, end)
         send(pid, signal.SIGSTOP if stops else signal.SIGKILL)
 
-    def _kill_a_coordinator(self, since_s: float) -> None:
+    def _kill_a_coordinator(self, kind: str, since_s: float) -> None:
         """Any of them: the one that leads, or one that stands by."""
         service = self._random.choice(self._hosted.of("coordinator"))
         if service is self._hosted.leader:
-            self._take_leader("kill-coordinator", time.monotonic(), since_s)
+            self._take_leader(kind, since_s)
             return
         if service.process is None or not service.runs:
             return
         pid = service.process.pid
         with self._lock:
             self._begin(
-                "kill-coordinator", service.host, f"{service.name} (pid {pid}), which stood by", since_s, 0.0,
+                kind, service.host, f"{service.name} (pid {pid}), which stood by", since_s, 0.0,
                 self._again(service), lambda: None,
             )  # fmt: skip
         send(pid, signal.SIGKILL)
@@ -285,7 +381,7 @@ class HostsChaos(HostsRun):
         starts = service.starts
         return lambda: f"it was started again, {service.starts}" if service.starts > starts and service.runs else ""
 
-    def _take_etcd(self, kind: str, now_s: float, since_s: float) -> None:
+    def _take_etcd(self, kind: str, since_s: float) -> None:
         """One of them, or a majority."""
         running = [one for one in self._hosted.of("etcd") if one.runs and self._hosts[one.host].alive]
         chosen = self._random.sample(running, min(self._random.randint(1, 3), len(running)))
@@ -309,7 +405,7 @@ class HostsChaos(HostsRun):
 
         for one, pid in zip(chosen, pids, strict=True):
             if not stops:
-                self._hosted.hold_back(one, now_s + length_s)
+                self._hosted.hold_back(one, time.monotonic() + length_s)
             send(pid, signal.SIGSTOP if stops else signal.SIGKILL)
         names = ", ".join(one.name for one in chosen)
         with self._lock:
