@@ -32,7 +32,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 import torch_ecrec
 import torch_ecrec.processes.launch  # what would be imported later: it is no part of what is timed
 from torch_ecrec.bench import workload
-from torch_ecrec.compat import ShardedTensor
+from torch_ecrec.compat.torch import ShardedTensor, group_with
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ class Trainer:
         self.steps = 0
         self.saving: Any = None
         self.saves_s: list[list[float]] = []  # begin and end of each save
-        self.saving_group = dist.new_group(backend="gloo")  # its collectives run beside those of training
+        # Of its own: its collectives run beside those of training.
+        self.saving_group = group_with(range(dist.get_world_size()), "gloo")
 
     def run(self, steps: int, snapshot: bool, checkpoint_every: int, asynchronous: bool) -> dict[str, Any]:
         """Trains for some steps; returns what is reported."""
