@@ -1,6 +1,7 @@
 # The commands of the project; CI (.ci/run) calls the same ones. `make` alone lists them.
-# Needs Python 3.11 or 3.12 with venv, and a registry that pip can reach; everything else goes into .venv.
-# Another interpreter: make PYTHON=/path/to/python3.12. Arguments for a command: make demo ARGS="--steps 60".
+# Needs Python 3.11, 3.12 or 3.13 with venv, and a registry that pip can reach; everything else goes into .venv.
+# Another interpreter: make PYTHON=/path/to/python3.12. Another torch: make TORCH=2.14. Arguments for a command:
+# make demo ARGS="--steps 60".
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -13,6 +14,9 @@ ARGS ?=
 TURN ?=
 
 VENV := .venv
+# Which set of torch, FBGEMM and TorchRec, that load together: what .venv was made with, else 2.13.
+TORCH ?= $(or $(shell cat $(VENV)/.torch 2>/dev/null),2.13)
+SET := requirements/torch-$(TORCH)
 BIN := $(VENV)/bin
 # Tests run in a process per core and one more, 4 at most: many wait, and many start some ten processes. One process:
 # ARGS="-n 0".
@@ -20,17 +24,18 @@ CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 WORKERS := -n $(shell echo $$(( $(CORES) < 3 ? $(CORES) + 1 : 4 ))) --dist worksteal
 # -qq: errors only.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
+PINS := -c requirements/constraints.txt -c $(SET)/torch.txt
 SAY := printf '[setup] %s\n'
 
 # What .venv must hold, and where: it is remade when a requirement changes, and when the folder was moved or copied
 # (its scripts would go on running the original's code).
-REQUIREMENTS := $(sort $(wildcard requirements/*.txt))
+REQUIREMENTS := $(sort $(wildcard requirements/*.txt $(SET)/*.txt))
 WANTED := $(CURDIR) $(shell cat $(REQUIREMENTS) | cksum)
 ifneq ($(strip $(WANTED)),$(strip $(shell cat $(VENV)/.pinned 2>/dev/null)))
 .PHONY: $(VENV)/.pinned
 endif
 # What may be inside a kernel, as torch_ecrec/runtime/kernel_cache.py has it: where one changed, all are compiled again.
-KERNELS := $(wildcard torch_ecrec/codec/*.py torch_ecrec/layout/*.py torch_ecrec/records/*.py torch_ecrec/records/optimizers/*.py torch_ecrec/runtime/*.py torch_ecrec/client/pooling.py torch_ecrec/storage/quantised.py torch_ecrec/storage/row_ids.py torch_ecrec/storage/seen.py)
+KERNELS := $(wildcard torch_ecrec/codec/*.py torch_ecrec/layout/*.py torch_ecrec/records/*.py torch_ecrec/records/optimizers/*.py torch_ecrec/runtime/*.py torch_ecrec/client/pooling.py torch_ecrec/storage/quantised.py torch_ecrec/storage/row_ids.py torch_ecrec/storage/seen.py torch_ecrec/compat/numba.py torch_ecrec/compat/python.py)
 
 # Do they load together? (An FBGEMM of another torch, or the CUDA one over the CPU one, does not.)
 define LOADED
@@ -42,7 +47,7 @@ export LOADED
 .PHONY: help setup demo test test-slow lint fmt type bench docs wheel clean distclean
 
 help:
-	@echo "make setup      .venv with the pinned set, the package (editable), the kernels compiled"
+	@echo "make setup      .venv with a pinned set (TORCH=2.13 or 2.14), the package (editable), the kernels compiled"
 	@echo "make demo       train a DLRM, kill a server, compare with the undisturbed run   ARGS=\"--steps 60 ...\""
 	@echo "make test       the test suite, minutes (TURN=N: another share of it; all)      ARGS=\"tests/unit/test_codec.py ...\""
 	@echo "make test-slow  what is marked slow: the same faults in their whole width (hours)  ARGS=\"-k simulation ...\""
@@ -112,18 +117,22 @@ $(VENV)/.pinned:
 	    echo "error: $$python has no venv module (Debian and Ubuntu: apt install python3.11-venv)" >&2; exit 1; \
 	fi; \
 	version=$$($$python -c 'import platform; print(platform.python_version())'); \
-	case $$version in 3.11.*|3.12.*) ;; *) version="$$version (3.11 and 3.12 are tested)";; esac; \
-	$(SAY) "Python $$version -> $(VENV)"; \
+	case $$version in 3.11.*|3.12.*|3.13.*) ;; *) version="$$version (3.11 to 3.13 are tested)";; esac; \
+	if [ ! -e $(SET)/torch.txt ]; then \
+	    echo "error: no set for TORCH=$(TORCH); there are: $(sort $(wildcard requirements/torch-*))" >&2; exit 1; \
+	fi; \
+	$(SAY) "Python $$version, torch $(TORCH) -> $(VENV)"; \
 	if [ -e $(VENV)/.pinned ] || ! $(BIN)/python -c 'import pip' 2>/dev/null; then $$python -m venv --clear $(VENV); fi; \
 	$(SAY) "torch (the big one)"; \
-	$(PIP) -c requirements/constraints.txt -r requirements/torch.txt; \
+	$(PIP) $(PINS) -r $(SET)/torch.txt; \
 	$(SAY) "FBGEMM (CPU build), Numba and what TorchRec needs"; \
-	$(PIP) -c requirements/constraints.txt -r requirements/cpu.txt; \
+	$(PIP) $(PINS) -r $(SET)/fbgemm.txt -r requirements/cpu.txt; \
 	$(SAY) "TorchRec, without its dependencies"; \
-	$(PIP) --no-deps -r requirements/torchrec.txt; \
+	$(PIP) --no-deps -r $(SET)/torchrec.txt; \
 	$(SAY) "tools: plot, lint, types, tests"; \
-	$(PIP) -c requirements/constraints.txt -r requirements/demo.txt -r requirements/dev.txt; \
+	$(PIP) $(PINS) -r requirements/demo.txt -r requirements/dev.txt; \
 	$(SAY) "loaded: $$($(BIN)/python -W ignore -c "$$LOADED")"; \
+	echo $(TORCH) > $(VENV)/.torch; \
 	echo "$(WANTED)" > $@; \
 	$(SAY) "pinned set complete after $$SECONDS s"
 

@@ -3,7 +3,7 @@
 Two things need saying.
 
 TorchRec is not in `install_requires`: its metadata asks for the CUDA build of FBGEMM, which overwrites the CPU build in
-the same folder. On a CPU it goes in afterwards with `pip install --no-deps -r requirements/torchrec.txt`, as
+the same folder. On a CPU it goes in afterwards with `pip install --no-deps -r requirements/torch-2.13/torchrec.txt`, as
 `make setup` does. The extra `gpu` can name it, since there the metadata is right.
 
 The top-level folder `examples` is installed as the package `torch_ecrec.examples`, so that the demo of an installed
@@ -43,6 +43,7 @@ setup(
         "Programming Language :: Python :: 3 :: Only",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
     python_requires=">=3.11",
@@ -52,8 +53,8 @@ setup(
     include_package_data=False,
     zip_safe=False,
     install_requires=[
-        # FBGEMM's extension loads under one release of torch only.
-        "torch==2.13.0",
+        # Two releases are tested. FBGEMM's extension loads under one each: the extras have what belongs together.
+        "torch>=2.13.0,<2.15",
         "numpy>=2",
         "numba>=0.61",
         "msgspec>=0.19",
@@ -61,7 +62,7 @@ setup(
         "fsspec",
         "xxhash>=3",
         "zstandard>=0.22",
-        # What TorchRec 1.8.0 needs besides FBGEMM.
+        # What TorchRec 1.8.0 and 1.9.2 need besides FBGEMM.
         "tensordict",
         "torchmetrics==1.0.3",
         "pyre-extensions",
@@ -69,8 +70,10 @@ setup(
         "iopath",
     ],
     extras_require={
-        "cpu": ["fbgemm-gpu-cpu==1.8.0"],
-        "gpu": ["fbgemm-gpu==1.8.0", "torchrec==1.8.0"],
+        "cpu": ["torch==2.13.0", "fbgemm-gpu-cpu==1.8.0"],
+        "gpu": ["torch==2.13.0", "fbgemm-gpu==1.8.0", "torchrec==1.8.0"],
+        "cpu-torch214": ["torch==2.14.1", "fbgemm-gpu-cpu==1.9.0"],
+        "gpu-torch214": ["torch==2.14.1", "fbgemm-gpu==1.9.0", "torchrec==1.9.2"],
         "demo": ["matplotlib", "psutil"],
         "s3": ["s3fs"],
         "etcd": ["etcd3gw"],

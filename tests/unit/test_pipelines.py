@@ -38,7 +38,8 @@ warnings.filterwarnings("ignore", category=DeprecationWarning)
 STEPS = 5
 SITE = {"site_fqn": "over"}
 TRAINS, EVALUATES = "trains", "evaluates"
-NO_STREAM = "unknown parameter type"  # of a context for the stream of a device that has none
+# Of a context for the stream of a device that has none: torch 2.13; 2.14.
+NO_STREAM = "unknown parameter type|'Stream' object has no attribute 'device'"
 NO_CUDA = "torch.cuda.Stream requires CUDA support|Expected a cuda device, but got: cpu"
 NO_PINNING = "pin_memory=True requires a CUDA or other accelerator|Found no NVIDIA driver"
 NO_SUCH_STEP = "looks rows up before"  # ours refuses it by name

@@ -269,7 +269,7 @@ REFUSED: dict[str, Any] = {
     "a defaultdict of <function": defaultdict(lambda: 3),
     "a tensor as key": {torch.ones(1): 2},
     "memoryview": memoryview(b""),
-    "pathlib.PosixPath": Path("x"),
+    f"{type(Path()).__module__}.PosixPath": Path("x"),
     "torch.nn.modules.linear.Linear": nn.Linear(1, 1),
     "torch._C.Generator": torch.Generator(),
     "type": int,

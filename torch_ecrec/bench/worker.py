@@ -38,7 +38,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 import torch_ecrec
 import torch_ecrec.processes.launch  # what would be imported later: it is no part of what is timed
 from torch_ecrec.bench import workload
-from torch_ecrec.compat import ShardedTensor
+from torch_ecrec.compat.torch import ShardedTensor, group_with
 from torch_ecrec.runtime.threads import Worker, log_error
 
 SAMPLE_ROWS = 997  # every so many rows of a table go into the sample
@@ -119,7 +119,8 @@ class Trainer:
         self.steps = 0
         self.saving: Any = None
         self.saves_s: list[list[float]] = []  # begin and end of each save
-        self.saving_group = dist.new_group(backend="gloo")  # its collectives run beside those of training
+        # Of its own: its collectives run beside those of training.
+        self.saving_group = group_with(range(dist.get_world_size()), "gloo")
 
     def step(self) -> torch.Tensor:
         """Trains one step; returns its loss."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -131,7 +132,7 @@ def add_checkpoints(parser: argparse.ArgumentParser, restore: bool = True) -> No
         help="quantise weights, row by row, to so many bits (default 0: exact); `torch-ecrec checkpoints` tells"
         " how far they are off; optimizer state is exact",
     )
-    _add_beyond(group)
+    _add_beyond(group.add_argument)
     if not restore:
         parser.set_defaults(restore="", run="", again=False, began_with="")
         return
@@ -148,29 +149,29 @@ def add_checkpoints(parser: argparse.ArgumentParser, restore: bool = True) -> No
     )
 
 
-def _add_beyond(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
+def _add_beyond(add: Callable[..., object]) -> None:
+    add(
         "--beyond",
         choices=get_args(Beyond),
         default="stop",
         help="when more is lost than parity can repair: stop (default); checkpoint: all go back to the newest one;"
         " partial: only what is lost does, which is NOT EXACT (docs/checkpoints.md)",
     )
-    group.add_argument(
+    add(
         "--most-lost-samples",
         metavar="PORTION",
         type=float,
         default=0.1,
         help="of the run (0 to 1, default 0.1): where --beyond partial would lose more, all go back",
     )
-    group.add_argument(
+    add(
         "--checkpoint-saver",
         choices=get_args(CheckpointSaver),
         default="everything",
         help="for --beyond partial: which rows are saved more often than checkpoints are written; everything: none"
         " (default); mfu: most frequently used; ssu: a sample of those used; scar: changed most",
     )
-    group.add_argument(
+    add(
         "--checkpoint-portion",
         metavar="R",
         type=float,

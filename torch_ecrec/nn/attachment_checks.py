@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchrec.optim.keyed import KeyedOptimizer
 
+from torch_ecrec.compat.torch import is_scheduled, is_torchs_own, version_of
 from torch_ecrec.nn import optimizer_steps
 from torch_ecrec.nn.checksum import checksum_of_all
 from torch_ecrec.nn.dense import dense_parameters
@@ -40,9 +41,6 @@ SCHEDULERS = "lr_scheduler["  # what those are named that `attach` was given as 
 THINGS_MOST, ITEMS_MOST, DEPTH_MOST = 2_000, 32, 3  # that are looked into for a scheduler
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _BEGINS_ANEW = "it would begin anew after a restart. Name it in"
-_OF_TORCH = frozenset(  # attributes that torch gives an optimizer
-    {"defaults", "state", "param_groups", "step", "_opt_called", "_step_count", "grad_scale", "found_inf"}
-)
 _attached_somewhere: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # to any model of this process
 
 
@@ -83,12 +81,12 @@ class AttachmentChecks:
         for i, optimizer in enumerate(self._state.dense_optimizers):
             tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
             rates = [str(group.get("lr")) for group in optimizer.param_groups]
-            found[f"optimizer {i} ({type(optimizer).__name__})"] = rates, [(id(t), t._version) for t in tensors]
+            found[f"optimizer {i} ({type(optimizer).__name__})"] = rates, [(id(t), version_of(t)) for t in tensors]
         return found
 
     @staticmethod
     def _versions(model: nn.Module) -> dict[str, object]:
-        return {name: parameter._version for name, parameter in dense_parameters(model)}
+        return {name: version_of(parameter) for name, parameter in dense_parameters(model)}
 
     def on_loaded(self, model: nn.Module) -> None:
         """Parameters were loaded: a life that goes on after a restart leaves that out."""
@@ -122,7 +120,7 @@ class AttachmentChecks:
         attached = _inside(self._state.stateful.values())  # what is attached may keep a scheduler for the user
         scheduled = {id(g) for thing in attached if not isinstance(thing, Optimizer) for g in _groups_of(thing)}
         for optimizer in self._kept_optimizers():
-            if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            if is_scheduled(optimizer):
                 if any(id(group) not in scheduled for group in optimizer.param_groups):
                     raise RuntimeError(
                         f"a scheduler was made for {type(optimizer).__name__}, but not attached: {_BEGINS_ANEW}"
@@ -195,8 +193,7 @@ class AttachmentChecks:
                 continue
             stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             for name, value in vars(optimizer).items():
-                looked = name not in _OF_TORCH and not name.startswith("_optimizer_")
-                if looked and not isinstance(value, (nn.Module, Optimizer, LRScheduler)):
+                if not is_torchs_own(name) and not isinstance(value, (nn.Module, Optimizer, LRScheduler)):
                     found[f"`{name}` of optimizer {i} ({kind.__name__})"] = checksum_of_all(value, stepped)
         return found
 

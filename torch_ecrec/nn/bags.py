@@ -16,6 +16,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from torch_ecrec.compat.torchrec import Ready
 from torch_ecrec.nn.columns import Columns
 from torch_ecrec.nn.kinds import Bags as UnshardedBags
 from torch_ecrec.nn.repeats import Repeats, check_repeats
@@ -24,15 +25,8 @@ from torch_ecrec.nn.slices import Bags, Slice
 from torch_ecrec.nn.step import SparseStep
 
 
-class _Ready(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
-    """A result that is there already."""
-
-    def __init__(self, value: KeyedTensor) -> None:
-        super().__init__()
-        self._value = value
-
-    def _wait_impl(self) -> KeyedTensor:
-        return self._value
+class _Pooled(LazyGetItemMixin[str, Tensor], Ready[KeyedTensor]):
+    """A result that is there already; `[key]` gives a feature of it, as of TorchRec's."""
 
 
 @ShardedEmbeddingBagCollection.register  # `isinstance` in tests, pipelines and scripts
@@ -81,7 +75,7 @@ class ErasureCodedEmbeddingBagCollection(ServedModule[KeyedTensor]):
                 for column, pooled_BD in zip(part.columns, pooled_BFD.unbind(1), strict=True):
                     columns[column] = pooled_BD.to(self._outputs[column])
             values = torch.cat(columns, dim=1)
-        return _Ready(KeyedTensor(keys=self._keys, length_per_key=self._dims, values=values))
+        return _Pooled(KeyedTensor(keys=self._keys, length_per_key=self._dims, values=values))
 
     def extra_repr(self) -> str:
         return f"is_weighted={self._weighted}\n{super().extra_repr()}"

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from torch_ecrec.compat import flatten_state_dict, set_element
+from torch_ecrec.compat.torch import flatten_state_dict, set_element
 from torch_ecrec.nn.parallel import DistributedModelParallel
 from torch_ecrec.nn.shares import Part
 from torch_ecrec.nn.streamed import StreamedTable

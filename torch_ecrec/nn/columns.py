@@ -41,7 +41,7 @@ from torchrec.modules.embedding_modules import (
     get_embedding_names_by_table,
 )
 
-from torch_ecrec.compat import EnumerableShardingSpec, ShardMetadata
+from torch_ecrec.compat.torch import EnumerableShardingSpec, ShardMetadata, copy_attached
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.nn.kinds import Collection
 from torch_ecrec.nn.unsharded import configs_of, weight_of
@@ -364,10 +364,7 @@ def _twin_of(module: Collection) -> Collection:
     else:
         twin = EmbeddingCollection(configs, _META)
     for config in configs:
-        mine, theirs = weight_of(twin, config.name), weight_of(module, config.name)
-        for name in ("_optimizer_classes", "_optimizer_kwargs"):
-            if (given := getattr(theirs, name, None)) is not None:
-                setattr(mine, name, [dict(one) if isinstance(one, dict) else one for one in given])
+        copy_attached(weight_of(module, config.name), weight_of(twin, config.name))
     return twin  # type: ignore[no-any-return]
 
 

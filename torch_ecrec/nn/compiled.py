@@ -16,35 +16,22 @@ The lookup of rows is never compiled (`served.py`, `managed.py`): dynamo goes ar
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
+from torch_ecrec.compat.torch import compile_settings, dynamic_of, frames_compiled
+
 ADVICE = "compile with dynamic=True or dynamic=False, before the first training step"
 NOT_KEPT = "or leave out `attach`, if trainers never go on after a loss"
-
-
-def _frames_compiled() -> int:
-    """Frames of Python code that dynamo has looked at in this process."""
-    convert_frame: Any = sys.modules.get("torch._dynamo.convert_frame")
-    return 0 if convert_frame is None else int(convert_frame.FRAME_COUNTER)
-
-
-def _context(function: object) -> Any:
-    """The settings of what `torch.compile` returned, or None."""
-    for cell in getattr(function, "__closure__", None) or ():
-        if hasattr(cell.cell_contents, "_dynamic"):
-            return cell.cell_contents
-    return None
 
 
 def _contexts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Names and settings of what is compiled: the model, and modules in it."""
     for name, module in model.named_modules():
-        found = getattr(module, "dynamo_ctx", None) or _context(module._compiled_call_impl)
+        found = compile_settings(module)
         if found is not None:
             yield f"module {name}" if name else "the model", found
 
@@ -66,13 +53,13 @@ class Compiled:
         Raises:
             RuntimeError: a trainer that goes on after a loss would not compile the same.
         """
-        frames = _frames_compiled()
+        frames = frames_compiled()
         if frames == self._frames:
             return
         self._frames = frames
         found = {id(context): (name, context) for name, context in _contexts(model)}
         for name, context in found.values():
-            if context._dynamic is None:
+            if dynamic_of(context) is None:
                 raise RuntimeError(
                     f"{name} is compiled with dynamic=None: what is compiled depends on the sizes of the batches"
                     f" before, so a trainer that goes on after a loss would compute other bits. Please {ADVICE};"

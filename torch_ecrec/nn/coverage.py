@@ -27,6 +27,8 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, ITEPEmbeddingCollection
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
+from torch_ecrec.compat.torch import attached_optimizers
+from torch_ecrec.compat.torchrec import collection_of, inner_sharders
 from torch_ecrec.nn.kinds import COLLECTIONS, KINDS, Collection
 from torch_ecrec.nn.remapping import why_not_served
 from torch_ecrec.nn.unsharded import inside_of
@@ -42,7 +44,6 @@ UNPROTECTED = ("refuse", "snapshot", "allow", "reset")
     reset     it is TorchRec's; after a loss of trainers it is as the script has made it
 """
 _TWO_WAYS = "the same collection is reached with its ids remapped and without; make it one of them"
-_INNER_SHARDERS = ("_ebc_sharder", "_e_sharder", "_mc_sharder")  # of those for wrappers: for what is in them
 _KEPT = tuple(module for module, kind in KINDS.items() if kind.kept)
 _REMAPPING = tuple(module for module, kind in KINDS.items() if kind.remaps)
 
@@ -141,7 +142,7 @@ def coverage_of(module: nn.Module, plan: ShardingPlan | None, sharders: Sequence
         elif reason is not None:
             unprotected[path] = reason
         elif isinstance(child, BaseManagedCollisionEmbeddingCollection):
-            inside: Any = child._embedding_module
+            inside = collection_of(child)
             if id(child) not in remapped and id(inside) in map(id, served.values()):
                 unprotected[path] = _TWO_WAYS
             elif id(child) not in remapped:
@@ -155,7 +156,7 @@ def coverage_of(module: nn.Module, plan: ShardingPlan | None, sharders: Sequence
                 served[path] = cast(Collection, child)
         else:
             for name, parameter in child.named_parameters(recurse=False):
-                if getattr(parameter, "_optimizer_classes", None):
+                if attached_optimizers(parameter):
                     unprotected[_join(path, name)] = (
                         "an optimizer that steps in the backward is attached to it, whose state is in no snapshot;"
                         " attach those to the tables only"
@@ -248,7 +249,7 @@ def check_sharders(sharders: Sequence[ModuleSharder[nn.Module]]) -> None:
                 f"sharder {name} has a `shard` of its own, not TorchRec's for {sharder.module_type.__name__}: the"
                 " servers would not do what it does otherwise; leave it out"
             )
-        check_sharders([inner for place in _INNER_SHARDERS if (inner := getattr(sharder, place, None)) is not None])
+        check_sharders(inner_sharders(sharder))
         if kind.fused and getattr(sharder, "fused_params", None):
             warnings.warn(
                 f"`fused_params` of sharder {name} have no effect, as with TorchRec: a fused collection has its own"

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from torch_ecrec.compat import FakeTensorMode
+from torch_ecrec.compat.torch import FakeTensorMode, place_in_file
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.nn import imported
@@ -302,7 +302,7 @@ class Chunk:
             raise ValueError("it is compressed or otherwise transformed, which is not supported: save it without")
         with open(path, "rb") as file, FakeTensorMode():
             fake = torch.load(self._slice(file), "cpu", weights_only=True)
-        first = getattr(fake.untyped_storage(), "_checkpoint_offset", None)
+        first = place_in_file(fake)
         if first is None or not fake.is_contiguous() or not fake.numel():
             with open(path, "rb") as file:
                 read: Tensor = torch.load(self._slice(file), weights_only=True)

@@ -1,7 +1,7 @@
 """`.metadata` of a folder of `torch.distributed.checkpoint` (DCP), read so that nothing runs that a stranger put there.
 
 The file is a pickle, and a pickle names functions that are called as it is read. Here it may name what DCP itself
-writes (`ALLOWED`), and nothing else: `torch.load(weights_only=True)` has the same rule for tensors.
+writes (`ALLOWED`, `DCP_PICKLES`), and nothing else: `torch.load(weights_only=True)` has the same rule for tensors.
 """
 
 from __future__ import annotations
@@ -13,31 +13,30 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torch_ecrec.compat.python import PATHLIB
+from torch_ecrec.compat.torch import DCP_PICKLES
 from torch_ecrec.errors import CheckpointError
 
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         *("Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata"),
-        *("TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties"),
     },
-    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},  # older folders
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
     "torch": {"Size", *(name for name, one in vars(torch).items() if isinstance(one, torch.dtype))},
     "pathlib": {"PosixPath", "PurePosixPath"},
-    "pathlib._local": {"PosixPath", "PurePosixPath"},  # the same, as Python 3.13 spells it
+    PATHLIB: {"PosixPath", "PurePosixPath"},
     "collections": {"OrderedDict"},
 }
-"""By module: what a `.metadata` may name."""
+"""By module: what a `.metadata` may name, beside `DCP_PICKLES`."""
 
 
 class _Reader(pickle.Unpickler):
-    """Builds what `ALLOWED` names. Raises CheckpointError: something else is named."""
+    """Builds what these name. Raises CheckpointError: something else is named."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name not in ALLOWED.get(module, ()):
+        if name not in ALLOWED.get(module, ()) and name not in DCP_PICKLES.get(module, ()):
             raise CheckpointError(f"its .metadata names {module}.{name}, which DCP never writes: nothing was run")
-        if module == "pathlib._local":
+        if module == PATHLIB:
             module = "pathlib"
         return super().find_class(module, name)
 

@@ -43,7 +43,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torch_ecrec.compat import sharded_names
+from torch_ecrec.compat.torch import has_state_dict_hooks
+from torch_ecrec.compat.torchrec import sharded_names
 from torch_ecrec.nn import optimizer_steps, values
 from torch_ecrec.nn.columns import Columns, Found
 from torch_ecrec.nn.local_shards import LocalShards, replicated_tables
@@ -629,8 +630,7 @@ def _is_without_rows(state: Any) -> bool:
 
 def _beside_state(optimizer: Optimizer, name: str) -> dict[str, Any]:
     """What only its `state_dict` knows of, if its class has one of its own."""
-    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
-    if type(optimizer).state_dict is Optimizer.state_dict and not hooks:
+    if type(optimizer).state_dict is Optimizer.state_dict and not has_state_dict_hooks(optimizer):
         return {}
     try:
         return {key: value for key, value in optimizer.state_dict().items() if key not in _USUAL}

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from torch_ecrec.compat.torch import version_of
 from torch_ecrec.nn.tensor_bytes import bytes_of
 from torch_ecrec.runtime.byte_sums import sum_of_bytes
 
@@ -57,7 +58,7 @@ class _Given:
         values = self.values
         if values is None or not _has_memory(values):
             return False
-        if values._version != self.version:
+        if version_of(values) != self.version:
             return True
         if quick and self.looked and values.nbytes > WHOLE_BYTES:
             return _sum_of_part(values) != self.part
@@ -104,7 +105,7 @@ class GivenTensors:
     @staticmethod
     def _of(place: Place, values: Tensor) -> _Given:
         sums = _sum_of_part(values), _sum_of(values)
-        given = _Given(place, values._version, *sums, weakref.ref(values), values.detach())
+        given = _Given(place, version_of(values), *sums, weakref.ref(values), values.detach())
         given.users = weakref.ref(values, given.on_let_go)
         return given
 
@@ -147,7 +148,7 @@ class GivenTensors:
 
     def _expire(self, those: list[_Given]) -> None:
         self._stale += [
-            (given.place, given.users, given.values._version, _sum_of_part(given.values))
+            (given.place, given.users, version_of(given.values), _sum_of_part(given.values))
             for given in those
             if given.values is not None and _has_memory(given.values)
         ]
@@ -163,10 +164,10 @@ class GivenTensors:
             if (values := ref()) is not None and _has_memory(values)
         ]
         for place, values, version, part, now in alive:
-            if values._version != version or now != part:
+            if version_of(values) != version or now != part:
                 warnings.warn(
                     f"a tensor of table {place[0]} in a state dict was changed in place, and the table was not: it has"
                     " been trained or loaded since that state dict was made; `model.load_state_dict(...)` sets it",
                     stacklevel=2,
                 )
-        self._stale = [(place, weakref.ref(values), values._version, now) for place, values, _, _, now in alive]
+        self._stale = [(place, weakref.ref(values), version_of(values), now) for place, values, _, _, now in alive]

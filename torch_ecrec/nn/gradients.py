@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torch_ecrec.compat.torch import STEP_HOOKS, version_of
 from torch_ecrec.nn.placeholder import TableParameter
 
 
@@ -29,11 +30,11 @@ class WaitingGradients:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._used: dict[int, int] = {}  # parameter -> version of its gradient when it was stepped with
         # A wrapper that calls no `Optimizer.__init__` has no hooks; the optimizer in it has.
-        hooked = [optimizer for optimizer in optimizers if hasattr(optimizer, "_optimizer_step_post_hooks")]
+        hooked = [optimizer for optimizer in optimizers if hasattr(optimizer, STEP_HOOKS)]
         self._hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in hooked]
-        self._parameters = {id(p): p for o in optimizers for g in o.param_groups for p in g["params"]}
+        self._stepped = {id(p): p for o in optimizers for g in o.param_groups for p in g["params"]}
         me = weakref.ref(self)
-        for parameter in self._parameters.values():
+        for parameter in self._stepped.values():
             if parameter.requires_grad and not isinstance(parameter, TableParameter):
                 self._hooks.append(parameter.register_hook(functools.partial(_before_addition, me, id(parameter))))
 
@@ -46,12 +47,12 @@ class WaitingGradients:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._used[id(parameter)] = parameter.grad._version
+                    self._used[id(parameter)] = version_of(parameter.grad)
 
     def check_addition(self, of: int) -> None:
         """A backward is about to add to a gradient, if there is one."""
-        gradient, used = self._parameters[of].grad, self._used.pop(of, None)
-        if gradient is None or used != gradient._version or not torch.count_nonzero(gradient):
+        gradient, used = self._stepped[of].grad, self._used.pop(of, None)
+        if gradient is None or used != version_of(gradient) or not torch.count_nonzero(gradient):
             return
         raise RuntimeError(
             "a backward adds to a gradient that its optimizer has stepped with already: trainers that are started again"
@@ -64,9 +65,9 @@ class WaitingGradients:
         found = {}
         for name, parameter in parameters:
             gradient = parameter.grad
-            if gradient is None or id(parameter) not in self._parameters:
+            if gradient is None or id(parameter) not in self._stepped:
                 continue
-            if self._used.get(id(parameter)) != gradient._version and bool(torch.count_nonzero(gradient)):
+            if self._used.get(id(parameter)) != version_of(gradient) and bool(torch.count_nonzero(gradient)):
                 found[name] = gradient.detach().clone()
         return found
 

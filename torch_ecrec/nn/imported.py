@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from torch_ecrec.compat.torch import own_buffers, transient_buffers
 from torch_ecrec.nn import values
 from torch_ecrec.nn.columns import Found
 from torch_ecrec.nn.dense import buffers_of, dense_parameters, meet_columns, part_of, unpack
@@ -127,7 +128,7 @@ def _check(targets: Mapping[str, Tensor], given: Mapping[str, Tensor], passing: 
 
 def _passing(model: nn.Module) -> set[str]:
     """Buffers that are in no state dict, and so in nothing that TorchRec has saved; what we export has them."""
-    passing = {id(one._buffers[name]) for one in model.modules() for name in one._non_persistent_buffers_set}
+    passing = {id(own_buffers(one)[name]) for one in model.modules() for name in transient_buffers(one)}
     return {name for name, buffer in buffers_of(model) if id(buffer) in passing}
 
 

@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.types import ShardedModule, ShardingType
 
+from torch_ecrec.compat.torch import children_of, own_buffers, own_parameters
+from torch_ecrec.compat.torchrec import lookups_of
+
 
 class LocalShards:
     """The tensors of some sharded collections.
@@ -44,7 +47,7 @@ class LocalShards:
         return {
             f"{path}.{i}.{name}": tensor
             for path, module in self._modules.items()
-            for i, lookup in enumerate(_lookups(module))
+            for i, lookup in enumerate(lookups_of(module))
             if not isinstance(lookup, DistributedDataParallel)
             for name, tensor in _tensors(lookup, "")
         }
@@ -65,21 +68,16 @@ def replicated_tables(module: ShardedModule[Any, Any, Any, Any]) -> list[str]:
 
 def data_parallel(model: nn.Module) -> list[DistributedDataParallel]:
     """What averages gradients: those of the dense part, and of data-parallel tables, which TorchRec hides."""
-    parts = [one for module in model.modules() for one in (module, *_lookups(module))]
+    parts = [one for module in model.modules() for one in (module, *lookups_of(module))]
     return [one for one in parts if isinstance(one, DistributedDataParallel)]
-
-
-def _lookups(module: nn.Module) -> list[nn.Module]:
-    """One for each way in which TorchRec has sharded some tables of a collection; none of other modules."""
-    return list(getattr(module, "_lookups", ())) if isinstance(module, ShardedModule) else []
 
 
 def _tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """Whatever a module and those in it hold: TorchRec's own `named_parameters` and `named_buffers` leave some out."""
     attributes = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
-    for name, value in (*module._parameters.items(), *module._buffers.items(), *attributes):
+    for name, value in (*own_parameters(module).items(), *own_buffers(module).items(), *attributes):
         if isinstance(value, Tensor):
             yield prefix + name, value.detach()
-    for name, child in module._modules.items():
+    for name, child in children_of(module).items():
         if child is not None:
             yield from _tensors(child, f"{prefix}{name}.")

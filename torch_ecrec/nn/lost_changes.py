@@ -18,11 +18,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import nn
 from torch.nn.utils import parametrize
 
+from torch_ecrec.compat.torch import children_of, has_tensor_hooks, module_hooks, own_parameters
 from torch_ecrec.nn.kinds import Collection
 from torch_ecrec.nn.unsharded import configs_of, folder_of, weight_of
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_HOOKS_OF_WEIGHTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _WAYS = ("max_norm", "padding_idx", "scale_grad_by_freq")  # of `nn.EmbeddingBag`, none of which TorchRec sets
 
 
@@ -54,8 +53,7 @@ def check_lost_changes(model: nn.Module, served: Mapping[str, Collection], wrapp
 
 def _check_hooks(what: str, module: nn.Module) -> None:
     for inner in module.modules():
-        found = [hooks for hooks in _HOOKS if getattr(inner, hooks)]
-        if found:
+        if found := module_hooks(inner):
             where = what if inner is module else f"a {type(inner).__name__} in {what}"
             raise ValueError(
                 f"{where} has hooks ({', '.join(found)}): sharding replaces the module, and nobody would call them."
@@ -79,7 +77,7 @@ def _check_table(module: Collection, table: str, shape: tuple[int, int]) -> None
     weight = weight_of(module, table)
     if tuple(weight.shape) != shape:
         raise ValueError(f"table {table}: its weights have shape {tuple(weight.shape)}, its config says {shape}")
-    if any(getattr(weight, hooks, None) for hooks in _HOOKS_OF_WEIGHTS):
+    if has_tensor_hooks(weight):
         raise ValueError(
             f"table {table}: its weights have hooks, which nobody would call: gradients of rows go to the servers."
             " To clip them, give `gradient_clipping` and `max_gradient` in `fused_params`"
@@ -90,10 +88,10 @@ def _beside(module: nn.Module, path: str, without: set[int]) -> Iterator[tuple[s
     """Parameters of a module, by every path that leads to them, but for those below `without` (ids of modules)."""
     if id(module) in without:
         return
-    for name, parameter in module._parameters.items():
+    for name, parameter in own_parameters(module).items():
         if parameter is not None:
             yield f"{path}{name}", parameter
-    for name, child in module._modules.items():
+    for name, child in children_of(module).items():
         if child is not None:
             yield from _beside(child, f"{path}{name}.", without)
 

@@ -23,7 +23,7 @@ from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.mc_embedding import ShardedManagedCollisionEmbeddingCollection
 from torchrec.distributed.mc_embeddingbag import ShardedManagedCollisionEmbeddingBagCollection
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, LazyAwaitable, NoWait, ShardedModule
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, NoWait, ShardedModule
 from torchrec.modules.mc_embedding_modules import (
     BaseManagedCollisionEmbeddingCollection,
     ManagedCollisionEmbeddingBagCollection,
@@ -31,6 +31,7 @@ from torchrec.modules.mc_embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torch_ecrec.compat.torchrec import COLLECTION, MAPS, Ready, collection_of, maps_of, returns_remapped
 from torch_ecrec.nn.dense import Replicated
 from torch_ecrec.nn.pipelines import check_in_sync
 from torch_ecrec.nn.remapping import Remapping
@@ -52,17 +53,6 @@ class ManagedContext(Context):
     remapped: KeyedJaggedTensor | None = None
 
 
-class _Remapped(LazyAwaitable[KeyedJaggedTensor]):
-    """Remapped ids, which are there already."""
-
-    def __init__(self, features: KeyedJaggedTensor) -> None:
-        super().__init__()
-        self._features = features
-
-    def _wait_impl(self) -> KeyedJaggedTensor:
-        return self._features
-
-
 class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], Replicated):
     """A collection whose ids are remapped. Takes a `KeyedJaggedTensor` with ids of any size, int64 on the host.
 
@@ -82,13 +72,17 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
         self, module: BaseManagedCollisionEmbeddingCollection, inside: ServedModule[Any], step: SparseStep, path: str
     ) -> None:
         super().__init__()
-        self._embedding_module = inside
-        self._managed_collision_collection = module._managed_collision_collection
-        self._returns_remapped = module._return_remapped_features
+        self.add_module(COLLECTION, inside)
+        self.add_module(MAPS, maps_of(module))
+        self._returns_remapped = returns_remapped(module)
         self._step, self._path = step, path or type(module).__name__
-        self._remapping = Remapping(
-            module._managed_collision_collection, lambda ids: step.gather(f"remaps ids of {self._path}", ids)
-        )
+        self._remapping = Remapping(maps_of(module), lambda ids: step.gather(f"remaps ids of {self._path}", ids))
+
+    @property
+    def _inside(self) -> ServedModule[Any]:
+        """The collection, sharded."""
+        inside: ServedModule[Any] = collection_of(self)
+        return inside
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +111,7 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
     def compute(self, ctx: ManagedContext, dist_input: KJTList) -> list[Tensor]:
         """Remaps, overwrites rows that were given to other ids, and looks up, as `ServedModule.compute`."""
         (features,) = dist_input
-        inside = self._embedding_module
+        inside = self._inside
         check_in_sync(self.forward)
         inside.before_lookup()
         check_lengths(features)
@@ -149,7 +143,7 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
                 " they would mean other rows: were not all loaded alike, or are the trainers' CPUs or torch builds"
                 " not the same?"
             )
-        session, tables = self._step.session, self._embedding_module.tables
+        session, tables = self._step.session, self._inside.tables
         tables.on_training_lookup()
         for name, rows_N in evicted.items():
             table, (in_order, order_N) = tables.tables[name], torch.sort(rows_N)
@@ -161,7 +155,7 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
                     numbers[:, table.dim :] = 0
                 weights = torch.empty(len(rows_N), table.dim, dtype=table.dtype, device="cpu")
                 weights[order_N.argsort()] = numbers[:, : table.dim].to(table.dtype)  # TorchRec's order of drawing
-                drawn = draw_weights(self._embedding_module.config_of(name), weights)[order_N]
+                drawn = draw_weights(self._inside.config_of(name), weights)[order_N]
                 numbers[:, : table.dim] = drawn.float()
                 records = torch.from_numpy(records_of(numbers.numpy(), table.schema))
             portion = max(1, CHUNK_BYTES // table.schema.nbytes)
@@ -173,8 +167,9 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
     def output_dist(self, ctx: ManagedContext, output: list[Tensor]) -> Both:
         """The unsharded module's output, each part to be waited for."""
         assert ctx.inside is not None and ctx.remapped is not None  # of `compute`
-        given = self._embedding_module.output_dist(ctx.inside, output)
-        return given, _Remapped(ctx.remapped) if self._returns_remapped else NoWait(None)
+        inside: Any = self._inside  # of bags or sequences
+        given = inside.output_dist(ctx.inside, output)
+        return given, Ready(ctx.remapped) if self._returns_remapped else NoWait(None)
 
     # names and state --------------------------------------------------------------------------------
 
@@ -182,7 +177,7 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The tables of the collection inside, as TorchRec names them."""
-        yield from self._embedding_module.named_parameters(_join(prefix, "_embedding_module"), recurse)
+        yield from self._inside.named_parameters(_join(prefix, COLLECTION), recurse)
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """And the maps: as in TorchRec, data parallelism leaves them alone."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from torch_ecrec.compat.torch import own_parameters
 from torch_ecrec.nn.placeholder import TableParameter, are_trained
 from torch_ecrec.nn.random_states import GENERATORS, set_state_of, state_of
 from torch_ecrec.nn.values import decode, encode
@@ -32,7 +33,7 @@ class ModuleSettings:
     """Those of one model, and how they were when this was made. Modules that it is given later are not looked at."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = {
+        self._of_path = {
             path: module for path, module in model.named_modules() if not type(module).__module__.startswith(_LIBRARIES)
         }
         self._tables = {name: p for name, p in model.named_parameters() if isinstance(p, TableParameter)}
@@ -46,7 +47,7 @@ class ModuleSettings:
         """
         found: dict[str, dict[str, Any]] = {}
         first, missing = self._first, object()
-        for path, module in self._modules.items():
+        for path, module in self._of_path.items():
             for name, value in vars(module).items():
                 if type(value) in _PLAIN:
                     if value != first.get((path, name), missing):
@@ -55,7 +56,7 @@ class ModuleSettings:
                     state = encode(state_of(value), name)
                     if state != first.get((path, name)):
                         found.setdefault(path, {})[name] = state
-            for name, parameter in module._parameters.items():
+            for name, parameter in own_parameters(module).items():
                 if parameter is not None:
                     key = _TRAINED + name
                     if parameter.requires_grad != first.get((path, key)):
@@ -72,14 +73,14 @@ class ModuleSettings:
             ValueError: the model has no such module.
         """
         for path in changed:
-            if path and path not in self._modules:
+            if path and path not in self._of_path:
                 raise ValueError(f"the model has no module {path!r}, which it had when the snapshot was taken")
         late = {(path, name): value for path, values in changed.items() for name, value in values.items()}
         for (path, name), value in (self._first | late).items():
             if name.startswith(_OF_TABLE):
                 self._tables[name.removeprefix(_OF_TABLE)].requires_grad_(value)
                 continue
-            module = self._modules[path]
+            module = self._of_path[path]
             if name.startswith(_TRAINED):
                 module.get_parameter(name.removeprefix(_TRAINED)).requires_grad_(value)
             elif type(value) is bytes:

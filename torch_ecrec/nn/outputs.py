@@ -19,6 +19,8 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import nn
 from torchrec.modules.embedding_configs import DataType
 
+from torch_ecrec.compat.torch import attached_arguments
+
 _DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -50,7 +52,7 @@ def output_dtype(
     Raises:
         ValueError: as `as_output_dtype`.
     """
-    attached: Mapping[str, Any] = next(iter(getattr(parameter, "_optimizer_kwargs", [])), {})
+    attached: Mapping[str, Any] = attached_arguments(parameter)
     found = [value for wishes in (planned, attached, fused_params) if (value := wishes.get("output_dtype")) is not None]
     try:
         return as_output_dtype(next(iter(found), None))

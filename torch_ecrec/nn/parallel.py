@@ -25,7 +25,6 @@ from typing import Any, Never
 
 import torch
 import torch.distributed as dist
-import torchrec.distributed
 from torch import nn
 from torch.optim import Optimizer
 from torchrec.distributed.comm import get_local_size
@@ -40,7 +39,15 @@ from torchrec.distributed.types import (
     ShardingPlan,
 )
 
-from torch_ecrec.compat import IncompatibleKeys, ShardedTensor, group_of, tree_leaves
+from torch_ecrec.compat.torch import (
+    IncompatibleKeys,
+    ShardedTensor,
+    group_of,
+    group_with,
+    has_communication_hook,
+    tree_leaves,
+)
+from torch_ecrec.compat.torchrec import ShardedAtAllPaths, is_data_parallel, trainers_of, wrapped_module
 from torch_ecrec.nn.attachment import Attachment
 from torch_ecrec.nn.attachment_checks import SCHEDULERS
 from torch_ecrec.nn.backend import EmbeddingBackend
@@ -75,7 +82,7 @@ NO_TRACKER = (
 )
 
 
-class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
+class DistributedModelParallel(ShardedAtAllPaths):
     """Drop-in for `torchrec.distributed.DistributedModelParallel`.
 
     Args:
@@ -166,6 +173,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             init_parameters=init_parameters,
             data_parallel_wrapper=data_parallel_wrapper,
         )
+        watch_batches(self)
         show_tables(self)
         explain_empty_optimizers([table.name for table in tables])
         self._step, self.coverage, self._unprotected, self._compiled = step, covered, unprotected, Compiled()
@@ -176,30 +184,13 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         self._abandoned = weakref.finalize(self, _leave, connected)
         self._abandoned.atexit = False
 
-    def _init_dmp(self, module: nn.Module) -> nn.Module:
-        """As in TorchRec; a module that is reached at several paths is sharded once, and reached at all of them.
-
-        TorchRec's own leaves it unsharded under the second name in one parent, since `named_children` passes that over.
-        """
-        places = [
-            (p, name, child) for p in list(module.modules()) for name, child in p._modules.items() if child is not None
-        ]
-        sharded = super()._init_dmp(module)
-        made = {id(child): new for p, name, child in places if (new := p._modules[name]) is not child}
-        for parent, name, child in places:
-            if id(child) in made:
-                setattr(parent, name, made[id(child)])
-        watch_batches(sharded)
-        return sharded
-
     def init_data_parallel(self) -> None:
         """As in TorchRec; gradients of three and more trainers are summed in trainer order, see `reduce.py`."""
-        wrapped = self._ddp_wrapped
+        before, group = is_data_parallel(self), trainers_of(self)
         super().init_data_parallel()
-        model, group = self._dmp_wrapped_module, self._env.process_group
-        if not wrapped and group is not None and dist.get_world_size(group) > 2:
-            for one in data_parallel(model):
-                if not one._comm_hooks:  # the user's own stays
+        if not before and group is not None and dist.get_world_size(group) > 2:
+            for one in data_parallel(wrapped_module(self)):
+                if not has_communication_hook(one):  # the user's own stays
                     OrderedMean(_same_trainers(group)).install(one)
 
     def attach(
@@ -526,9 +517,7 @@ def _same_trainers(group: dist.ProcessGroup | None, backend: str | None = None) 
     is in, so that a script with a group of some of the trainers would wait for ever here.
     """
     ranks = dist.get_process_group_ranks(group)
-    some = len(ranks) < dist.get_world_size()
-    made: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=some)
-    return made
+    return group_with(ranks, backend, alone=len(ranks) < dist.get_world_size())
 
 
 def _check_session(session: EmbeddingBackend, tables: tuple[Any, ...], env: ShardingEnv) -> None:

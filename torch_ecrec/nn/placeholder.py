@@ -16,13 +16,12 @@ from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torchrec.optim.fused import EmptyFusedOptimizer
 
-from torch_ecrec.compat import NoTorchFunction, tree_leaves
+from torch_ecrec.compat.torch import VERSION, NoTorchFunction, own_parameters, tree_leaves
+from torch_ecrec.compat.torchrec import mark_as_stepped
 
 _ATTRIBUTES = (
-    *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "_version"),
+    *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", VERSION),
     *("is_meta", "is_cpu", "is_cuda", "is_sparse", "is_leaf", "is_quantized", "is_nested"),
     *("requires_grad", "grad", "grad_fn", "retains_grad"),
 )
@@ -53,7 +52,6 @@ class TableParameter(nn.Parameter):
     """
 
     table: str
-    _in_backward_optimizers: list[Optimizer]  # what TorchRec's filter of dense parameters looks for
 
     def __new__(
         cls, table: str, rows: int, dim: int, dtype: torch.dtype = torch.float32, trains: bool = True
@@ -61,7 +59,7 @@ class TableParameter(nn.Parameter):
         weight = torch.empty(rows, dim, dtype=dtype, device="meta")
         made: TableParameter = super().__new__(cls, weight, trains)  # type: ignore[assignment]
         made.table = table
-        made._in_backward_optimizers = [EmptyFusedOptimizer()]
+        mark_as_stepped(made)  # TorchRec's filter of dense parameters looks for it
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -111,7 +109,7 @@ class _StandIn(nn.Module):
         self.register_parameter("weight", weight)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        standing = self._parameters.get(name) if name == "weight" else None
+        standing = own_parameters(self).get(name) if name == "weight" else None
         if isinstance(standing, TableParameter):
             raise standing._refusal(name)
         super().__setattr__(name, value)

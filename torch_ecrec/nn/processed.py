@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
+from torch_ecrec.compat.torchrec import collection_processed
 from torch_ecrec.nn.served import ServedModule
 
 
@@ -32,7 +33,7 @@ def watch_batches(model: nn.Module) -> None:
     """Looks at every batch of a wrapper whose collection is served."""
     for module in model.modules():
         if isinstance(module, FeatureProcessedEmbeddingBagCollection) and isinstance(
-            module._embedding_bag_collection, ServedModule
+            collection_processed(module), ServedModule
         ):
             module.register_forward_pre_hook(_look)
 

@@ -34,6 +34,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from torch_ecrec.compat.torch import next_index_of, set_next_index
 from torch_ecrec.nn.altered import Watched, may_give_again, watched
 from torch_ecrec.nn.checksum import checksum_of, checksum_of_sums
 from torch_ecrec.nn.loop import Judge
@@ -142,15 +143,14 @@ class Pass(Iterator[Any]):
 
     def _watch_indices(self) -> None:
         """Sums up what a DataLoader asks its sampler for."""
-        batches: Any = self.batches
-        next_index = batches._next_index
+        next_index = next_index_of(self.batches)
 
         def watched() -> Any:
             index = next_index()
             self.add(zlib.crc32(repr(index).encode()))
             return index
 
-        batches._next_index = watched
+        set_next_index(self.batches, watched)
 
 
 class Reader(Iterator[Any]):
@@ -486,7 +486,7 @@ def _skip(reader: object, current: Pass, number: int, total: int) -> None:
     for drawn in range(number):
         try:
             if indices:
-                batches._next_index()
+                next_index_of(batches)()
             else:
                 current.add(checksum_of(next(batches)))
         except StopIteration:

@@ -39,27 +39,34 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from torch_ecrec.compat.torchrec import (
+    collection_of,
+    eviction_policy_of,
+    features_of_tables,
+    load_map_,
+    mapped_features,
+    maps_of,
+    modules_of_maps,
+    state_of_map,
+    threshold_filter_of,
+)
+
 _POLICIES = (LFU_EvictionPolicy, LRU_EvictionPolicy, DistanceLFU_EvictionPolicy)
 _FILTERS = (None, dynamic_threshold_filter, average_threshold_filter)
-_NUMBERS = (
-    *("_input_history_buffer_size", "_current_history_buffer_offset"),
-    *("_current_iter", "_last_eviction_iter", "_evicted"),
-)
-"""What a module keeps of its map beside tensors."""
 
 
 def why_not_served(module: BaseManagedCollisionEmbeddingCollection) -> str | None:
     """Why the ids of a module cannot be remapped alike, and exactly, on every trainer; None: they can."""
-    collection = module._managed_collision_collection
-    if type(module._embedding_module) not in (EmbeddingBagCollection, EmbeddingCollection):
-        return f"tables of {type(module._embedding_module).__name__} are not served here"
+    collection, tables = maps_of(module), collection_of(module)
+    if type(tables) not in (EmbeddingBagCollection, EmbeddingCollection):
+        return f"tables of {type(tables).__name__} are not served here"
     if type(collection) is not ManagedCollisionCollection:
         return f"maps of {type(collection).__name__} are not served; those of ManagedCollisionCollection are"
-    features = collection._feature_names
+    features = mapped_features(collection)
     twice = sorted({name for name in features if features.count(name) > 1})
     if twice:
         return f"feature {', '.join(twice)} is of several tables, as TorchRec's sharding refuses it; give each its own"
-    for table, each in collection._managed_collision_modules.items():
+    for table, each in modules_of_maps(collection).items():
         reason = _why_not_exact(each)
         if reason is not None:
             return f"table {table}: {reason}"
@@ -72,11 +79,11 @@ def _why_not_exact(module: nn.Module) -> str | None:
             f"a map of {type(module).__name__} is not served; one of MCHManagedCollisionModule is (FBGEMM fills that of"
             " HashZchManagedCollisionModule on a GPU only)"
         )
-    policy: Any = module._eviction_policy
+    policy = eviction_policy_of(module)
     if type(policy) not in _POLICIES:
         names = ", ".join(each.__name__ for each in _POLICIES)
         return f"eviction policy {type(policy).__name__} is not served; {names} are"
-    wanted = policy._threshold_filtering_func
+    wanted = threshold_filter_of(policy)
     function = wanted.func if isinstance(wanted, functools.partial) else wanted
     if function not in _FILTERS:
         name = getattr(function, "__name__", repr(function))
@@ -97,16 +104,16 @@ class Remapping:
 
     def __init__(self, collection: ManagedCollisionCollection, gather: Callable[[Tensor], list[Tensor]]) -> None:
         self._collection, self._gather = collection, gather
-        self.features: list[str] = list(collection._feature_names)
-        for table, module in self._modules.items():
+        self.features = mapped_features(collection)
+        for table, module in self._maps.items():
             if module.device.type == "meta":
                 size = module.output_size()
                 made = module.rebuild_with_output_id_range((0, size), [0, size], torch.device("cpu"))
-                collection._managed_collision_modules[table] = made.train(module.training)
+                modules_of_maps(collection)[table] = made.train(module.training)
 
     @property
-    def _modules(self) -> dict[str, MCHManagedCollisionModule]:
-        return dict(cast(Any, self._collection._managed_collision_modules.items()))
+    def _maps(self) -> dict[str, MCHManagedCollisionModule]:
+        return dict(cast(Any, modules_of_maps(self._collection).items()))
 
     @torch.no_grad()
     def remap(self, features: KeyedJaggedTensor) -> Tensor:
@@ -115,8 +122,8 @@ class Remapping:
         Args:
             features: those of `self.features`, in that order, ids int64 on the host.
         """
-        modules = self._modules
-        parts = features.split(self._collection._table_feature_splits)
+        modules = self._maps
+        parts = features.split(features_of_tables(self._collection))
         mine = {table: _jagged(table, part) for table, part in zip(modules, parts, strict=True)}
         if self._collection.need_preprocess:
             mine = {table: modules[table].preprocess(part) for table, part in mine.items()}
@@ -145,7 +152,7 @@ class Remapping:
             sizes = message[: len(counts_F)].tolist()
             of_trainers.append(message[len(counts_F) :].split(sizes))
         found, first = {}, 0
-        for table, some in zip(mine, self._collection._table_feature_splits, strict=True):
+        for table, some in zip(mine, features_of_tables(self._collection), strict=True):
             places = range(first, first + some)
             found[table] = torch.cat([ids[place] for place in places for ids in of_trainers])
             first += some
@@ -153,14 +160,14 @@ class Remapping:
 
     def evictions(self) -> dict[str, Tensor]:
         """By table, rows (N,) that other ids have got since this was last asked, in the order TorchRec has them in."""
-        found = {table: module.evict() for table, module in self._modules.items()}
+        found = {table: module.evict() for table, module in self._maps.items()}
         return {table: rows_N for table, rows_N in found.items() if rows_N is not None and len(rows_N)}
 
     def checksum(self, tables: Mapping[str, Any]) -> int:
         """Returns a checksum of the maps of some tables."""
         total = 0
         for table in tables:
-            for buffer in self._modules[table].state_dict().values():
+            for buffer in self._maps[table].state_dict().values():
                 total = zlib.crc32(buffer.numpy(), total)
         return total
 
@@ -168,7 +175,7 @@ class Remapping:
 
     def state(self) -> dict[str, Any]:
         """All of it, shared with the maps: to be encoded before they change."""
-        return {table: _state_of(module) for table, module in self._modules.items()}
+        return {table: state_of_map(module) for table, module in self._maps.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Puts `state` back.
@@ -176,56 +183,20 @@ class Remapping:
         Raises:
             ValueError: it is that of other maps; nothing was changed then.
         """
-        modules = self._modules
+        modules = self._maps
         for table in sorted(state.keys() | modules.keys()):
-            here, there = _sizes(_state_of(modules[table])) if table in modules else None, None
+            here, there = _sizes(state_of_map(modules[table])) if table in modules else None, None
             if table in state:
                 there = _sizes(state[table])
             if here != there:
                 raise ValueError(f"the map of table {table} is another one in the snapshot: {there}, here {here}")
         for table, module in modules.items():
-            _load_state(module, state[table])
+            load_map_(module, state[table])
 
 
 def _jagged(table: str, part: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
     return {table: JaggedTensor(values=part.values(), lengths=part.lengths())}
 
 
-def _state_of(module: MCHManagedCollisionModule) -> dict[str, Any]:
-    used = module._current_history_buffer_offset
-    history = {}
-    if module._input_history_buffer_size >= 0:
-        history = {name: values[:used] for name, values in module._history_metadata.items()}
-        history[""] = module._history_accumulator[:used]
-    return {
-        "map": dict(module.state_dict()),
-        "history": history,  # ids since the map was last changed, and when they came
-        "numbers": {name: getattr(module, name) for name in _NUMBERS},
-    }
-
-
 def _sizes(state: Mapping[str, Any]) -> dict[str, int]:
     return {name: len(values) for name, values in state["map"].items()}
-
-
-def _load_state(module: MCHManagedCollisionModule, state: Mapping[str, Any]) -> None:
-    numbers, history = state["numbers"], state["history"]
-    for name, values in module.state_dict().items():
-        values.copy_(state["map"][name])
-    if history:
-        size, used = numbers["_input_history_buffer_size"], numbers["_current_history_buffer_offset"]
-        module._history_accumulator = _extended(history[""], size)
-        for name, _, in_history in module._eviction_policy.metadata_info:
-            if in_history:
-                values = _extended(history[name], size)
-                module.register_buffer(f"_history_{name}", values, persistent=False)
-                module._history_metadata[name] = values
-        assert used <= size
-    for name, value in numbers.items():
-        setattr(module, name, value)
-
-
-def _extended(values_N: Tensor, size: int) -> Tensor:
-    whole = torch.zeros(size, dtype=torch.int64, device="cpu")
-    whole[: len(values_N)] = values_N
-    return whole

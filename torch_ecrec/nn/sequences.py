@@ -19,22 +19,12 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from torch_ecrec.compat.torchrec import Ready
 from torch_ecrec.nn.columns import Columns
 from torch_ecrec.nn.repeats import Repeats, check_lengths, check_repeats, repeated
 from torch_ecrec.nn.served import Context, ServedModule
 from torch_ecrec.nn.slices import Bags, Slice
 from torch_ecrec.nn.step import SparseStep
-
-
-class _Ready(LazyAwaitable[dict[str, JaggedTensor]]):
-    """A result that is there already."""
-
-    def __init__(self, value: dict[str, JaggedTensor]) -> None:
-        super().__init__()
-        self._value = value
-
-    def _wait_impl(self) -> dict[str, JaggedTensor]:
-        return self._value
 
 
 @ShardedEmbeddingCollection.register  # `isinstance` in tests, pipelines and scripts
@@ -89,7 +79,7 @@ class ErasureCodedEmbeddingCollection(ServedModule[dict[str, JaggedTensor]]):
                 weights = ids[name] if self._need_indices else None
                 values = rows_ND.to(self._outputs[column])
                 found[self._keys[column]] = JaggedTensor(values=values, lengths=lengths[name], weights=weights)
-        return _Ready({key: found[key] for key in self._keys})
+        return Ready({key: found[key] for key in self._keys})
 
 
 @ShardedFusedEmbeddingCollection.register

@@ -40,6 +40,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.jagged_tensor_validator import validate_keyed_jagged_tensor
 from torchrec.streamable import Multistreamable
 
+from torch_ecrec.compat.torch import OwnState, own_parameters
 from torch_ecrec.nn.columns import Columns
 from torch_ecrec.nn.dense import WithTables
 from torch_ecrec.nn.kinds import Collection
@@ -69,7 +70,7 @@ class Context(Multistreamable):
 
 
 class ServedModule(
-    ShardedModule[KJTList, list[Tensor], Output, Context], FusedOptimizerModule, WithTables, Generic[Output]
+    OwnState, ShardedModule[KJTList, list[Tensor], Output, Context], FusedOptimizerModule, WithTables, Generic[Output]
 ):
     """A sharded module whose tables are served by erasure-coded servers. Takes a `KeyedJaggedTensor`.
 
@@ -289,10 +290,6 @@ class ServedModule(
         for name, parameter in self._parameters_of_tables.items():
             yield f"{prefix}.{name}" if prefix else name, parameter
 
-    def _apply(self, fn: Any, recurse: bool = True) -> ServedModule[Any]:
-        """Nothing is moved or made another dtype (`model.to(...)`, `model.half()`): there are placeholders only."""
-        return self
-
     def _frozen(self) -> list[Table]:
         """Tables that get no gradients."""
         trained = are_trained(self._parameters_of_tables.values())
@@ -324,20 +321,21 @@ class ServedModule(
         """What the servers keep of its tables."""
         return self._state
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def save_state(self, destination: dict[str, Any], prefix: str) -> None:
+        """Puts the trainer's part of the weights of each table into `destination`."""
         self._state.save_weights(destination, prefix)
 
-    def _load_from_state_dict(
+    def load_state(
         self,
-        state_dict: Mapping[str, Any],
+        state: Mapping[str, Any],
         prefix: str,
-        local_metadata: Mapping[str, Any],
         strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
     ) -> None:
-        self._state.load_weights(state_dict, prefix, strict, missing_keys, unexpected_keys, error_msgs)
+        """Loads weights of tables onto the servers."""
+        self._state.load_weights(state, prefix, strict, missing, unexpected, errors)
 
     def extra_repr(self) -> str:
         lines = [
@@ -349,13 +347,13 @@ class ServedModule(
 
 
 def show_tables(model: nn.Module) -> None:
-    """From now on modules of torch list the tables of those in them, too: they look into `_parameters`.
+    """From now on modules of torch list the tables of those in them, too: they look among those' own parameters.
 
     Not before a model is built, since TorchRec's makes anew what it finds there on the meta device.
     """
     for module in model.modules():
         if isinstance(module, ServedModule):
-            module._parameters.update(module._parameters_of_tables)
+            own_parameters(module).update(module.named_parameters())
 
 
 def _uniform(config: BaseEmbeddingConfig, dtype: torch.dtype, rows: int) -> Tensor:

@@ -42,6 +42,8 @@ from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingCollection,
 )
 
+from torch_ecrec.compat.torch import attached_optimizers
+from torch_ecrec.compat.torchrec import collection_of
 from torch_ecrec.nn.bags import ErasureCodedEmbeddingBagCollection, ErasureCodedFusedEmbeddingBagCollection
 from torch_ecrec.nn.columns import Columns
 from torch_ecrec.nn.kinds import COLLECTIONS, Collection
@@ -294,7 +296,7 @@ class ErasureCodedSharder(_OfOneKind):
                 if weights is not None:
                     sharded.tables.load_initial(config.name, weights)
                     del weights
-            if parameter.device.type != "meta" and getattr(parameter, "_optimizer_classes", None):
+            if parameter.device.type != "meta" and attached_optimizers(parameter):
                 # The optimizer attached to a parameter keeps it alive for good: its storage must go by hand.
                 parameter.data = parameter.data.new_empty(0, config.embedding_dim)
         return sharded
@@ -344,13 +346,13 @@ class ErasureCodedManagedSharder(_OfOneKind):
                 f"{module_fqn or type(module).__name__}: ids are remapped with the dense model on a CPU, got {device};"
                 " not yet elsewhere"
             )
-        inside = self._inside.shard(module._embedding_module, params, env, device, path)
+        inside = self._inside.shard(collection_of(module), params, env, device, path)
         sharded = FORMS[self._served](module, inside, self._step, module_fqn or "")
         sharded.module_sharding_plan = params
         return sharded
 
     def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:
-        return self._inside.shardable_parameters(module._embedding_module)
+        return self._inside.shardable_parameters(collection_of(module))
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return self._inside.sharding_types(compute_device_type)

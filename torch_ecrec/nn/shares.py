@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
-from torch_ecrec.compat import (
+from torch_ecrec.compat.torch import (
     Shard,
     ShardedTensor,
     ShardedTensorMetadata,

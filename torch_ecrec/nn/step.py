@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchrec.distributed.comm_ops import get_gradient_division
 
-from torch_ecrec.compat import backward_pass, queue_callback
+from torch_ecrec.compat.torch import backward_pass, queue_callback
 from torch_ecrec.errors import NonFiniteGradient
 from torch_ecrec.layout.routing import Parts
 from torch_ecrec.nn.backend import EmbeddingBackend

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from torch_ecrec.compat import tensor_without_memory
+from torch_ecrec.compat.torch import tensor_without_memory
 from torch_ecrec.nn.columns import noted
 from torch_ecrec.nn.table_tensors import Tie
 

@@ -25,6 +25,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import nn
 from torchrec.modules.embedding_configs import DataType
 
+from torch_ecrec.compat.torch import attached_optimizers
 from torch_ecrec.nn.outputs import as_output_dtype
 from torch_ecrec.records.optimizer import SparseOptimizer
 from torch_ecrec.records.optimizers import NAMES, by_class, by_type, optimizer
@@ -77,19 +78,19 @@ def optimizer_spec(
 
 def is_named(parameter: nn.Parameter, fused_params: Mapping[str, Any] | None = None) -> bool:
     """Whether anybody has said which optimizer a table has."""
-    return bool(getattr(parameter, "_optimizer_classes", [])) or (fused_params or {}).get("optimizer") is not None
+    return bool(attached_optimizers(parameter)) or (fused_params or {}).get("optimizer") is not None
 
 
 def _spec(parameter: nn.Parameter, wishes: dict[str, Any], weights: str) -> OptimizerSpec:
-    classes = getattr(parameter, "_optimizer_classes", [])
-    if len(classes) > 1:
-        raise ValueError(
-            f"it has several optimizers, {' and '.join(cls.__name__ for cls in classes)}; one is supported"
-        )
+    given = attached_optimizers(parameter)
+    if len(given) > 1:
+        names = " and ".join(cls.__name__ for cls, _ in given)
+        raise ValueError(f"it has several optimizers, {names}; one is supported")
     found = optimizer("sgd")
-    if classes:
+    if given:
         wishes.pop("optimizer", None)
-        found, attached = _of_class(classes[0], dict(parameter._optimizer_kwargs[0]))  # type: ignore[attr-defined]
+        cls, arguments = given[0]
+        found, attached = _of_class(cls, dict(arguments))
         wishes |= attached
     elif (kind := wishes.pop("optimizer", None)) is not None:
         found = _of_type(kind)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from torch_ecrec.compat import (
+from torch_ecrec.compat.torch import (
     ShardedTensor,
     chunk_of_shard,
     chunk_of_tensor,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torchrec.optim.fused import FusedOptimizer
 
-from torch_ecrec.compat import ShardedTensor
+from torch_ecrec.compat.torch import ShardedTensor
 from torch_ecrec.nn.columns import Columns
 from torch_ecrec.nn.given import GivenTensors, Place
 from torch_ecrec.nn.shares import Part, Shares, check_numbers, is_whole, parts_of, shape_of

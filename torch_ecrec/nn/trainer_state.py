@@ -22,6 +22,7 @@ from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_di
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
+from torch_ecrec.compat.torch import STEP_HOOKS
 from torch_ecrec.nn.random_states import GENERATORS, set_state_of, state_of
 from torch_ecrec.nn.reader import Stateful
 from torch_ecrec.nn.values import decode, encode
@@ -56,7 +57,7 @@ def check_optimizers(optimizers: Iterable[object]) -> None:
         for inner in unwrapped([given]):
             needed = ["param_groups", "state"]
             if len(unwrapped([inner])) == 1 and not isinstance(inner, KeyedOptimizer):
-                needed.append("_optimizer_step_post_hooks")  # one in a wrapper is seen to step in its place
+                needed.append(STEP_HOOKS)  # one in a wrapper is seen to step in its place
             lacks = [part for part in needed if not hasattr(inner, part)]
             if lacks:
                 raise TypeError(

@@ -17,6 +17,7 @@ from torchrec.modules.fused_embedding_modules import (
     convert_optimizer_type_and_kwargs,
 )
 
+from torch_ecrec.compat.torchrec import COLLECTION
 from torch_ecrec.nn.kinds import KINDS, Collection
 from torch_ecrec.runtime.checks import plain_copy
 
@@ -48,7 +49,7 @@ def own_optimizer(module: Collection) -> Mapping[str, Any] | None:
 
 def inside_of(path: str) -> str:
     """Where the collection is of a module with managed collisions at a path."""
-    return f"{path}._embedding_module" if path else "_embedding_module"
+    return f"{path}.{COLLECTION}" if path else COLLECTION
 
 
 def configs_of(module: Collection) -> Sequence[BaseEmbeddingConfig]:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.shard_estimators import get_num_poolings
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
@@ -33,6 +32,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ModuleSharder, ShardingType
 
+from torch_ecrec.compat.torchrec import ListedEnumerator
 from torch_ecrec.nn.coverage import ERASURE_CODED, UNPROTECTED, coverage_of, is_inside, several_sides
 from torch_ecrec.nn.outputs import as_output_dtype
 from torch_ecrec.nn.sharder import all_table_specs, job_names, output_dtypes
@@ -53,7 +53,7 @@ class Served:
     output: torch.dtype = torch.float32
 
 
-class Enumerator(EmbeddingEnumerator):
+class Enumerator(ListedEnumerator):
     """TorchRec's, with `erasure_coded` for every table that the servers serve.
 
     Args:
@@ -78,7 +78,7 @@ class Enumerator(EmbeddingEnumerator):
             f"`unprotected` must be one of {', '.join(UNPROTECTED)}, got {unprotected!r}",
         )
         super().__init__(topology, batch_size, dict(constraints or {}))
-        self._topology, self._servers, self._unprotected = topology, servers, unprotected
+        self._devices, self._servers, self._unprotected = topology, servers, unprotected
         self._limits = dict(constraints or {})
         self.served: dict[str, Served] = {}
 
@@ -86,11 +86,6 @@ class Enumerator(EmbeddingEnumerator):
     def servers(self) -> Servers:
         """The servers, as they were given."""
         return self._servers
-
-    @property
-    def trainers(self) -> int:
-        """The number of trainers."""
-        return self._world_size
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
         """All options of all tables, with their costs.
@@ -126,12 +121,11 @@ class Enumerator(EmbeddingEnumerator):
             if is_ours(option):
                 self._estimate(option)
 
-    def _filter_sharding_types(self, name: str, allowed_sharding_types: list[str], sharder_key: str = "") -> list[str]:
+    def types_for(self, name: str, allowed: list[str], sharder_key: str) -> list[str]:
         """TorchRec's. A table that is to be on the servers has one all the same: ours are made from it."""
         if (self._limits.get(name) or ParameterConstraints()).sharding_types == [ERASURE_CODED]:
-            return allowed_sharding_types[:1]
-        found: list[str] = super()._filter_sharding_types(name, allowed_sharding_types, sharder_key)
-        return found
+            return allowed[:1]
+        return super().types_for(name, allowed, sharder_key)
 
     def _sides_of_table(self, name: str, served: bool) -> set[bool]:
         """True: the servers; False: TorchRec."""
@@ -170,13 +164,13 @@ class Enumerator(EmbeddingEnumerator):
         return sum(x * n * size for x, n, size in zip(option.input_lengths, poolings, sizes, strict=True))
 
     def _cost(self, option: ShardingOption, spec: TableSpec) -> Cost:
-        return cost_of(spec, self._ids(option), self._world_size, self._servers)
+        return cost_of(spec, self._ids(option), self.world_size, self._servers)
 
     def _option(self, like: ShardingOption) -> ShardingOption:
         sizes, offsets = calculate_shard_sizes_and_offsets(
             tensor=like.tensor,
-            world_size=self._world_size,
-            local_world_size=self._local_world_size,
+            world_size=self.world_size,
+            local_world_size=self.local_world_size,
             sharding_type=ShardingType.ROW_WISE.value,
         )
         return ShardingOption(
@@ -198,7 +192,7 @@ class Enumerator(EmbeddingEnumerator):
 
     def _estimate(self, option: ShardingOption) -> None:
         """Estimates, for each trainer, what is in its memory and how long a step takes."""
-        cost, topology, trainers = self.served[option.fqn].cost, self._topology, self._world_size
+        cost, topology, trainers = self.served[option.fqn].cost, self._devices, self.world_size
         ids, width = self._ids(option), 4 * option.tensor.shape[1]
         outputs = option.batch_size * option.num_inputs if option.is_pooled else ids
         number = self.served[option.fqn].output.itemsize

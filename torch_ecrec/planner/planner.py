@@ -44,6 +44,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
+from torch_ecrec.compat.torchrec import set_parts, topology_of
 from torch_ecrec.nn.coverage import chooses
 from torch_ecrec.planner.enumerator import Enumerator, costs_of, is_ours, total
 from torch_ecrec.planner.estimates import Servers, largest_slot
@@ -184,10 +185,14 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
             callbacks=callbacks,
             **{name: plain(value) for name, value in more.items()},
         )
-        self._enumerator: Enumerator = Enumerator(
-            self._topology, batch_size or BATCH_SIZE, limits, servers or Servers(), take_str("unprotected", unprotected)
+        options = Enumerator(
+            topology_of(self),
+            batch_size or BATCH_SIZE,
+            limits,
+            servers or Servers(),
+            take_str("unprotected", unprotected),
         )
-        self._partitioner = ServersPartitioner(partitioner or GreedyPerfPartitioner(), self._enumerator)
+        set_parts(self, options, ServersPartitioner(partitioner or GreedyPerfPartitioner(), options))
 
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """As TorchRec's; with at least one table on the servers, if there is any."""

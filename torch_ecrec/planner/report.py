@@ -11,15 +11,14 @@ TorchRec's table has the trainers: what is in each of them, and their time. Ours
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from torchrec.distributed.planner import stats
 from torchrec.distributed.planner.types import Enumerator as AnyEnumerator
-from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
+from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ParameterSharding
 
-from torch_ecrec.compat import short_name
+from torch_ecrec.compat.torchrec import ReportedStats, short_name
 from torch_ecrec.nn.coverage import ERASURE_CODED
 from torch_ecrec.planner.enumerator import Enumerator, costs_of, is_ours, total
 from torch_ecrec.planner.estimates import ROW_BYTES, Cost, largest_slot
@@ -29,7 +28,7 @@ _MEMORY, _TRAFFIC = ("records", "parities", "logs"), ("lookups", "pushes", "fold
 _MB = 1e6
 
 
-class Report(stats.EmbeddingStats):
+class Report(ReportedStats):
     """Drop-in for TorchRec's `EmbeddingStats`; of a plan of `Enumerator`.
 
     Attributes:
@@ -47,38 +46,22 @@ class Report(stats.EmbeddingStats):
         with short_name(ERASURE_CODED, SHORT):  # it knows its own types only
             super().log(*args, enumerator=enumerator, **more)
 
-    @property
-    def lines(self) -> list[str]:
-        """The lines of the report that was made last."""
-        return list(self._stats_table)
-
-    def _get_shard_stats(
-        self,
-        shard: ParameterSharding,
-        sharding_option: ShardingOption,
-        world_size: int,
-        local_world_size: int,
-        constraints: Mapping[str, ParameterConstraints] | None = None,
-    ) -> tuple[list[int], list[float], list[float]]:
-        """Ranks, and of each of them the MB that it sends and gets in a lookup."""
-        if not is_ours(sharding_option) or self._of is None:
-            found: tuple[list[int], list[float], list[float]] = super()._get_shard_stats(
-                shard, sharding_option, world_size, local_world_size, constraints
-            )
-            return found
-        served = self._of.served[sharding_option.fqn]
+    def traffic_of(
+        self, shard: ParameterSharding, option: ShardingOption, world_size: int
+    ) -> tuple[list[int], list[float], list[float]] | None:
+        """Ranks, and of each of them the MB that it sends and gets in a lookup; None: the table is TorchRec's."""
+        if not is_ours(option) or self._of is None:
+            return None
+        served = self._of.served[option.fqn]
         per_row = ROW_BYTES + self._of.servers.number_bytes * served.table.dim
         rows = served.cost.lookups / per_row / world_size
         sent, got = ROW_BYTES * rows / 2**20, (per_row - ROW_BYTES) * rows / 2**20
         return list(shard.ranks or ()), [sent] * world_size, [got] * world_size
 
-    def _log_hardcoded_compute_kernel_stats(
-        self, best_plan: list[ShardingOption], constraints: Mapping[str, ParameterConstraints] | None
-    ) -> None:
-        super()._log_hardcoded_compute_kernel_stats(best_plan, constraints)
-        self.servers = self._servers(best_plan)
-        for line in ["", *self.servers]:
-            self._stats_table.append(f"# {line: <{self._width - 3}}#")
+    def more_lines(self, plan: Sequence[ShardingOption]) -> list[str]:
+        """What the servers have to hold and to carry."""
+        self.servers = self._servers(plan)
+        return ["", *self.servers]
 
     def _servers(self, plan: Sequence[ShardingOption]) -> list[str]:
         if self._of is None or not (served := costs_of(plan, self._of.served)):
@@ -93,7 +76,7 @@ class Report(stats.EmbeddingStats):
         limit = "" if servers.memory_bytes is None else f" of {servers.memory_bytes / _MB:.1f} MB"
         return [
             f"Erasure-coded servers: {code.slots} slots, k = {code.k}, r = {code.parities};"
-            f" {self._of.trainers} trainers",
+            f" {self._of.world_size} trainers",
             *("  ".join(value.rjust(width) for value, width in zip(row, widths, strict=True)) for row in table),
             f"largest slot: {needed / _MB:.1f} MB{limit}; logs are for {servers.log_steps} steps",
         ]

@@ -41,9 +41,11 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserWideCacheLocator
+from numba.core.caching import UserWideCacheLocator
 from numba.core.serialize import dumps
 from numba.extending import is_jitted
+
+from torch_ecrec.compat.numba import FunctionFiles, UserFolder, locators, set_cache
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +53,10 @@ PACKAGE = Path(__file__).resolve().parent.parent
 # Whole rooms: kernels use functions and constants of each other, and to compile once too often costs seconds only.
 # The Makefile names the same ones.
 ROOMS = ("codec", "layout", "records", "runtime")
-FILES = ("client/pooling.py", "storage/quantised.py", "storage/row_ids.py", "storage/seen.py")
+FILES = (
+    *("client/pooling.py", "storage/quantised.py", "storage/row_ids.py", "storage/seen.py"),
+    *("compat/numba.py", "compat/python.py"),
+)
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -65,7 +70,7 @@ def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         dispatcher: Any = numba.njit(nogil=True, **options)(function)
         compiles = is_jitted(dispatcher)  # else the user has set NUMBA_DISABLE_JIT
         if compiles:
-            dispatcher._cache = KernelCache(function)
+            set_cache(dispatcher, KernelCache(function))
         return dispatcher
 
     return compiled
@@ -103,18 +108,18 @@ def _say_once(what: str, why: object) -> None:
         )
 
 
-class _Elsewhere(UserWideCacheLocator):
+class _Elsewhere(UserFolder):
     """One of Numba's ways to a folder, for who may not write beside the sources, nor has named one."""
 
     def __init__(self, function: Any, file: str) -> None:
-        super().__init__(function, file)  # type: ignore[no-untyped-call]
+        super().__init__(function, file)
         self.beside = os.path.join(os.path.dirname(file), "__pycache__")
 
 
 class _InHome(_Elsewhere):
     def ensure_cache_path(self) -> None:
-        if not os.path.isabs(self._cache_path):  # "~/.cache" of who has no home: it would be made in the working folder
-            raise FileNotFoundError(f"{self._cache_path}: this user has no home")
+        if not os.path.isabs(self.folder):  # "~/.cache" of who has no home: it would be made in the working folder
+            raise FileNotFoundError(f"{self.folder}: this user has no home")
         super().ensure_cache_path()  # type: ignore[no-untyped-call]
 
 
@@ -124,7 +129,7 @@ class _InTemporary(_Elsewhere):
     def __init__(self, function: Any, file: str) -> None:
         super().__init__(function, file)
         self._own = os.path.join(tempfile.gettempdir(), f"torch-ecrec-kernels-{os.geteuid()}")
-        self._cache_path = os.path.join(self._own, os.path.basename(self._cache_path))
+        self.folder = os.path.join(self._own, os.path.basename(self.folder))
 
     def ensure_cache_path(self) -> None:
         with contextlib.suppress(FileExistsError):
@@ -140,34 +145,24 @@ class _Nowhere(_Elsewhere):
 
     def __init__(self, function: Any, file: str) -> None:
         super().__init__(function, file)
-        self._cache_path = self.beside
+        self.folder = self.beside
 
     def ensure_cache_path(self) -> None:
         pass
 
 
-class _Places(CompileResultCacheImpl):
-    """Numba's search for a folder, with more places."""
-
-    _locator_classes = [  # noqa: RUF012 (Numba declares it)
-        *(_InHome if one is UserWideCacheLocator else one for one in CompileResultCacheImpl._locator_classes),
-        _InTemporary,
-        _Nowhere,
-    ]
+# Numba's ways to a folder, with more of them.
+_WAYS = (*(_InHome if one is UserWideCacheLocator else one for one in locators()), _InTemporary, _Nowhere)
 
 
-class KernelCache(FunctionCache):
+class KernelCache(FunctionFiles, ways=_WAYS):
     """Numba's cache of a function, with other files."""
-
-    _impl_class = _Places
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
-        locator = self._impl.locator
-        self._writes = not isinstance(locator, _Nowhere)
-        beside = [Path(locator.beside)] if isinstance(locator, _Elsewhere) else []
-        entries: Any = Entries(Path(self.cache_path), self._impl.filename_base, digest_of_sources(), beside)
-        self._cache_file = entries
+        self._writes = not isinstance(self.way, _Nowhere)
+        beside = [Path(self.way.beside)] if isinstance(self.way, _Elsewhere) else []
+        self.keep_in(Entries(Path(self.cache_path), self.stem, digest_of_sources(), beside))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """What is kept for a signature; None: nothing that can be loaded."""

@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Protocol
 
+from torch_ecrec.compat.python import is_shutdown
 from torch_ecrec.runtime.cores import ran_s
 from torch_ecrec.runtime.threads import Worker, log_error
 
@@ -254,7 +255,7 @@ def _is_over(frame: FrameType | None) -> bool:
     """Whether the main thread waits for others before the interpreter ends."""
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__") == "threading" and frame.f_code.co_name == "_shutdown"
+    return frame is not None and is_shutdown(frame)
 
 
 def end_with_stacks(text: str, code: int) -> None:

@@ -1,4 +1,4 @@
-"""The data plane over torch.distributed.rpc. The only module that imports it.
+"""The data plane over torch.distributed.rpc. The only module that imports it, beside `compat/rpc.py`.
 
 An RPC world of torch is static: nobody can be replaced in it. So each generation is a world of its own, and the
 processes live through it. A world is known to torch by names that carry the generation ("n0:2"), so that nothing of an
@@ -19,19 +19,17 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
-from torch.distributed.autograd import _init as init_autograd  # type: ignore[attr-defined]
 from torch.distributed.rpc import (  # type: ignore[attr-defined]
     TensorPipeAgent,
     TensorPipeRpcBackendOptions,
     WorkerInfo,
-    _is_current_rpc_agent_set,
-    _set_and_start_rpc_agent,
     functions,
     rpc_async,
     shutdown,
 )
 from torch.futures import Future
 
+from torch_ecrec.compat.rpc import init_autograd, is_agent_set, start_agent
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
 from torch_ecrec.protocol.status import Connections
@@ -150,7 +148,7 @@ class RpcTransport(Transport):
 
     def _claim(self, store: tuple[str, int]) -> str:
         global _active
-        if _active is None and not _is_current_rpc_agent_set():
+        if _active is None and not is_agent_set():
             _active = self
         if _active is not self:
             raise RuntimeError("torch.distributed.rpc is in use in this process already")
@@ -186,7 +184,7 @@ class RpcTransport(Transport):
         self._polling = _PollingStore(shared, lambda: self._check_wanted(generation), deadline_s)
         name = torch_name(self.name, generation)
         agent = TensorPipeAgent(self._polling, name, rank, len(world.members), options, {}, [])
-        _set_and_start_rpc_agent(agent)
+        start_agent(agent)
         self._workers = {member: agent.get_worker_info(torch_name(member, generation)) for member in world.members}
         places = {name: place_of(text) for name, text in zip(world.members, said, strict=True)}
         self._tries.follow(places, places[self.name][0])
@@ -195,7 +193,7 @@ class RpcTransport(Transport):
             self._looks.start()
 
     def _shut(self) -> None:
-        if _active is self and _is_current_rpc_agent_set():
+        if _active is self and is_agent_set():
             shutdown(graceful=False)
 
     def connections(self) -> Connections:

@@ -1,0 +1,351 @@
+"""Private names of torch (without torch.distributed.rpc, which is in rpc.py)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.autograd import Variable
+from torch.distributed._shard.metadata import ShardMetadata as ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor as ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata as ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as TensorProperties
+from torch.distributed._shard.sharded_tensor.shard import Shard as Shard
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec as EnumerableShardingSpec
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict as flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element as set_element
+from torch.distributed.checkpoint.planner_helpers import _chunk_for_shard as chunk_of_shard
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_from_tensor as chunk_of_tensor
+from torch.distributed.checkpoint.planner_helpers import _create_write_item_for_shard as write_item_of_shard
+from torch.distributed.checkpoint.planner_helpers import _create_write_item_for_tensor as write_item_of_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_shape_and_offset
+from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves as tree_leaves
+
+__all__ = [
+    "DCP_PICKLES",
+    "STEP_HOOKS",
+    "VERSION",
+    "EnumerableShardingSpec",
+    "FakeTensorMode",
+    "IncompatibleKeys",
+    "NoTorchFunction",
+    "OwnState",
+    "Shard",
+    "ShardMetadata",
+    "ShardedTensor",
+    "ShardedTensorMetadata",
+    "TensorProperties",
+    "attached_arguments",
+    "attached_optimizers",
+    "backward_pass",
+    "children_of",
+    "chunk_of_shard",
+    "chunk_of_tensor",
+    "compile_settings",
+    "copy_attached",
+    "dynamic_of",
+    "flatten_state_dict",
+    "frames_compiled",
+    "group_of",
+    "group_with",
+    "has_communication_hook",
+    "has_state_dict_hooks",
+    "has_tensor_hooks",
+    "is_scheduled",
+    "is_torchs_own",
+    "local_shape_and_offset",
+    "module_hooks",
+    "next_index_of",
+    "own_buffers",
+    "own_parameters",
+    "place_in_file",
+    "plain_torch_function",
+    "queue_callback",
+    "set_element",
+    "set_next_index",
+    "sharded_of",
+    "tensor_without_memory",
+    "transient_buffers",
+    "tree_leaves",
+    "version_of",
+    "write_item_of_shard",
+    "write_item_of_tensor",
+]
+
+T = TypeVar("T", bound=Tensor)
+
+NoTorchFunction = torch._C.DisableTorchFunctionSubclass
+"""A context in which `__torch_function__` of subclasses is not asked."""
+
+plain_torch_function = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of a subclass whose results are plain tensors."""
+
+
+def tensor_without_memory(cls: type[T], shape: torch.Size, dtype: torch.dtype) -> T:
+    """A tensor of a subclass that says what it is, and has no values."""
+    made: T = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+    return made
+
+
+def backward_pass() -> int:
+    """Which backward pass this thread is in: another number for each; -1 outside."""
+    return int(torch._C._current_graph_task_id())
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Inside a backward pass: has autograd call it at its end, after those that were queued before."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def sharded_of(shards: Sequence[Shard], metadata: ShardedTensorMetadata, group: dist.ProcessGroup) -> Tensor:
+    """A `ShardedTensor` of what this process has of it and what it is as a whole; no process asks another."""
+    made: Tensor = ShardedTensor._init_from_local_shards_and_global_metadata(
+        list(shards), metadata, process_group=group
+    )
+    return made
+
+
+def group_of(sharded: Any) -> dist.ProcessGroup:
+    """The processes that share a `ShardedTensor`."""
+    found: dist.ProcessGroup = sharded._process_group
+    return found
+
+
+def group_with(ranks: Sequence[int], backend: str | None = None, alone: bool = False) -> dist.ProcessGroup:
+    """Makes a group of some trainers, of which this process is one; each of them calls it.
+
+    `new_group` is public. From torch 2.14 on its declared type is that of a private number, too, which it gives who is
+    not in the group.
+
+    Args:
+        ranks: of the trainers, in the default group.
+        backend: None: that of the default group.
+        alone: only these trainers call it; else all of the default group do.
+    """
+    made: Any = dist.new_group(ranks, backend=backend, use_local_synchronization=alone)
+    found: dist.ProcessGroup = made
+    return found
+
+
+# tensors --------------------------------------------------------------------------------------------
+
+VERSION = "_version"
+"""Attribute of a tensor: the number of writes in place so far. torch's notes on autograd describe it; no other name."""
+
+
+def version_of(tensor: Tensor) -> int:
+    """The number of writes in place into a tensor, or another one of its memory, so far (`VERSION`)."""
+    return tensor._version
+
+
+def has_tensor_hooks(tensor: Tensor) -> bool:
+    """Whether a tensor has hooks for its gradient, of either kind. Those can be registered publicly, and not listed.
+
+    `_post_accumulate_grad_hooks` is there since torch 2.1.
+    """
+    return any(getattr(tensor, hooks, None) for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+
+
+def place_in_file(fake: Tensor) -> int | None:
+    """The offset in bytes, in a file of `torch.save`, of the memory of a tensor that was read under `FakeTensorMode`.
+
+    None: the file does not have it as it is. There is no public way to read a part of a file without its tensors.
+    """
+    found: int | None = getattr(fake.untyped_storage(), "_checkpoint_offset", None)
+    return found
+
+
+# modules --------------------------------------------------------------------------------------------
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own parameters, by attribute: the dict itself, in which they may be put.
+
+    `named_parameters(recurse=False)` may be another one of a subclass (TorchRec's leaves some out), leaves out what has
+    a second name, and cannot be written to.
+    """
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """A module's own buffers, by attribute. `named_buffers` differs as `named_parameters` does."""
+    return module._buffers
+
+
+def transient_buffers(module: nn.Module) -> set[str]:
+    """Attributes of a module's buffers that are in no state dict (`persistent=False`). Nothing public lists them."""
+    return module._non_persistent_buffers_set
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """A module's children, by attribute. `named_children` leaves out the second name of one that has two."""
+    return module._modules
+
+
+def module_hooks(module: nn.Module) -> list[str]:
+    """Which kinds of hooks a module has, by the names that torch gives the kinds. Nothing public lists hooks.
+
+    `_backward_pre_hooks` is there since torch 2.0.
+    """
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return [kind for kind in kinds if getattr(module, kind)]
+
+
+class OwnState(nn.Module):
+    """A module that is not moved or made another dtype with the model it is in, and has state that is in no parameter.
+
+    `state_dict`, `load_state_dict` and `to` of the model around it ask only these private methods of a module within.
+    """
+
+    def _apply(self, fn: Any, recurse: bool = True) -> OwnState:
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self.save_state(destination, prefix)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        self.load_state(state_dict, prefix, strict, missing_keys, unexpected_keys, error_msgs)
+
+    def save_state(self, destination: dict[str, Any], prefix: str) -> None:
+        """Puts the state into `destination`, under names that begin with `prefix`."""
+        raise NotImplementedError
+
+    def load_state(
+        self,
+        state: Mapping[str, Any],
+        prefix: str,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        """Loads what `state` has under names that begin with `prefix`, and adds names and errors to the lists."""
+        raise NotImplementedError
+
+
+def has_communication_hook(parallel: DistributedDataParallel) -> bool:
+    """Whether a hook that sums gradients is registered: `register_comm_hook` adds it, and nothing public lists them."""
+    return bool(parallel._comm_hooks)
+
+
+# optimizers -----------------------------------------------------------------------------------------
+
+STEP_HOOKS = "_optimizer_step_post_hooks"
+"""Attribute of an optimizer whose `Optimizer.__init__` was called, without which `register_step_post_hook` fails."""
+
+
+def is_torchs_own(attribute: str) -> bool:
+    """Whether torch gives an optimizer an attribute of this name: its hooks, what a scheduler and a scaler leave."""
+    known = {"defaults", "state", "param_groups", "step", "_opt_called", "_step_count", "grad_scale", "found_inf"}
+    return attribute in known or attribute.startswith("_optimizer_")
+
+
+def has_state_dict_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks add to an optimizer's `state_dict()`. Nothing public lists them."""
+    return bool(getattr(optimizer, "_optimizer_state_dict_post_hooks", None))
+
+
+def is_scheduled(optimizer: Optimizer) -> bool:
+    """Whether a learning rate scheduler was made for an optimizer: it leaves a mark on `step`, and nothing public."""
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
+def attached_optimizers(parameter: Tensor) -> list[tuple[type, Mapping[str, Any]]]:
+    """The optimizers that `apply_optimizer_in_backward`, of torch or TorchRec, has attached: classes with arguments.
+
+    Both write `_optimizer_classes` and `_optimizer_kwargs`, where TorchRec's sharded modules find them; there is no
+    public way to ask.
+    """
+    classes, arguments = getattr(parameter, "_optimizer_classes", ()), getattr(parameter, "_optimizer_kwargs", ())
+    return list(zip(classes, arguments, strict=False))  # a script that takes an optimizer off may leave its arguments
+
+
+def attached_arguments(parameter: Tensor) -> Mapping[str, Any]:
+    """The arguments of the first optimizer that is attached. TorchRec reads them also where its class was taken off."""
+    found: Mapping[str, Any] = next(iter(getattr(parameter, "_optimizer_kwargs", ())), {})
+    return found
+
+
+def copy_attached(given: Tensor, to: Tensor) -> None:
+    """Attaches to a parameter the optimizers of another one, with arguments of its own, so that TorchRec reads them."""
+    for name in ("_optimizer_classes", "_optimizer_kwargs"):
+        if (found := getattr(given, name, None)) is not None:
+            setattr(to, name, [dict(one) if isinstance(one, dict) else one for one in found])
+
+
+# torch.compile --------------------------------------------------------------------------------------
+
+
+def frames_compiled() -> int:
+    """Frames of Python code that dynamo has looked at in this process; 0 if it was not loaded.
+
+    `torch.compiler` has no such number, and `torch._dynamo.utils.counters` is empty unless it is asked for.
+    """
+    convert_frame: Any = sys.modules.get("torch._dynamo.convert_frame")
+    return 0 if convert_frame is None else int(convert_frame.FRAME_COUNTER)
+
+
+def compile_settings(module: nn.Module) -> Any:
+    """The settings with which a module was compiled, or None: by `torch.compile`, or in place by `module.compile`.
+
+    Nothing public says whether a module is compiled.
+    """
+    found = getattr(module, "dynamo_ctx", None)
+    if found is not None:
+        return found
+    for cell in getattr(module._compiled_call_impl, "__closure__", None) or ():
+        if hasattr(cell.cell_contents, "_dynamic"):
+            return cell.cell_contents
+    return None
+
+
+def dynamic_of(settings: Any) -> bool | None:
+    """The argument `dynamic` in the settings of what was compiled."""
+    found: bool | None = settings._dynamic
+    return found
+
+
+# readers --------------------------------------------------------------------------------------------
+
+
+def next_index_of(batches: Any) -> Callable[[], Any]:
+    """What the iterator of a `DataLoader` asks for the indices of its next batch; to call it skips that batch.
+
+    Publicly a batch is skipped by loading it.
+    """
+    found: Callable[[], Any] = batches._next_index
+    return found
+
+
+def set_next_index(batches: Any, next_index: Callable[[], Any]) -> None:
+    """Has the iterator of a `DataLoader` ask `next_index` from now on."""
+    batches._next_index = next_index
+
+
+# checkpoints ----------------------------------------------------------------------------------------
+
+DCP_PICKLES: Mapping[str, frozenset[str]] = {
+    "torch.distributed.checkpoint.metadata": frozenset({"_MEM_FORMAT_ENCODING"}),
+    "torch.distributed._shard.sharded_tensor.metadata": frozenset({"TensorProperties", "MEM_FORMAT_ENCODING"}),
+    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
+    "torch.serialization": frozenset({"_get_layout"}),
+}
+"""Private names that the file `.metadata` of `torch.distributed.checkpoint` has in it, by module. The second module is
+in folders of older releases only. The file is a pickle: these names are its format."""
