@@ -139,7 +139,7 @@ class CaseWatch:
         self.steps = Steps(trainers)
         self.facts: list[dict[str, Any]] = [{} for _ in range(trainers)]  # what each trainer said, steps aside
         self.ended: list[int] = []  # trainers whose output has ended
-        self.world: list[str] = []  # members of the RPC generation
+        self.roster: list[str] = []  # who is there
         self.gone: set[str] = set()  # members that were lost
         self.coordinator_gone: str | None = None
 
@@ -156,8 +156,8 @@ class CaseWatch:
     def on_message(self, message: dict[str, Any]) -> None:
         with self.changed:
             event = self.record.on_message(message)
-            if isinstance(event, events.GenerationFormed):
-                self.world = event.members
+            if isinstance(event, events.RosterIs):
+                self.roster = event.members
             elif isinstance(event, events.Lost):
                 self.gone.add(event.member)
             self.changed.notify_all()
@@ -170,7 +170,7 @@ class CaseWatch:
     def spares(self) -> int:
         """Servers that could take over now."""
         busy = {server for server, _ in self.record.places} | self.gone
-        return sum(self.record.roles.get(name) == "server" and name not in busy for name in self.world)
+        return sum(self.record.roles.get(name) == "server" and name not in busy for name in self.roster)
 
     def trouble(self) -> str | None:
         """Why nothing more can come of this."""

@@ -22,7 +22,7 @@ from torch_ecrec.transport.control import ControlClient
 
 WARM_S = 3.0  # of training, not measured
 MOMENT_S = 1.0  # a kill comes at a random moment of so many seconds
-GRACE_S = 1.0  # after a spare is there again: every process has just formed a new RPC generation
+GRACE_S = 1.0  # after a spare is there again: every process has just been told of it
 DETECT_LIMIT_S = 45.0  # longer than a lease
 STEP_LIMIT_S = 150.0  # for one step: longer than a trainer's own patience
 REBUILD_LIMIT_S = 120.0  # and twice what it takes at the limit, or at

@@ -1,6 +1,6 @@
 """Who has connected, and has not proved yet that it is a member: one thread looks after all of them.
 
-A member says hello at once: magic, the key of who listens, the digest of its build, the generation. Who has said so
+A member says hello at once: magic, the key of who listens, the digest of its build, its name. Who has said so
 gets a thread of its own. Who has the key and is of another build is told which build is here (`OTHER_BUILD`); nothing
 that it sends is read. Everybody else costs a descriptor, for `HELLO_S` at most, and of them there are `STRANGERS_MOST`:
 when one more comes, the one that has kept silent longest goes. So a member gets in as long as fewer than
@@ -29,7 +29,7 @@ from torch_ecrec.transport.control import tune
 from torch_ecrec.transport.frames import HEADER, MAGIC, OTHER_BUILD
 
 KEY_BYTES = 16
-HELLO = struct.Struct(f"<4s{KEY_BYTES}s{DIGEST_BYTES}sQ")  # magic, key, digest of the build, generation
+HELLO = struct.Struct(f"<4s{KEY_BYTES}s{DIGEST_BYTES}s100s")  # magic, key, digest of the build, the caller's name
 HELLO_S = 10.0
 STRANGERS_MOST = 128
 ACCEPTS_AT_ONCE = 16  # then those that have come are heard
@@ -51,8 +51,8 @@ class Door:
         listeners: its own from now on.
         key: what a member knows.
         build: of this process.
-        admit: `admit(sock, generation)` of who has said hello; the socket blocks, and is the callee's. On the door's
-            thread: it must not wait.
+        admit: `admit(sock, caller)` of who has said hello, by name; the socket blocks, and is the callee's. On the
+            door's thread: it must not wait.
         visited: gets the host of everybody who connects from another one.
         complaints: get why somebody was not let in.
         on_error: gets what goes wrong here; the door stays open.
@@ -63,7 +63,7 @@ class Door:
         listeners: Sequence[socket.socket],
         key: bytes,
         build: Build,
-        admit: Callable[[socket.socket, int], None],
+        admit: Callable[[socket.socket, str], None],
         visited: Callable[[str], None],
         complaints: Complaints,
         on_error: Callable[[BaseException], None],
@@ -190,7 +190,7 @@ class Door:
             return
         stranger.said += said
         if len(stranger.said) == HELLO.size:
-            magic, key, digest, generation = HELLO.unpack(stranger.said)
+            magic, key, digest, caller = HELLO.unpack(stranger.said)
             if magic != MAGIC or not hmac.compare_digest(key, self._key):
                 self._turn_away(stranger, "not a member of this cluster")
                 return
@@ -198,9 +198,9 @@ class Door:
                 self._tell_build(stranger)
                 return
             self._forget(stranger)
-            self._let_in(stranger.sock, int(generation))
+            self._let_in(stranger.sock, caller.rstrip(b"\0").decode(errors="replace"))
 
-    def _let_in(self, sock: socket.socket, generation: int) -> None:
+    def _let_in(self, sock: socket.socket, caller: str) -> None:
         try:
             sock.setblocking(True)
             if sock.family != socket.AF_UNIX:
@@ -209,7 +209,7 @@ class Door:
             self._complaints.add("a member's connection is closed", error)
             sock.close()
             return
-        self._admit(sock, generation)
+        self._admit(sock, caller)
 
     def _tell_build(self, stranger: _Stranger) -> None:
         told = self._build.told()
