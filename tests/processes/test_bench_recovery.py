@@ -251,14 +251,14 @@ def test_a_lost_cluster_is_told(tmp_path: Path) -> None:
     assert watch.trouble() == "the cluster has stopped: too much"
 
 
-def test_spares_are_servers_of_the_world_that_host_nothing_and_live(tmp_path: Path) -> None:
+def test_spares_are_servers_of_the_roster_that_host_nothing_and_live(tmp_path: Path) -> None:
     watch = watch_of(tmp_path)
     members = [*(f"server-{i}" for i in range(5)), "trainer-0"]
     for pid, member in enumerate(members):
         role = member.partition("-")[0]
         who = {"member": member, "role": role, "rank": 0 if role == "trainer" else -1, "pid": pid}
         watch.on_message({"type": "event", "event": "joined", "time_s": 0.5, **who})
-    watch.on_message({"type": "event", "event": "generation", "generation": 1, "members": members, "time_s": 1.0})
+    watch.on_message({"type": "event", "event": "roster", "version": 1, "members": members, "time_s": 1.0})
     slots = [[f"server-{i}", 0] for i in range(3)]
     watch.on_message({"type": "event", "event": "placed", "epoch": 1, "slots": slots, "time_s": 1.0})
     assert watch.spares() == 2

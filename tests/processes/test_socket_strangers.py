@@ -117,7 +117,7 @@ def test_members_connect_while_a_thousand_strangers_come_and_go(pair: Pair) -> N
             come.append(which)
             with contextlib.suppress(OSError):  # b has made room already
                 sock.send(
-                    [b"", b"x", b"GET / HTTP/1.0\r\n\r\n", HELLO.pack(MAGIC, bytes(16), bytes(16), 1)][len(come) % 4]
+                    [b"", b"x", b"GET / HTTP/1.0\r\n\r\n", HELLO.pack(MAGIC, bytes(16), bytes(16), b"a")][len(come) % 4]
                 )
             held.append(sock)
             if len(held) > 100:
@@ -132,7 +132,7 @@ def test_members_connect_while_a_thousand_strangers_come_and_go(pair: Pair) -> N
         for _ in range(5):
             pair.form()
             assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
-            assert reader_threads() <= threads_before + 2, "a member's, and that of the generation before"
+            assert reader_threads() <= threads_before + 2, "a member's, and that of the connection before"
             door = pair.b._door
             assert door is not None and len(door._strangers) <= STRANGERS_MOST
         stop.set()
@@ -163,7 +163,7 @@ def test_a_log_is_not_filled_by_strangers(pair: Pair, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         for _ in range(200):
             with stranger(pair) as sock:
-                sock.sendall(HELLO.pack(MAGIC, bytes(16), bytes(16), 1))
+                sock.sendall(HELLO.pack(MAGIC, bytes(16), bytes(16), b"a"))
                 read_end(sock)
         counts = pair.b.complaints.counts
     assert counts["a stranger's connection is closed"] == 200

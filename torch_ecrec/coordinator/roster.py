@@ -103,7 +103,10 @@ class Roster:
         self._members.send(name, messages.Roster(self.version, endpoints, addresses))
 
     def learn(self, said: Iterable[Rejoin]) -> None:
-        """The newest roster that members of the coordinator before know; the number never becomes less."""
+        """The newest roster that members of the coordinator before know, of those who are back; the number never
+        becomes less."""
+        known = {member.name for member in self._members.present()}
         for one in said:
             if one.roster > 0 and one.roster >= self.version:
-                self.version, self.names = one.roster, list(one.world)
+                self.version = one.roster
+                self.names = [name for name in one.world if name in known]

@@ -1,7 +1,7 @@
 """The data plane over torch.distributed.rpc. The only module that imports it.
 
 An RPC world of torch is static: nobody can be replaced in it. So each roster is a world of its own, a *generation*, and
-the processes live through it. A world is known to torch by names that carry the generation ("n0:2.0"), so that nothing
+the processes live through it. A world is known to torch by names that carry the generation ("n0:2-0"), so that nothing
 of an old world can be taken for the new one. torch's own way to form one (`init_rpc`) goes through a gloo group, and
 RPCs that wait without a limit when a member dies; it is not used, and neither is the program's default process group.
 
@@ -64,7 +64,7 @@ INTERFACE = "TP_SOCKET_IFNAME"  # whose address an agent takes
 LOOK_S = 0.1  # how often tries to reach other hosts are looked at
 END_S = 5.0  # for the threads
 FORMING_S = 20.0  # for all to be ready, once all have arrived
-AGAIN_S = 0.1  # before another try
+AGAIN_S, AGAIN_MOST_S = 0.1, 2.0  # before another try
 
 # the callee's side ----------------------------------------------------------------------------------
 
@@ -342,7 +342,7 @@ class RpcTransport(Transport):
         check = lambda: self._check(version)  # noqa: E731
         while True:
             check()
-            generation, shared = f"{version}.{attempt}", None
+            generation, shared = f"{version}-{attempt}", None
             try:
                 shared = PrefixStore(f"generation-{generation}", self._store_of(members[names[0]]))
                 meet(shared, "arrived", self.name, names, GOES_ON, check)
@@ -361,8 +361,8 @@ class RpcTransport(Transport):
                 return
             log.warning("%s: generation %s was not formed: %s", self.name, generation, verdict)
             self._leave()
+            self._ended.wait(min(AGAIN_S * 2**attempt, AGAIN_MOST_S))
             attempt += 1
-            self._ended.wait(AGAIN_S)
 
     def _store_of(self, first: Endpoint) -> TCPStore:
         """Where members meet of whom this is the first."""

@@ -25,6 +25,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import ipaddress
 import logging
 import secrets
 import selectors
@@ -349,8 +350,15 @@ class Address:
     @staticmethod
     def parse(text: str) -> Address:
         """Returns the address that a text means. Raises ValueError: none."""
-        host, port, key, name = text.split(" ")
-        return Address(host, int(port), bytes.fromhex(key), name)
+        parts = text.split(" ")
+        try:
+            host, port, key, name = parts[0], int(parts[1]), bytes.fromhex(parts[2]), parts[3]
+            ipaddress.ip_address(host)  # nothing is looked up by name: that could block
+        except (ValueError, IndexError):
+            port, key = 0, b""
+        if len(parts) != 4 or not 0 < port < 65536 or len(key) != KEY_BYTES:
+            raise ValueError(f"no endpoint, which is HOST PORT KEY NAME: {text[:80]!r}")
+        return Address(host, port, key, name)
 
     def dial_within_host(self) -> socket.socket | None:
         """A connection to its Unix socket; None if it is not on this host, or one of the two shares no memory."""
