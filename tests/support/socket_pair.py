@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from greeting import greet, hello_of
 
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.encoding import WIRE, Vocabulary
 from torch_ecrec.runtime import shared
-from torch_ecrec.transport.door import HELLO
-from torch_ecrec.transport.frames import MAGIC, Frame
+from torch_ecrec.transport.frames import Frame
 from torch_ecrec.transport.sockets import SocketTransport
 
 HERE = "127.0.0.1"
@@ -94,9 +94,8 @@ class Pair:
 
     def connect(self, key: bytes | None = None, caller: bytes = b"a", build: bytes | None = None) -> socket.socket:
         """A connection of a stranger to b."""
-        address = self.b._address
-        sock = socket.create_connection(address.place, WAIT_S)
-        sock.sendall(HELLO.pack(MAGIC, key or address.key, build or self.b.build.digest, caller))
+        sock = socket.create_connection(self.b._address.place, WAIT_S)
+        greet(sock, self.b, hello_of(caller, build or self.b.build.digest), key)
         return sock
 
 

@@ -33,13 +33,14 @@ from torch_ecrec.protocol.wire import A, Outcome, Request
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.spec.settings import STANDS_S, Settings
+from torch_ecrec.spec.settings import STANDS_S, Settings, own_secret
 from torch_ecrec.transport.calls import Transport
-from torch_ecrec.transport.control import ControlClient, NoAnswer
+from torch_ecrec.transport.control import NO_SECRET, ControlClient, NoAnswer
 from torch_ecrec.transport.etcd import Leader
 from torch_ecrec.transport.liveness import SignOfLife
 from torch_ecrec.transport.node import COMPLAINTS, Node
 from torch_ecrec.transport.rpc import RpcTransport
+from torch_ecrec.transport.secret import NotProved, require_closed
 from torch_ecrec.transport.sockets import SocketTransport
 from torch_ecrec.transport.timers import Timers
 from torch_ecrec.transport.whereabouts import follow, reach, whereabouts
@@ -158,6 +159,8 @@ class Member:
         while True:
             try:
                 control = self._connect(left_s)
+            except NotProved as error:
+                raise JoinRefused(str(error)) from error
             except ClusterUnavailable as error:
                 if not gone:
                     raise
@@ -165,6 +168,7 @@ class Member:
             self._control = control
             self._connected.set()
             if self._sign is None:
+                require_closed(control.local_host, own_secret())
                 self._sign = _sign_of_life(control.local_host)
                 self._hello["address"] = list(self._sign.address) if self._sign is not None else None
             control.send(join_message(**self._hello))
@@ -259,6 +263,9 @@ class Member:
                 return
             if self._answered.is_set():  # a message, not the membership
                 log.error("%s: the coordinator refused a message: %s", self.name, word.reason)
+                return
+            if word.kind == NO_SECRET:
+                self._fail_to_join(JoinRefused(f"the coordinator at {self.settings.join} {word.reason}"))
                 return
             refusal = DataLoss if word.kind == "data_loss" else JoinRefused
             self._fail_to_join(refusal(f"refused by the cluster at {self.settings.join}: {word.reason}"))
@@ -371,6 +378,11 @@ class Member:
                     break
             except ClusterUnavailable as error:
                 for_s, silent = time.monotonic() - since_s, isinstance(error, NoAnswer)
+                if isinstance(error, NotProved):  # another cluster's, or a mistake: our own may come yet
+                    if str(error) != self._stranger:
+                        log.error("%s: %s; keeps what it has, and looks for its own", self.name, error)
+                    self._stranger = str(error)
+                    self._over.wait(REJOIN_MOST_S)
             self._note_silence(silent and for_s < stands_s, stands_s - for_s)
             if self._hears_nothing:
                 self._sought_for_s = for_s + give_up_s

@@ -45,10 +45,10 @@ from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
 from torch_ecrec.protocol.status import Connections
 from torch_ecrec.protocol.wire import Failed, Ok, Outcome, Refused, Unknown
-from torch_ecrec.runtime.addresses import interface_of
+from torch_ecrec.runtime.addresses import interface_of, is_loopback
 from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.runtime.threads import Worker
-from torch_ecrec.spec.settings import set_unless_set
+from torch_ecrec.spec.settings import insecure_rpc, set_unless_set
 from torch_ecrec.transport.calls import Call, Handler, Transport, first_line
 from torch_ecrec.transport.reachability import open_sockets, refusing
 from torch_ecrec.transport.rendezvous import GOES_ON, POLL_LEAST_S, POLL_MOST_S, meet, own_store, store_of
@@ -185,6 +185,12 @@ class RpcTransport(Transport):
         super().__init__(name, handle, host, on_error, vocabulary)
         if threads < 1:
             raise ValueError(f"`threads` must be at least 1, got {threads}")
+        if not is_loopback(host) and not insecure_rpc():
+            raise ClusterUnavailable(
+                f"torch.distributed.rpc runs what it is sent by whoever reaches {host}, which other hosts do:"
+                " TORCH_ECREC_TRANSPORT=sockets does not; or allow it for all processes by --insecure-rpc or"
+                " TORCH_ECREC_INSECURE_RPC=1, on a network that you trust"
+            )
         if _active is not None or _is_current_rpc_agent_set():
             raise RuntimeError("torch.distributed.rpc is in use in this process already")
         try:

@@ -1,7 +1,7 @@
 """The data plane over connections of its own: for each pair of members that talk, one from caller to callee.
 
     caller                                   callee
-    hello: magic, the callee's key, digest of the caller's build, the caller's name
+    hello, challenge, proof: each knows the cluster's secret, and the callee's key (door.py)
     frame: ticket, request          ------>  a reading thread runs `handle`
     a reading thread runs `done`    <------  frame: ticket, answer       (in any order)
 
@@ -15,9 +15,9 @@ abstract namespace, which leaves no file behind; large tensors then are read whe
 No thread outlives the interpreter: one that is inside torch when it ends aborts the process.
 
 Each process listens at the address from which it reaches the coordinator (loopback, if that is there). Its *key*, drawn
-at random and told through the coordinator, is asked of who connects (door.py): an address may belong to somebody else
-meanwhile. It keeps out mistakes; it is no protection against who reads the network. A connection on which something
-arrives that is no frame is closed: that costs the calls under way on it, and nothing else.
+at random and told through the coordinator, is what both sides must know, with the cluster's secret (door.py): an
+address may belong to somebody else meanwhile. A connection on which something arrives that is no frame is closed: that
+costs the calls under way on it, and nothing else.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.addresses import family_of
 from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.runtime.threads import Worker
+from torch_ecrec.spec.settings import own_secret
 from torch_ecrec.transport.calls import Back, Call, Handler, Transport, first_line
 from torch_ecrec.transport.control import tune
-from torch_ecrec.transport.door import HELLO, KEY_BYTES, Door
+from torch_ecrec.transport.door import CHALLENGE, HELLO, KEY_BYTES, Door
 from torch_ecrec.transport.frames import MAGIC, Frame, FrameReader, OtherBuild, is_between_hosts
 from torch_ecrec.transport.lending import Lending
+from torch_ecrec.transport.secret import CALLER, LISTENER, data_key, draw, is_proof, proof, require_closed
 
 log = logging.getLogger(__name__)
 
@@ -288,8 +290,7 @@ class Channel:
                 self.sock.connect(self._address.place)
                 tune(self.sock)
             self.sock.settimeout(None)
-            name = transport.name.encode()
-            self.sock.sendall(HELLO.pack(MAGIC, self._address.key, transport.build.digest, name))
+            self._prove()
             connected = True
             self.connection.start()
             reader = FrameReader(self.sock, self.connection.lending)
@@ -309,6 +310,23 @@ class Channel:
             reason = first_line(error)
             transport._report(error)
         self.fail((Unknown if connected else Failed)(f"{self.peer}: {reason}"))
+
+    def _prove(self) -> None:
+        """Both sides show that they are members of one cluster. Raises OSError: the other one does not, or is gone."""
+        shared = data_key(self._transport.secret, self._address.key)
+        mine = draw()
+        hello = HELLO.pack(MAGIC, mine, self._transport.build.digest, self._transport.name.encode())
+        self.sock.sendall(hello)
+        said = bytearray()
+        while len(said) < CHALLENGE.size:
+            part = self.sock.recv(CHALLENGE.size - len(said))
+            if not part:
+                raise ConnectionError("who listens there has closed the connection")
+            said += part
+        magic, theirs, shown = CHALLENGE.unpack(said)
+        if magic != MAGIC or not is_proof(shown, shared, LISTENER, mine, theirs):
+            raise ConnectionError("who listens there is no member of this cluster, or has another secret")
+        self.sock.sendall(proof(shared, CALLER, mine, theirs, hello))
 
     def fail(self, outcome: Unknown | Failed) -> None:
         """It is over, and nobody reads from it any more: calls under way have this outcome."""
@@ -386,6 +404,8 @@ class SocketTransport(Transport):
         vocabulary: Vocabulary = WIRE,
     ) -> None:
         super().__init__(name, handle, host, on_error, vocabulary)
+        self.secret = own_secret()
+        require_closed(host, self.secret)
         listeners, self._address = _listen(host)
         self.endpoint = str(self._address)
         self._gate = threading.Lock()  # guards all below
@@ -400,7 +420,13 @@ class SocketTransport(Transport):
         self._sent: Counter[str] = Counter()  # on connections that are over
         self.sender = Sender(self._sweep, self._report)
         self._door = Door(
-            listeners, self._address.key, self.build, self._admit, self._tries.visited, self.complaints, self._report
+            listeners,
+            data_key(self.secret, self._address.key),
+            self.build,
+            self._admit,
+            self._tries.visited,
+            self.complaints,
+            self._report,
         )
         atexit.register(self._close)
         belongs_here(self)
