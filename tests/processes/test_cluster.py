@@ -67,7 +67,7 @@ class Cluster:
     def wait_until_replaced(self, pids: list[int], *slots: int) -> Status:
         """The kill has fired: the coordinator has lost these processes, and the slots begin a new life elsewhere.
 
-        A slot has no server while one that has joined is not in a generation yet.
+        A slot has no server while one that has joined cannot be called yet.
         """
         status = self.wait_for(
             f"the loss of {pids}",
@@ -119,7 +119,7 @@ def run_undisturbed(logs: Path) -> list[dict[str, Any]]:
     with cluster(logs, CodeSpec(3, 2, 1), steps=STEPS) as running:
         results = [child.result() for child in running.children]
         status = running.supervisor.status()
-    assert status.generation == 1 and not any(place.incarnation for place in status.slots), "undisturbed"
+    assert status.era == 0 and not any(place.incarnation for place in status.slots), "undisturbed"
     return results
 
 
@@ -162,7 +162,7 @@ def listen_at_loopback_only(running: Cluster) -> None:
 def test_a_killed_server_is_replaced_and_comes_back_as_a_spare(
     tmp_path: Path, undisturbed: list[dict[str, Any]], transport: str
 ) -> None:
-    """The spare takes the slot; the process that is started again joins in a new generation while training goes on, and
+    """The spare takes the slot; the process that is started again joins while training goes on, and
     takes the slot that is lost next. All listen at loopback only."""
     first, second = 20, 90
     environment = {"TORCH_ECREC_TRANSPORT": transport}
@@ -178,12 +178,12 @@ def test_a_killed_server_is_replaced_and_comes_back_as_a_spare(
         running.wait_until_replaced(pids, 1)
 
         def back(status: Status) -> bool:
-            return status.generation >= 2 and bool(spares(status)) and all(s.healthy for s in status.slots)
+            return status.roster >= 3 and bool(spares(status)) and all(s.healthy for s in status.slots)
 
         def spares(status: Status) -> list[int]:
             return [m.pid for m in status.members if m.spare and m.alive and m.report.slots == []]
 
-        status = running.wait_for("the restarted process is a spare, in a new generation", back)
+        status = running.wait_for("the restarted process is a spare", back)
         trainer.tell("fast")
         running.wait_for("training goes on", lambda status: first < status.step)
         # The other trainer is a step ahead at most.
@@ -265,7 +265,7 @@ def test_whoever_joins_while_members_rejoin_gets_a_name_that_nobody_has() -> Non
             "birth": "one",
         }
         known = {"job": None, "placement": None, "era": 0, "frozen": False, "resume_step": 0, "done": 0, "origin": None}
-        world = {"run": "run", "life": 0, "generation": 1, "newest": 1, "world": ["server-0", "server-1"]}
+        world = {"run": "run", "life": 0, "endpoint": "here", "roster": 1, "world": ["server-0", "server-1"]}
         plain = {"slots": 3, "k": 2, "r": 1, "protection": "parity"}
         clients["old"].send({**hello, **world, "known": known, "type": "rejoin", "name": "server-0", "code": plain})
         wait_until(

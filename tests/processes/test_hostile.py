@@ -58,8 +58,8 @@ REJOIN = nested(
         "name": "server-1",
         "code": {"slots": 3, "k": 2, "r": 1, "protection": "parity"},
         "life": 0,
-        "generation": 1,
-        "newest": 1,
+        "endpoint": "here",
+        "roster": 1,
         "world": ["server-0", "server-1", "server-2", "trainer-0"],
         "job": JOB.to_json(),
         "placement": PLACEMENT,
@@ -82,7 +82,7 @@ TO_THE_COORDINATOR: list[dict[str, Any]] = [
     {"type": "stop"},
     {"type": "beat", "report": {"slots": [msgspec.to_builtins(slot_report(0, 0))], "bytes_sent": {"push": 3}}},
     {"type": "leave", "report": {}},
-    {"type": "in_generation", "generation": 1},
+    {"type": "listens", "endpoint": "here"},
     {"type": "ready", "slot": 1, "incarnation": 0},
     {"type": "rebuilt", "slot": 1, "incarnation": 0},
     {"type": "unrecoverable", "slot": 1, "incarnation": 0},
@@ -109,7 +109,7 @@ TO_A_MEMBER: list[dict[str, Any]] = [
         "transport": "rpc",
         "run": "run",
     },
-    {"type": "generation", "generation": 1, "members": ["server-0"], "store": ["127.0.0.1", 1], "timeout_s": 1.0},
+    {"type": "roster", "version": 1, "endpoints": {"server-0": "here"}, "addresses": {}},
     {"type": "job", "job": JOB.to_json()},
     {"type": "placement", "placement": PLACEMENT},
     {"type": "era", "era": 1, "step": None, "origin": None, "done": 0},
@@ -200,7 +200,7 @@ class Live:
         )
         self.events: list[dict[str, Any]] = []
         self.router = Router(
-            ClusterSettings(CODE, 0, ("here", 1), lease_s=1e6),
+            ClusterSettings(CODE, 0, lease_s=1e6),
             probe=lambda *_: self.probes.append(None),
             announce=self.events.append,
         )
@@ -226,7 +226,7 @@ class Live:
             name = heard.get(timeout=WAIT_S)["name"]
             self.members[name], self.heard[name] = client, heard
         for client in self.members.values():
-            client.send({"type": "in_generation", "generation": 1})
+            client.send({"type": "listens", "endpoint": "here"})
         wait_until(lambda: self.router.core.epoch == 1, WAIT_S, "the job is placed")
         self.status()
         self.drain()
@@ -252,14 +252,14 @@ class Live:
         """Everything that the coordinator knows, but for when it heard of whom."""
         core = self.router.core
         members = [
-            (m.name, m.role, m.rank, m.birth, m.generation, m.alive, m.left, m.report) for m in core.members.values()
+            (m.name, m.role, m.rank, m.birth, m.endpoint, m.alive, m.left, m.report) for m in core.members.values()
         ]
         known = (
             members,
             core.slots,
             core.epoch,
-            core.generation,
-            core.world,
+            core.roster.version,
+            core.roster.names,
             core.era,
             core.origin,
             core.fatal,
@@ -461,8 +461,8 @@ def test_nonsense_of_a_coordinator_ends_a_membership_with_a_reason() -> None:
     ("message", "words"),
     [
         (TO_A_MEMBER[0] | {"transport": "sockets"}, "said before"),
-        (TO_A_MEMBER[1] | {"members": ["server-7"]}, "server-0 among them"),
-        (TO_A_MEMBER[1] | {"members": ["server-0", "server-0"]}, "must be different"),
+        (TO_A_MEMBER[1] | {"endpoints": {"server-7": "127.0.0.1 1 00 -"}}, "server-0 must be in it"),
+        (TO_A_MEMBER[1] | {"endpoints": {"server-0": "nonsense"}}, "no endpoint"),
     ],
 )
 def test_messages_that_cannot_be_end_a_membership_too(message: dict[str, Any], words: str) -> None:

@@ -141,7 +141,7 @@ def test_all_control_connections_reset_at_once_cost_nothing(tmp_path: Path, undi
             proxy.reset()
         results = [child.result() for child in running.children]
         status = running.wait_for("trainers have left", lambda s: sum(m.left for m in s.members) == TRAINERS)
-        assert (status.era, status.generation, status.fatal) == (0, 1, None)
+        assert (status.era, status.roster, status.fatal) == (0, 1, None)
         assert [place.incarnation for place in status.slots] == [0, 0, 0]
         assert all(member.alive for member in status.members if member.role == "server")
     assert results == undisturbed
@@ -202,7 +202,7 @@ def test_one_line_of_json_does_not_end_the_cluster(tmp_path: Path) -> None:
                 "name": "server-0",
                 **BUILD,
             },
-            {"type": "in_generation", "generation": {}},
+            {"type": "listens", "endpoint": {}},
         ):
             with socket.create_connection(supervisor.address) as sock:
                 sock.settimeout(LIMIT_S)

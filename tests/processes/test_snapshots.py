@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import wait_until
 from torch import nn
 
@@ -25,7 +23,7 @@ WAIT_S = 300.0  # for anything at all: only a hang reaches it
 
 
 class Holder:
-    """A slot that keeps snapshots, as far as its `SnapshotStore` knows it: in one generation with another one."""
+    """A slot that keeps snapshots, as far as its `SnapshotStore` knows it: beside another one."""
 
     def __init__(self, index: int, trainers: int) -> None:
         self.life, self.dead, self.ready = (index, 1), False, True
@@ -36,7 +34,7 @@ class Holder:
         self.answers: list[Any] = []
         self.lock = threading.RLock()
         self.store = SnapshotStore(self, self, self)
-        self.transport = SocketTransport(str(index), self.handle)
+        self.transport = SocketTransport(str(index), self.handle, "127.0.0.1")
 
     def handle(self, request: Any, reply: Callable[[Any], None]) -> None:
         def noted(answer: Any) -> None:
@@ -77,12 +75,9 @@ class Holder:
 def holders(request: pytest.FixtureRequest) -> Iterator[list[Holder]]:
     shared.enable(256 << 20 if request.param == "shared" else 0)
     found = [Holder(i, trainers=8) for i in range(2)]
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
-        with ThreadPoolExecutor(2) as threads:
-            joins = [threads.submit(h.transport.join, 1, ["0", "1"], ("127.0.0.1", store.port), WAIT_S) for h in found]
-            for join in joins:
-                join.result(WAIT_S)
+        for holder in found:
+            holder.transport.follow(1, {str(i): one.transport.endpoint for i, one in enumerate(found)})
         yield found
     finally:
         for holder in found:

@@ -88,7 +88,7 @@ def test_memory_and_files_do_not_grow(pair: Pair) -> None:
 
 
 @lends
-def test_what_is_lent_outlives_its_generation(pair: Pair) -> None:
+def test_what_is_lent_outlives_its_connection(pair: Pair) -> None:
     """Its owner never uses that memory again: it cannot know whether the reader still looks."""
     kept = keep_all(pair)
     pair.call(parcel([lent_tensor(4, 77)]))
@@ -102,7 +102,7 @@ def test_what_is_lent_outlives_its_generation(pair: Pair) -> None:
 
 
 @lends
-def test_a_tensor_that_is_lent_in_one_generation_may_be_lent_in_the_next(pair: Pair) -> None:
+def test_a_tensor_that_was_lent_on_one_connection_may_be_lent_on_the_next(pair: Pair) -> None:
     """A push that was not acknowledged is sent again."""
     pair.handle = lambda request, reply: reply(Parcels(request.parts))
     sent = lent_tensor(4, 3)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from conftest import wait_until
+from greeting import hello_of
 from socket_pair import (
     WAIT_S,
     Pair,
@@ -27,10 +28,7 @@ from socket_pair import (
 
 from torch_ecrec.protocol import wire
 from torch_ecrec.transport import door
-from torch_ecrec.transport.door import HELLO, STRANGERS_MOST
-from torch_ecrec.transport.frames import (
-    MAGIC,
-)
+from torch_ecrec.transport.door import STRANGERS_MOST
 from torch_ecrec.transport.sockets import NO_NAME
 
 PROMPTLY_S = 20.0  # by itself, on whatever machine
@@ -116,9 +114,7 @@ def test_members_connect_while_a_thousand_strangers_come_and_go(pair: Pair) -> N
             sock = stranger(pair, within_host and len(come) % 2 == 0)
             come.append(which)
             with contextlib.suppress(OSError):  # b has made room already
-                sock.send(
-                    [b"", b"x", b"GET / HTTP/1.0\r\n\r\n", HELLO.pack(MAGIC, bytes(16), bytes(16), 1)][len(come) % 4]
-                )
+                sock.send([b"", b"x", b"GET / HTTP/1.0\r\n\r\n", hello_of() + bytes(32)][len(come) % 4])
             held.append(sock)
             if len(held) > 100:
                 held.popleft().close()
@@ -132,7 +128,7 @@ def test_members_connect_while_a_thousand_strangers_come_and_go(pair: Pair) -> N
         for _ in range(5):
             pair.form()
             assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
-            assert reader_threads() <= threads_before + 2, "a member's, and that of the generation before"
+            assert reader_threads() <= threads_before + 2, "a member's, and that of the connection before"
             door = pair.b._door
             assert door is not None and len(door._strangers) <= STRANGERS_MOST
         stop.set()
@@ -163,7 +159,7 @@ def test_a_log_is_not_filled_by_strangers(pair: Pair, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         for _ in range(200):
             with stranger(pair) as sock:
-                sock.sendall(HELLO.pack(MAGIC, bytes(16), bytes(16), 1))
+                sock.sendall(hello_of() + bytes(32))
                 read_end(sock)
         counts = pair.b.complaints.counts
     assert counts["a stranger's connection is closed"] == 200

@@ -1,4 +1,4 @@
-"""The socket transport alone, two of them in this process: calls, generations, who may connect, peers that fail."""
+"""The socket transport alone, two of them in this process: calls, rosters, who may connect, peers that fail."""
 
 import errno
 import itertools
@@ -108,18 +108,18 @@ def test_calls_of_many_threads_keep_apart(pair: Pair) -> None:
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(one, range(24)))
-    assert not pair.a._calls
+    assert not any(channel._calls for channel in pair.a._channels.values())
 
 
-def test_one_listens_where_the_coordinator_is_reached(pair: Pair) -> None:
+def test_one_listens_where_it_is_told_to(pair: Pair) -> None:
     assert pair.a._address.place[0] == "127.0.0.1"
     assert Address.parse(str(pair.a._address)).place == pair.a._address.place
     with pytest.raises(ClusterUnavailable, match="cannot listen"):
-        SocketTransport("c", lambda request, reply: None).join(1, ["c"], ("nowhere.invalid", 1), 1)
+        SocketTransport("c", lambda request, reply: None, "192.0.2.1")
 
 
 @pytest.mark.parametrize("handled", [False, True], ids=["strangers", "a member"])
-def test_who_has_not_got_the_key_or_the_generation_is_not_heard(pair: Pair, handled: bool) -> None:
+def test_who_has_not_got_the_key_or_is_no_member_any_more_is_not_heard(pair: Pair, handled: bool) -> None:
     requests: list[Any] = []
 
     def handle(request: Any, reply: Any) -> None:
@@ -127,8 +127,10 @@ def test_who_has_not_got_the_key_or_the_generation_is_not_heard(pair: Pair, hand
         reply(wire.VersionsAre({0: 1}))
 
     pair.handle = handle
+    pair.b.follow(next(pair.versions), {"b": pair.b.endpoint, "gone": pair.a.endpoint})
+    pair.form()
     request = as_bytes(Frame(7, plain(["Versions", 0, 0, 0])), summed=True)
-    hellos: list[dict[str, Any]] = [{}] if handled else [{"key": bytes(16)}, {"generation": pair.generation + 1}]
+    hellos: list[dict[str, Any]] = [{}] if handled else [{"key": bytes(16)}, {"caller": b"gone"}]
     for hello in hellos:
         with pair.connect(**hello) as sock:
             sock.sendall(request)
@@ -294,7 +296,7 @@ def test_nobody_there_is_a_failed_call(pair: Pair) -> None:
 
 
 def test_a_connection_that_comes_too_late_is_not_kept(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The generation ends while it is made."""
+    """Its member goes while it is made."""
     go, made = threading.Event(), []
 
     class Slow(socket.socket):
@@ -308,13 +310,13 @@ def test_a_connection_that_comes_too_late_is_not_kept(pair: Pair, monkeypatch: p
     wait_until(lambda: bool(made), PROMPTLY_S, "it is being made")
     monkeypatch.undo()
     pair.form()
-    assert isinstance(waiting(), wire.Unknown)
     go.set()
+    assert isinstance(waiting(), (wire.Failed, wire.Unknown))
     wait_until(lambda: made[0].fileno() == -1, PROMPTLY_S, "it is closed")
     assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
 
 
-def test_a_generation_ends_the_connections_of_the_one_before(pair: Pair) -> None:
+def test_who_is_no_member_any_more_has_no_connections(pair: Pair) -> None:
     kept: list[Any] = []
     pair.handle = lambda request, reply: kept.append(reply)
     waiting = pair.start(wire.Versions(0, 0))
@@ -322,7 +324,7 @@ def test_a_generation_ends_the_connections_of_the_one_before(pair: Pair) -> None
     (before,) = pair.b._inbound
     pair.form()
     outcome = waiting()
-    assert isinstance(outcome, wire.Unknown) and "generation 1 ended" in outcome.reason
+    assert outcome == wire.Unknown("b: the connection ended")
     kept[0](wire.VersionsAre({0: 1}))  # nobody hears it
     pair.handle = lambda request, reply: reply(wire.VersionsAre({0: 2}))
     assert pair.call(wire.Versions(0, 0)) == wire.Ok(wire.VersionsAre({0: 2}))
@@ -344,17 +346,16 @@ def test_nothing_is_left_behind() -> None:
 
 EXITS = """
 import sys, time
-from concurrent.futures import ThreadPoolExecutor
 import torch
-import torch.distributed as dist
 from torch_ecrec.protocol import wire
 from torch_ecrec.transport.sockets import SocketTransport
 
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-a = SocketTransport("a", lambda request, reply: None)
-b = SocketTransport("b", lambda request, reply: reply(wire.Rows([part[:, None].float() for part in request.positions])))
-with ThreadPoolExecutor(2) as threads:
-    list(threads.map(lambda one: one.join(1, ["a", "b"], ("127.0.0.1", store.port), 30), (a, b)))
+def handle(request, reply):
+    reply(wire.Rows([part[:, None].float() for part in request.positions]))
+
+a, b = SocketTransport("a", handle, "127.0.0.1"), SocketTransport("b", handle, "127.0.0.1")
+for one in (a, b):
+    one.follow(1, {"a": a.endpoint, "b": b.endpoint})
 answers = 0
 
 def again(outcome=None):

@@ -55,14 +55,14 @@ def test_a_spare_that_cannot_reach_a_host_is_never_fenced_and_chosen_last() -> N
 
 @pytest.mark.parametrize("joins", ["before", "after"])
 def test_the_next_coordinator_hears_of_a_cut_before_it_moves_a_slot(joins: str) -> None:
-    """A spare that a trainer cannot reach is in the world that it takes over, or comes into the next one."""
+    """A spare that a trainer cannot reach is in the roster that it takes over, or comes into the next one."""
     spare = "server-3"
     after = taken_over(without=(spare,) if joins == "after" else ())
     if joins == "after":
         spare = after.server()
         after.core.on_tick(after.now_s)
         after.enter()
-    assert spare in after.core.world and not after.core.regathering
+    assert spare in after.core.roster.names and not after.core.regathering
     going_on(after, 0.5, {})
     going_on(after, 20.0, {"trainer-1": [spare]})
     assert not cut_events(after) and not told(after, spare, "move")

@@ -1,4 +1,4 @@
-"""The coordinator's decisions: who may join, when a world is formed, who gets a lost slot, when everything stops."""
+"""The coordinator's decisions: who may join, who is told of whom, who gets a lost slot, when everything stops."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import pytest
 from coordinator_harness import MEMBERS, Harness, go_back, known, reach, rejoin, told
 
 import torch_ecrec
-from torch_ecrec.coordinator.world import FORMING_LIMIT_S
 from torch_ecrec.protocol.status import SlotStatus
 from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
 
 
-def test_a_world_is_formed_when_everybody_is_there() -> None:
+def test_slots_are_placed_when_everybody_is_there() -> None:
     h = Harness()
     for _ in range(4):
         h.server()
     h.trainer(0)
-    assert h.core.generation == 0
-    h.trainer(1)
-    assert h.core.generation == 1 and len(h.core.world) == 6
-    assert h.core.epoch == 0, "nothing is placed before all are in it"
     h.enter()
+    assert h.core.roster.version == 0
+    h.trainer(1)
+    assert h.core.roster.version == 0 and h.core.epoch == 0, "nothing is placed before all can be called"
+    h.enter()
+    assert h.core.roster.version == 1 and len(h.core.roster.names) == 6
     assert h.places == ["server-0", "server-1", "server-2"]
     assert [m["placement"]["epoch"] for n, m in h.sent if m["type"] == "placement" and n == "trainer-1"] == [1]
 
@@ -34,10 +34,11 @@ def test_spares_are_waited_for_but_not_for_ever() -> None:
         h.server()
     h.trainer(0)
     h.trainer(1)
-    assert h.core.generation == 0
+    h.enter()
+    assert h.core.roster.version == 0
     h.now_s = 6.0
     h.core.on_tick(h.now_s)
-    assert h.core.generation == 1
+    assert h.core.roster.version == 1
 
 
 def test_a_spare_gets_a_lost_slot() -> None:
@@ -116,40 +117,52 @@ def test_a_spare_that_dies_is_no_loss() -> None:
     assert h.places == ["server-0", "server-0", "server-2"]
 
 
-def test_a_world_is_formed_anew_when_a_member_dies_while_it_forms() -> None:
+def test_everybody_is_told_whenever_somebody_comes_or_goes() -> None:
+    h = Harness().start()
+    everybody = ["server-0", "server-1", "server-2", "server-3", "trainer-0", "trainer-1"]
+    assert list(told(h, "trainer-1", "roster")[-1]["endpoints"]) == h.core.roster.names == everybody
+    h.server()
+    assert h.core.roster.version == 1, "nobody can call it yet"
+    h.enter()
+    assert {name: told(h, name, "roster")[-1]["version"] for name in h.core.roster.names} == dict.fromkeys(
+        ["server-0", "server-1", "server-2", "server-3", "server-4", "trainer-0", "trainer-1"], 2
+    )
+    h.lose("server-1")
+    assert "server-1" not in told(h, "trainer-0", "roster")[-1]["endpoints"] and h.core.roster.version == 3
+    assert "server-1" not in told(h, "server-0", "roster")[-1]["endpoints"]
+    h.lose("trainer-0")
+    assert list(told(h, "server-0", "roster")[-1]["endpoints"]) == ["server-0", "server-2", "server-3", "server-4"]
+
+
+def test_a_server_comes_into_a_running_job_without_a_word_of_anybody_else() -> None:
+    """Nobody waits for anybody: it is there with its own word, and has the next slot."""
+    h = Harness(spares=0).start(3)
+    name = h.server()
+    before = len(h.sent)
+    h.say(name, type="listens", endpoint="here")
+    assert {kind for _, kind in {(m, w["type"]) for m, w in h.sent[before:]}} == {"roster"}
+    h.lose("server-1")
+    assert h.places == ["server-0", name, "server-2"]
+
+
+def test_who_has_not_said_how_it_is_called_gets_no_slot() -> None:
+    h = Harness().start()
+    h.server()
+    h.lose("server-1")
+    h.lose("server-3") if "server-3" not in h.places else None
+    assert "server-4" not in h.places
+    assert h.core.members["server-4"].roster == 0 and h.core.roster.version > 1
+
+
+def test_a_member_lost_before_slots_are_placed_is_missing() -> None:
     h = Harness()
     for _ in range(5):
         h.server()
     h.trainer(0)
-    h.trainer(1)
-    assert h.core.generation == 1
     h.lose("server-0")
-    assert h.core.generation == 2 and "server-0" not in h.core.world
-    h.enter()
-    assert h.places == ["server-1", "server-2", "server-3"]
-
-
-def test_a_world_that_is_not_formed_in_time_is_given_up() -> None:
-    h = Harness()
-    for _ in range(4):
-        h.server()
-    h.trainer(0)
     h.trainer(1)
-    h.now_s += FORMING_LIMIT_S + 1
-    for name in h.core.members:
-        h.core.on_heard(name, h.now_s)
-    h.core.on_tick(h.now_s)
-    assert h.core.generation == 2
-
-
-def test_a_late_entry_into_an_old_generation_counts_for_nothing() -> None:
-    h = Harness().start()
-    h.server()
-    assert h.core.generation == 2
-    h.say("server-4", type="in_generation", generation=1)
-    assert h.core.members["server-4"].generation == 1
-    h.lose("server-1")
-    assert h.places[1] != "server-4", "it is not in the present world yet"
+    h.enter()
+    assert h.places == ["server-1", "server-2", "server-3"] and "server-0" not in h.core.roster.names
 
 
 def test_leases() -> None:
@@ -236,7 +249,7 @@ def test_status_shows_everything() -> None:
     h.say("server-0", type="beat", report={"slots": []})
     h.say("trainer-0", type="progress", trainer=0, step=7)
     status = h.core.status(h.now_s)
-    assert status.step == 7 and status.generation == 1 and status.epoch == 1
+    assert status.step == 7 and status.roster == 1 and status.epoch == 1
     assert [m.spare for m in status.members if m.role == "server"] == [False, False, False, True]
     assert status.slots[1] == SlotStatus(1, "server-1", 0, True)
 
@@ -268,27 +281,25 @@ def test_a_new_host_that_finds_nothing_stops_everything() -> None:
     assert h.core.fatal is not None and "slot 1" in h.core.fatal and h.events[-1]["kind"] == "data_loss"
 
 
-def test_a_trainer_that_dies_while_the_first_world_forms_may_come_back() -> None:
+def test_a_trainer_that_dies_before_slots_are_placed_may_come_back() -> None:
     h = Harness(spares=0)
     for _ in range(3):
         h.server()
     h.trainer(0)
     h.trainer(1)
-    assert h.core.generation == 1
     h.lose("trainer-0")
-    h.say("server-0", type="in_generation", generation=1)  # it was under way
+    h.enter()
     assert h.core.epoch == 0 and h.core.fatal is None
     h.trainer(0)
     h.enter()
-    assert h.core.epoch == 1 and {"trainer-0_2", "trainer-1"} <= set(h.core.world)
+    assert h.core.epoch == 1 and {"trainer-0_2", "trainer-1"} <= set(h.core.roster.names)
 
 
-def test_a_slot_lost_while_a_world_forms_is_placed_when_it_has_formed() -> None:
-    h = Harness(spares=0).start(3)
+def test_a_slot_that_waits_for_a_host_gets_the_next_that_can_be_called() -> None:
+    h = Harness(spares=0, without_spare="wait").start(3)
     h.server()
-    assert h.core.generation == 2
     h.lose("server-0")
-    assert h.places[0] == "" and h.core.slots[0].incarnation == 1 and h.core.generation == 3
+    assert h.places[0] == "" and h.core.slots[0].incarnation == 1
     h.enter()
     assert h.places[0] == "server-3" and h.core.slots[0].incarnation == 1 and not h.core.slots[0].healthy
 
@@ -316,9 +327,8 @@ def test_only_tables_that_lose_rows_are_named() -> None:
 
 SAYS: tuple[dict[str, Any], ...] = (
     {"type": "beat", "report": {"slots": []}},
-    {"type": "in_generation", "generation": 0},
-    {"type": "in_generation", "generation": 1},
-    {"type": "in_generation", "generation": 2},
+    {"type": "listens", "endpoint": "here"},
+    {"type": "listens", "endpoint": "there"},
     *({"type": kind, "slot": s, "incarnation": i} for kind in ("ready", "rebuilt") for s in (0, 9) for i in (0, 1)),
     {"type": "unrecoverable", "slot": 9, "incarnation": 0},
     {"type": "unrecoverable", "slot": 1, "incarnation": 5},
@@ -342,7 +352,7 @@ def states() -> dict[str, Harness]:
             h.server()
         for rank in range(2):
             h.trainer(rank)
-        assert h.core.generation == 1 and not h.core.slots
+        assert not h.core.slots
     found["a server is lost"] = Harness().start()
     found["a server is lost"].lose("server-1")
     found["asking"] = Harness().start()
@@ -372,11 +382,11 @@ def test_anybody_may_say_anything_at_any_time() -> None:
         for message in SAYS:
             for who in ("server-0", "server-1", "server-3", "trainer-0", "nobody"):
                 h = copy.deepcopy(harness)
-                before = repr((h.core.slots, h.core.epoch, h.core.era, h.core.generation, h.core.members.keys()))
+                before = repr((h.core.slots, h.core.epoch, h.core.era, h.core.roster.version, h.core.members.keys()))
                 refused = h.say(who, **message)
                 tried += 1
                 if refused is not None or who not in h.core.members:
-                    now = repr((h.core.slots, h.core.epoch, h.core.era, h.core.generation, h.core.members.keys()))
+                    now = repr((h.core.slots, h.core.epoch, h.core.era, h.core.roster.version, h.core.members.keys()))
                     assert now == before or message["type"] == "leave", (state, who, message)
                 h.now_s += 100.0
                 h.core.on_tick(h.now_s)

@@ -26,15 +26,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import xxhash
 from conftest import wait_until
+from greeting import greet, hello_of
 from junk import mutated, read, same
 
 from torch_ecrec.client.client import Client
 from torch_ecrec.client.session import Session
 from torch_ecrec.protocol import messages, wire
-from torch_ecrec.protocol.build import own_build
 from torch_ecrec.protocol.encoding import WIRE
 from torch_ecrec.protocol.messages import Placement, SlotPlace
 from torch_ecrec.protocol.wire import Refused
@@ -44,7 +43,6 @@ from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.testing import Scenario, SimulatedCluster, half_tables, simulate, small_tables
 from torch_ecrec.testing.result import SimulationResult
-from torch_ecrec.transport.door import HELLO
 from torch_ecrec.transport.frames import DTYPES, HEADER, MAGIC, PACKED, Frame, FrameReader, is_between_hosts
 from torch_ecrec.transport.sockets import NO_NAME, SocketTransport
 from torch_ecrec.transport.timers import Timers
@@ -203,8 +201,9 @@ class Port:
 
     def __init__(self, name: str, errors: list[BaseException]) -> None:
         self.timers = Timers(errors.append)
-        self.transport = SocketTransport(name, lambda request, reply: self.handle(request, reply), errors.append)
         self.handle: Callable[[Any, Any], None] = lambda request, reply: reply(Refused("not yet"))
+        handle = lambda request, reply: self.handle(request, reply)  # noqa: E731
+        self.transport = SocketTransport(name, handle, "127.0.0.1", errors.append)
 
     def call(self, peer: str, request: wire.Request, timeout_s: float, done: Any) -> None:
         self.transport.call(peer, request, timeout_s, done)
@@ -231,18 +230,14 @@ class Live:
         code = CodeSpec(3, 2, 1)
         self.job = JobSpec(small_tables(), code, 1, 0)
         settings = Settings(call_timeout_s=5.0)
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         names = [f"s{i}" for i in range(code.slots)]
         self.ports = {name: Port(name, self.errors) for name in [*names, "t"]}
         self.hosts = [Host(name, self.ports[name], settings) for name in names]
         self.client = Client("t", self.ports["t"], self.job, 0, settings, snapshot_every=0)
         for node in [*self.hosts, self.client]:
             self.ports[node.name].handle = node.handle
-        with ThreadPoolExecutor(len(self.ports)) as threads:
-            place = ("127.0.0.1", self.store.port)
-            joins = [threads.submit(p.transport.join, 1, list(self.ports), place, WAIT_S) for p in self.ports.values()]
-            for join in joins:
-                join.result(WAIT_S)
+        for port in self.ports.values():
+            port.transport.follow(1, {name: one.transport.endpoint for name, one in self.ports.items()})
         placement = Placement(1, tuple(SlotPlace(name, 0, True) for name in names))
         for host in self.hosts:
             host.on_control(messages.Job(self.job, "run"))
@@ -284,9 +279,10 @@ def live(shares: bool) -> Iterator[Live]:
         shared.enable(0)
 
 
-def dial(live: Live, rng: random.Random, within_host: bool) -> tuple[socket.socket, bytes]:
-    """A connection to one of the servers, and the hello that it wants to hear."""
-    address = live.ports[f"s{rng.randrange(3)}"].transport._address
+def dial(live: Live, rng: random.Random, within_host: bool) -> tuple[socket.socket, SocketTransport]:
+    """A connection to one of the servers, and which."""
+    transport = live.ports[f"s{rng.randrange(3)}"].transport
+    address = transport._address
     if within_host:
         assert address.name != NO_NAME
         sock = socket.socket(socket.AF_UNIX)
@@ -294,7 +290,7 @@ def dial(live: Live, rng: random.Random, within_host: bool) -> tuple[socket.sock
     else:
         sock = socket.create_connection(address.place, WAIT_S)
     sock.settimeout(WAIT_S)
-    return sock, HELLO.pack(MAGIC, address.key, own_build().digest, 1)
+    return sock, transport
 
 
 def bytes_of(message: wire.Request) -> bytes:
@@ -304,15 +300,14 @@ def bytes_of(message: wire.Request) -> bytes:
 
 
 def bad_hello(good: bytes, rng: random.Random) -> bytes:
-    kind = rng.randrange(5)
+    """Nonsense, a part of one, one without a proof, and one that was changed."""
+    kind = rng.randrange(4)
     if kind == 0:
         return rng.randbytes(rng.randrange(100))
     if kind == 1:
         return good[: rng.randrange(len(good))]
     if kind == 2:
-        return HELLO.pack(MAGIC, rng.randbytes(16), own_build().digest, 1) + rng.randbytes(rng.randrange(2000))
-    if kind == 3:
-        return good[:-8] + struct.pack("<Q", rng.choice((0, 2, 1 << 63)))
+        return good + rng.randbytes(rng.randrange(2000))
     which = rng.randrange(len(good))
     return good[:which] + bytes([good[which] ^ (1 << rng.randrange(8))]) + good[which + 1 :]
 
@@ -375,9 +370,9 @@ def hang_up(sock: socket.socket) -> None:
 
 def fuzz_hellos(live: Live, many: int, within_host: bool, rng: random.Random) -> None:
     for _ in range(many):
-        sock, hello = dial(live, rng, within_host)
+        sock, _ = dial(live, rng, within_host)
         with contextlib.suppress(OSError):
-            sock.sendall(bad_hello(hello, rng))
+            sock.sendall(bad_hello(hello_of(b"t"), rng))
         if rng.random() < 0.1:
             hang_up(sock)
         else:
@@ -386,11 +381,11 @@ def fuzz_hellos(live: Live, many: int, within_host: bool, rng: random.Random) ->
 
 def fuzz_frames(live: Live, many: int, within_host: bool, rng: random.Random) -> None:
     for _ in range(many):
-        sock, hello = dial(live, rng, within_host)
+        sock, transport = dial(live, rng, within_host)
         frame = bad_frame(rng)
         files = [a_file(rng) for _ in range(rng.choice((0, 1, 1, 2, 5)))] if within_host else []
         with contextlib.suppress(OSError):
-            sock.sendall(hello)
+            greet(sock, transport, hello_of(b"t"))
             if files:
                 control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(files)}i", *files))]
                 frame = frame[socket.socket.sendmsg(sock, [frame], control) :]
@@ -438,9 +433,9 @@ def valid_requests(live: Live, slot: int) -> list[wire.Request]:
 def fuzz_requests(live: Live, many: int, within_host: bool, rng: random.Random) -> Counter[str]:
     """Broken requests in whole frames, over one connection: each is refused, and the connection stays."""
     became: Counter[str] = Counter()
-    address = live.ports["s1"].transport._address
-    sock = socket.create_connection(address.place, WAIT_S)
-    sock.sendall(HELLO.pack(MAGIC, address.key, own_build().digest, 1))
+    transport = live.ports["s1"].transport
+    sock = socket.create_connection(transport._address.place, WAIT_S)
+    greet(sock, transport, hello_of(b"t"))
     reader = FrameReader(sock)
     host = live.hosts[1]
     while sum(became.values()) - became["lies"] < many:

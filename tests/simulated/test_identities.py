@@ -127,8 +127,7 @@ def lead(router: Router, code: CodeSpec, now_s: float) -> None:
     for one in others:
         router.on_message(one.wire, {"type": "join", **one.hello}, now_s)
     for one in others:
-        (message,) = one.wire.told("generation")
-        router.on_message(one.wire, {"type": "in_generation", "generation": message["generation"]}, now_s)
+        router.on_message(one.wire, {"type": "listens", "endpoint": "here"}, now_s)
     assert router.core.epoch == 1
 
 

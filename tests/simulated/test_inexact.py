@@ -99,7 +99,7 @@ def test_who_goes_back_to_before_it_is_exact_again(back_to: int, left: list[tupl
     h = Harness().start()
     h.say("trainer-1", type="not_exact", step=7, what=RESET)
     restored = messages.Restored("file:///x", "000000000005-a-0-1", back_to), h.job
-    settings = ClusterSettings(h.code, 1, ("here", 1), restore=restored)
+    settings = ClusterSettings(h.code, 1, restore=restored)
     after = ClusterState(settings, lambda name, word: None, lambda event: None)
     after.follow(h.core._state)
     assert after.job.inexact == left

@@ -1,7 +1,8 @@
 """Lives of processes and of connections: every fault of the control plane, at every message of whole short runs.
 
 The cluster is the simulated one, its router and coordinator the real ones. Each run goes from nothing to trained:
-servers and trainers join, a world is formed, slots are placed, steps are made; in some, a server dies, or trainers do.
+servers and trainers join, all are told of each other, slots are placed, steps are made; in some, a server dies, or
+trainers do.
 At a message, of the control channel or of the data plane, one thing happens: a connection is reset, or all of them
 are; a process dies, or ends by SIGTERM; the coordinator dies, or dies later, and one process hears nothing from now on.
 The oracle is the undisturbed run, bit by bit. Whoever lives is not to be lost, and no run ends before its end: each

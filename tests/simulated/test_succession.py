@@ -22,7 +22,7 @@ def test_members_tell_a_new_coordinator_what_they_know() -> None:
         assert not after.core.slots
         rejoin(after, known(before, name))
     assert after.places == before.places and after.core.epoch == before.core.epoch + 1 and after.core.origin == 0
-    assert after.core.generation == before.core.generation, "the RPC world goes on"
+    assert after.core.roster.version == before.core.roster.version, "it has changed nothing"
     assert after.core.era == 0 and after.core.fatal is None
     assert after.server() == "server-1000", "names that were given before may be known to nobody here"
     assert after.core.rejoin_refusal(word_of(known(before, "server-1", birth="another"))) == ("fenced", FENCED)
@@ -139,7 +139,7 @@ def test_a_slot_that_was_rebuilt_meanwhile_is_whole() -> None:
 
 
 def test_a_slot_that_waits_for_a_host_gets_one_of_a_new_coordinator() -> None:
-    """The one before could not place it, as a generation was being formed; for the new one nothing has to be formed."""
+    """The one before could not place it, as nobody was there who could host it; for the new one nobody has to come."""
     before, after = Harness().start(), Harness()
     slots = [
         replace(p, server="", incarnation=1, healthy=False) if p.server == "server-1" else p for p in before.core.slots
@@ -273,9 +273,9 @@ def test_lost_trainers_begin_an_era_at_the_new_coordinator(change: dict[str, dic
     assert not [m for m in after.core.members.values() if m.role == "trainer"]
 
 
-def test_a_member_without_a_world_does_not_end_the_waiting() -> None:
+def test_a_member_without_a_roster_does_not_end_the_waiting() -> None:
     before, after = Harness().start(), Harness()
-    rejoin(after, known(before, "server-3", placement=None, job=None, world=[], generation=0, newest=0))
+    rejoin(after, known(before, "server-3", placement=None, job=None, world=[], roster=0))
     after.core.on_tick(after.now_s)
     for name in MEMBERS:
         if name != "server-3":
@@ -285,11 +285,12 @@ def test_a_member_without_a_world_does_not_end_the_waiting() -> None:
     assert after.places == before.places and after.core.fatal is None
 
 
-def test_a_generation_that_was_being_formed_is_not_asked_for_again() -> None:
+def test_who_has_not_heard_of_the_newest_roster_is_told_all_of_it() -> None:
     before, after = Harness().start(), Harness()
     for name in MEMBERS:
-        rejoin(after, known(before, name, newest=2))
-    assert after.core.generation == 3 and after.core.world == list(MEMBERS)
+        rejoin(after, known(before, name, roster=2 if name == "server-1" else 1))
+    assert {told(after, name, "roster")[-1]["version"] for name in MEMBERS} == {3}
+    assert after.core.roster.version == 3 and after.core.roster.names == list(MEMBERS)
 
 
 def test_the_coordinator_outlives_a_training_whose_servers_have_left() -> None:
@@ -337,13 +338,14 @@ def test_a_trainer_that_was_not_heard_to_leave_says_it_again() -> None:
     assert [event["event"] for event in h.events].count("left") == 1
 
 
-def test_who_goes_on_without_a_trainer_that_is_done_enters_later_worlds() -> None:
+def test_who_goes_on_without_a_trainer_that_is_done_tells_of_who_comes_later() -> None:
     """Else it could not reach a server that came after that."""
     h = Harness().start()
     h.say("trainer-0", type="loaded", origin=0)
     h.say("trainer-0", type="leave")
     h.server()
-    assert {"server-4", "trainer-1"} <= set(h.core.world) and "trainer-0" not in h.core.world
+    h.enter()
+    assert {"server-4", "trainer-1"} <= set(h.core.roster.names) and "trainer-0" not in h.core.roster.names
 
 
 def test_trainers_that_start_again_after_one_was_done_are_all_new() -> None:
@@ -372,20 +374,19 @@ def test_a_server_that_leaves_while_members_come_back_is_not_given_its_slots() -
 
 
 def test_versions_never_become_less() -> None:
-    """A generation was formed here before members of the one before came, and another regathering follows it."""
+    """A roster was told here before members of the one before came, and another regathering follows it."""
     before, after = Harness(), Harness()
     for _ in range(4):
         before.server()
     for rank in range(2):
         before.trainer(rank)
-    first = known(before, "server-0", generation=7, newest=7, life=3, era=2, world=["server-0"], placement=None)
+    first = known(before, "server-0", roster=7, life=3, era=2, world=["server-0"], placement=None)
     rejoin(after, first)
     after.now_s += REGATHER_S + 0.1
     after.core.on_tick(after.now_s)
-    assert (after.core.generation, after.core.life, after.core.era) == (7, 4, 2) and after.core.origin is not None
+    assert (after.core.roster.version, after.core.life, after.core.era) == (7, 4, 2) and after.core.origin is not None
     late = {
-        "generation": 2,
-        "newest": 2,
+        "roster": 2,
         "life": 0,
         "era": 0,
         "world": ["server-1"],
@@ -395,30 +396,30 @@ def test_versions_never_become_less() -> None:
     rejoin(after, known(before, "server-1", **late))
     after.now_s += REGATHER_S + 0.1
     after.core.on_tick(after.now_s)
-    assert (after.core.generation, after.core.life, after.core.era) == (7, 4, 2) and after.core.origin is not None
+    assert (after.core.roster.version, after.core.life, after.core.era) == (7, 4, 2) and after.core.origin is not None
     assert after.server() == "server-4000" and after.trainer(0) == "trainer-0_4001"
 
 
-def test_a_world_that_was_formed_and_not_placed_is_formed_again() -> None:
-    """The coordinator died between the last entry and the word of it: nobody waits for an entry any more."""
+def test_slots_that_were_not_placed_yet_are_placed_by_the_next_one() -> None:
+    """The coordinator died between the roster and the placement."""
     before, after = Harness(), Harness()
     for _ in range(4):
         before.server()
     for rank in range(2):
         before.trainer(rank)
-    world = {"generation": 1, "newest": 1, "placement": None, "whole": [], "incarnations": [], "origin": None}
+    world = {"roster": 1, "placement": None, "whole": [], "incarnations": [], "origin": None}
     for name in MEMBERS:
         rejoin(after, known(before, name, **world))
     after.now_s += REGATHER_S + 0.1
     after.core.on_tick(after.now_s)
-    assert after.core.generation == 2
+    assert after.core.roster.version == 2
     after.enter()
     assert after.core.epoch == 1 and "" not in after.places
 
 
 def test_of_two_that_come_back_under_one_name_the_one_that_hosts_stays() -> None:
     before = Harness().start()
-    nobody = {"birth": "another", "placement": None, "incarnations": [], "generation": 0, "newest": 0}
+    nobody = {"birth": "another", "placement": None, "incarnations": [], "roster": 0}
     hosts, empty = known(before, "server-1"), known(before, "server-1", **nobody)
     for first, second, stays in ((hosts, empty, False), (empty, hosts, True)):
         after = Harness()

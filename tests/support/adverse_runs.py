@@ -328,8 +328,8 @@ class Adverse(Patient):
         servers, names = range(self.scenario.code.slots), (f"server-{i}" for i in range(self.scenario.code.slots))
         there = tuple(SlotPlace(name, 0, True) for name in names)
         one = VirtualProcess("server", -1, len(self.plane.processes), None, name=f"server-{slot}", run="of before")
-        one.code, one.generation, one.asked = dataclasses.asdict(self.scenario.code), 1, 1
-        one.world = [f"server-{i}" for i in servers]
+        one.code = dataclasses.asdict(self.scenario.code)
+        one.roster = messages.Roster(1, {f"server-{i}": "here" for i in servers})
         lives, placement = [0 for _ in servers], Placement(1, there)
         about = {"placement": placement, "origin": 0, "whole": [(slot, 0)], "incarnations": lives}
         self.before[one] = msgspec.structs.replace(NOTHING, job=self.scenario.job, **about)
@@ -405,8 +405,7 @@ class Adverse(Patient):
         for one in others:
             router.on_message(one.wire, {"type": "join", **one.hello}, self.now_s)
         for one in others:
-            (message,) = one.wire.told("generation")
-            router.on_message(one.wire, {"type": "in_generation", "generation": message["generation"]}, self.now_s)
+            router.on_message(one.wire, {"type": "listens", "endpoint": "here"}, self.now_s)
         assert router.core.epoch == 1
 
     def _end(self, router: Router) -> None:

@@ -28,7 +28,7 @@ class Harness:
         self.job = JobSpec(TABLES, self.code, trainers)
         self.sent: list[tuple[str, dict[str, Any]]] = []
         self.events: list[dict[str, Any]] = []
-        self.core = Coordinator(ClusterSettings(self.code, spares, ("here", 1), **options), self._send, self._announce)
+        self.core = Coordinator(ClusterSettings(self.code, spares, **options), self._send, self._announce)
         self.now_s = 0.0
         self.births = 0
 
@@ -72,10 +72,10 @@ class Harness:
         return self.join(role="trainer", rank=rank, job=self.job.to_json(), **fields)
 
     def enter(self) -> None:
-        """Everybody who is told of a generation enters it."""
-        for name in self.core.world:
-            if self.core.members[name].alive:
-                self.say(name, type="in_generation", generation=self.core.generation)
+        """Everybody who is there and has not said yet how it is called says so."""
+        for member in list(self.core.members.values()):
+            if member.present and not member.endpoint:
+                self.say(member.name, type="listens", endpoint=member.name)
 
     def say(self, name: str, **message: Any) -> str | None:
         """What a member says; returns why it cannot be, if so."""
@@ -140,7 +140,7 @@ def known(h: Harness, name: str, **fields: Any) -> dict[str, Any]:
     member = h.core.members[name]
     placement = messages.json_of(Placement(h.core.epoch, tuple(h.core.slots))) if h.core.slots else None
     message = {"type": "rejoin", "name": name, "role": member.role, "rank": member.rank, "code": asdict(h.code)}
-    message |= {"generation": member.generation, "newest": member.generation, "world": h.core.world}
+    message |= {"endpoint": name, "roster": member.roster, "world": list(h.core.roster.names) or [name]}
     message |= {
         "life": h.core.life,
         "job": h.job.to_json(),

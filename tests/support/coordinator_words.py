@@ -103,7 +103,7 @@ BACK.append(event(7.3, "placed", epoch=2, slots=[[f"server-{1000 + i}", 0] for i
 def status(**more: Any) -> Status:
     """Of a cluster of three slots, about which there is nothing to say but `more`."""
     about: dict[str, Any] = {
-        **{"version": "0.1.0", "run": "run", "code": CodeSpec(3, 2, 1), "transport": "sockets", "generation": 1},
+        **{"version": "0.1.0", "run": "run", "code": CodeSpec(3, 2, 1), "transport": "sockets", "roster": 1},
         **{"epoch": 1, "era": 0, "going_back": False, "resume_step": 0, "step": 0, "finished": False, "fatal": None},
         **{"checkpoints": None, "partial": None, "inexact": [], "restored": None, "unreachable": [], "at_risk": []},
         **{"stands_still": None, "unresolved": Unresolved([], ""), "gathering": None, "tables": 1, "slots": []},

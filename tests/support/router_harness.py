@@ -81,7 +81,7 @@ class Running:
         self.refusals: list[tuple[str, CodeSpec]] = []  # to lead
         self.now_s = 0.0
         self.router = Router(
-            ClusterSettings(code, 1, ("here", 1), **settings),
+            ClusterSettings(code, 1, **settings),
             probe=lambda *probe: self.probes.append(probe),
             announce=self.events.append,
             refuse_to_lead=lambda why, wanted: self.refusals.append((why, wanted)),
@@ -120,9 +120,9 @@ class Running:
             "name": name,
             "code": dataclasses.asdict(CODE),
             "life": self.core.life,
-            "generation": member.generation if member else 1,
-            "newest": member.generation if member else 1,
-            "world": list(self.core.world) or [name],
+            "endpoint": name,
+            "roster": member.roster if member else 1,
+            "world": sorted({*self.core.roster.names, name}),
             "job": JOB.to_json(),
             "placement": {"epoch": self.core.epoch, "slots": placed} if placed else None,
             "era": self.core.era,
@@ -157,8 +157,8 @@ class Running:
 
     def enter(self) -> None:
         for process in self.processes:
-            for message in process.wire.told("generation")[-1:]:
-                self.say(process, type="in_generation", generation=message["generation"])
+            if process.wire.told("welcome") and not process.wire.closed:
+                self.say(process, type="listens", endpoint=process.name)
 
     def names(self, kind: str) -> list[str]:
         return [event["member"] for event in self.events if event["event"] == kind]

@@ -6,20 +6,19 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from greeting import greet, hello_of
 
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.encoding import WIRE, Vocabulary
 from torch_ecrec.runtime import shared
-from torch_ecrec.transport.door import HELLO
-from torch_ecrec.transport.frames import MAGIC, Frame
+from torch_ecrec.transport.frames import Frame
 from torch_ecrec.transport.sockets import SocketTransport
 
+HERE = "127.0.0.1"
 WAIT_S = 300.0  # for anything at all: only a hang reaches it
 SHARED_BYTES = 256 << 20
 
@@ -54,26 +53,23 @@ PARCELS = Vocabulary([*WIRE.requests.values(), Parcel])
 
 
 class Pair:
-    """Transports a and b in one generation. b handles with `self.handle`, which a test may replace."""
+    """Transports a and b, members of one cluster. b handles with `self.handle`, which a test may replace."""
 
     def __init__(self) -> None:
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.generations = itertools.count(1)
+        self.versions = itertools.count(1)
         self.handle: Callable[[Any, Any], None] = lambda request, reply: reply(wire.VersionsAre({0: 1}))
-        self.a = SocketTransport("a", lambda request, reply: reply(wire.VersionsAre({0: 0})), vocabulary=PARCELS)
-        self.b = SocketTransport("b", lambda request, reply: self.handle(request, reply), vocabulary=PARCELS)
-        self.generation = 0
+        answer = wire.VersionsAre({0: 0})
+        self.a = SocketTransport("a", lambda request, reply: reply(answer), HERE, vocabulary=PARCELS)
+        self.b = SocketTransport("b", lambda request, reply: self.handle(request, reply), HERE, vocabulary=PARCELS)
         self.form()
 
     def form(self) -> None:
-        self.generation = next(self.generations)
-        with ThreadPoolExecutor(2) as threads:
-            joins = [
-                threads.submit(one.join, self.generation, ["a", "b"], ("127.0.0.1", self.store.port), WAIT_S)
-                for one in (self.a, self.b)
-            ]
-            for join in joins:
-                join.result(WAIT_S)
+        """Both leave each other, and are members again: what was between them has ended."""
+        for one in (self.a, self.b):
+            one.follow(next(self.versions), {one.name: one.endpoint})
+        version = next(self.versions)
+        for one in (self.a, self.b):
+            one.follow(version, {"a": self.a.endpoint, "b": self.b.endpoint})
 
     def start(self, request: wire.Request, timeout_s: float = WAIT_S) -> Callable[[], wire.Outcome]:
         """Has a call b; what is returned waits for the outcome."""
@@ -96,13 +92,10 @@ class Pair:
     def call(self, request: wire.Request, timeout_s: float = WAIT_S) -> wire.Outcome:
         return self.start(request, timeout_s)()
 
-    def connect(
-        self, key: bytes | None = None, generation: int | None = None, build: bytes | None = None
-    ) -> socket.socket:
+    def connect(self, key: bytes | None = None, caller: bytes = b"a", build: bytes | None = None) -> socket.socket:
         """A connection of a stranger to b."""
-        address = self.b._address
-        sock = socket.create_connection(address.place, WAIT_S)
-        sock.sendall(HELLO.pack(MAGIC, key or address.key, build or self.b.build.digest, generation or self.generation))
+        sock = socket.create_connection(self.b._address.place, WAIT_S)
+        greet(sock, self.b, hello_of(caller, build or self.b.build.digest), key)
         return sock
 
 

@@ -1,6 +1,6 @@
 """A member process for tests of the transports. Commands come as JSON lines on stdin, answers go to stdout.
 
-Run: python transport_child.py KIND NAME STORE_PORT, KIND being one of `TRANSPORTS`, or "sockets+shared".
+Run: python transport_child.py KIND NAME, KIND being one of `TRANSPORTS`, or "sockets+shared".
 
 What its handler does with a request depends on the request's slot:
 
@@ -30,13 +30,13 @@ import torch
 import torch.distributed as dist
 from junk import Says
 
-from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.processes.member import TRANSPORTS
 from torch_ecrec.protocol import wire
-from torch_ecrec.protocol.build import Build
 from torch_ecrec.protocol.encoding import WIRE
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.tensors import as_array
+from torch_ecrec.transport import rpc
+from torch_ecrec.transport.sockets import SocketTransport
 
 WAIT_S = 240.0  # less than the test waits for an answer
 PROMPT, LATE, NEVER, RAISES, BAD_ANSWER, TWICE, CLOSES = range(100, 107)
@@ -100,8 +100,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 class Child:
-    def __init__(self, kind: str, name: str, store_port: int) -> None:
-        self.store = ("127.0.0.1", store_port)
+    def __init__(self, kind: str, name: str) -> None:
         self.errors: list[str] = []
         self.kept: list[Any] = []  # replies not made yet
         self.handled = threading.Condition()  # guards kept and errors
@@ -113,7 +112,7 @@ class Child:
         if lends:
             shared.LEAST_BYTES = 1
             shared.enable(64 << 20)
-        self.transport = TRANSPORTS[kind](name, self.handle, on_error=self.on_error)
+        self.transport = TRANSPORTS[kind](name, self.handle, "127.0.0.1", on_error=self.on_error)
 
     def handle(self, request: Any, reply: Any) -> None:
         if request.slot < 100:
@@ -157,30 +156,46 @@ class Child:
 
     # commands: each runs on its own thread and returns what is printed
 
-    def do_join(self, generation: int, members: list[str], timeout_s: float, store_port: int | None = None) -> Any:
-        store = self.store if store_port is None else ("127.0.0.1", store_port)
+    def do_endpoint(self) -> Any:
+        return self.transport.endpoint
+
+    def do_follow(self, version: int, endpoints: dict[str, str]) -> Any:
+        self.transport.follow(version, endpoints)
+
+    def do_reach(self, peers: list[str]) -> Any:
+        """Calls each until it answers; returns how long that took."""
         start_s = time.monotonic()
-        try:
-            self.transport.join(generation, members, store, timeout_s)
-        except ClusterUnavailable as error:
-            return {"error": str(error), "took_s": time.monotonic() - start_s}
-        return {"error": None, "took_s": time.monotonic() - start_s}
+        for peer in peers:
+            while not isinstance(self.call(peer, wire.Versions(PROMPT, 0), 5), wire.Ok):
+                if time.monotonic() > start_s + WAIT_S:
+                    raise TimeoutError(f"{peer} does not answer")
+                self.pause.wait(0.01)
+        return time.monotonic() - start_s
 
-    def do_die_in_join(self, place: str, before: bool) -> Any:
-        """The next join kills this process in the round at `place`: before it says that it is there, or right after."""
-        meet = self.transport._rendezvous.meet
+    def do_die_at(self, place: str, before: bool) -> Any:
+        """The next time that this process is to say something at `place`, it dies: before it has, or right after."""
+        meet = rpc.meet
 
-        def meet_and_die(shared: Any, here: str, world: Any, says: str, deadline_s: float) -> None:
+        def meet_and_die(shared: Any, here: str, *rest: Any) -> Any:
             if here == place:
                 if not before:
-                    shared.set(f"{place}/{self.transport.name}", says)
+                    shared.set(f"{place}/{self.transport.name}", f"says {rest[2]}")
                 os.kill(os.getpid(), signal.SIGKILL)
-            meet(shared, here, world, says, deadline_s)
+            return meet(shared, here, *rest)
 
-        self.transport._rendezvous.meet = meet_and_die  # type: ignore[method-assign]
+        rpc.meet = meet_and_die
 
-    def do_overtake(self, generation: int) -> Any:
-        self.transport.overtake(generation)
+    def do_cannot_open(self, times: int) -> Any:
+        """So many of the next worlds cannot be opened here."""
+        agent, left = rpc.TensorPipeAgent, [times]
+
+        def fail(*arguments: Any) -> Any:
+            if left[0]:
+                left[0] -= 1
+                raise RuntimeError("no world today")
+            return agent(*arguments)
+
+        rpc.TensorPipeAgent = fail
 
     def do_call(self, peer: str, slot: int, timeout_s: float) -> Any:
         start_s = time.monotonic()
@@ -191,10 +206,6 @@ class Child:
     def do_say(self, values: Any) -> Any:
         """From now on it sends that for each message; None: what it should."""
         self.transport.vocabulary = WIRE if values is None else Says(values)
-
-    def do_be_of_version(self, version: str) -> Any:
-        mine, self.transport.build = self.transport.build, Build(version, self.transport.build.messages)
-        return mine.version
 
     def do_round_trips(self, peer: str) -> Any:
         """All requests and answers; returns the classes that came through and what did not."""
@@ -251,13 +262,18 @@ class Child:
 
     def do_status(self) -> Any:
         return {
-            "generation": self.transport.generation,
-            "members": self.transport.members,
             "bytes_sent": self.transport.bytes_sent,
             "complaints": self.transport.complaints.counts,
-            "calls": len(self.transport._calls),
+            "calls": self._calls(),
             "threads": len(os.listdir("/proc/self/task")),
         }
+
+    def _calls(self) -> int:
+        """How many are under way."""
+        if isinstance(self.transport, SocketTransport):
+            return sum(len(channel._calls) for channel in self.transport._channels.values())
+        assert isinstance(self.transport, rpc.RpcTransport)
+        return len(self.transport._calls)
 
     def do_wait_errors(self, count: int) -> Any:
         with self.handled:
@@ -265,8 +281,8 @@ class Child:
             errors, self.errors = self.errors, []
             return errors
 
-    def do_default_group(self, rank: int, world: int) -> Any:
-        store = dist.PrefixStore("group", dist.TCPStore(*self.store, is_master=False, wait_for_workers=False))
+    def do_default_group(self, rank: int, world: int, port: int) -> Any:
+        store = dist.PrefixStore("group", dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
 
     def do_all_reduce(self) -> Any:
@@ -289,7 +305,7 @@ class Child:
 
 def main() -> None:
     faulthandler.register(signal.SIGUSR1)  # the test asks for the stacks before it gives up
-    child = Child(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    child = Child(sys.argv[1], sys.argv[2])
     torch.set_num_threads(1)
     for line in sys.stdin:
         command = json.loads(line)

@@ -106,7 +106,7 @@ PURE = {
     "torch_ecrec.coordinator.state",
     "torch_ecrec.coordinator.status",
     "torch_ecrec.coordinator.succession",
-    "torch_ecrec.coordinator.world",
+    "torch_ecrec.coordinator.roster",
     "torch_ecrec.storage.policy",
     "torch_ecrec.storage.row_ids",
 }

@@ -239,7 +239,7 @@ def test_status_as_text() -> None:
         return slot_report(index, incarnation, rebuilt=rebuilt, **FIGURES)
 
     said = status(
-        generation=2,
+        roster=2,
         epoch=3,
         step=7,
         tables=26,
@@ -258,7 +258,7 @@ def test_status_as_text() -> None:
         ],
     )
     lines = format_status(said).splitlines()
-    assert "(k, r) = (2, 1) on 3 slots, 26 tables, epoch 3, RPC generation 2, step 7" in lines[0]
+    assert "(k, r) = (2, 1) on 3 slots, 26 tables, epoch 3, roster 2, step 7" in lines[0]
     assert re.search(r"0 +server-0 +0 +healthy +7 +5 +3.0 MiB +2.0 KiB +10 B +0 B", lines[2])
     assert re.search(r"1 +server-3 +1 +rebuilding 42% ", lines[3])
     assert re.search(r"2 +\(nobody\) +1 +waiting +- ", lines[4])

@@ -94,8 +94,8 @@ EXAMPLES: tuple[tuple[Event, dict[str, Any]], ...] = (
         {"event": "lost", "member": "server-0", "why": "it left", "slots": [0, 2]},
     ),
     (
-        events.GenerationFormed(2, ["server-0", "trainer-0"]),
-        {"event": "generation", "generation": 2, "members": ["server-0", "trainer-0"]},
+        events.RosterIs(2, ["server-0", "trainer-0"]),
+        {"event": "roster", "version": 2, "members": ["server-0", "trainer-0"]},
     ),
     (events.Regathering(), {"event": "regathering"}),
     (events.Regathered(3, ["server-0"]), {"event": "regathered", "epoch": 3, "members": ["server-0"]}),

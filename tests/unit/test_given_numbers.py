@@ -121,7 +121,7 @@ RECORDS: list[Any] = [
     Settings(join="h:1", call_timeout_s=0.3, again=1),
     Servers(memory_bytes=1 << 30),
     CheckpointSettings(url="/c", every_steps=10, bytes_per_s=0.3, beyond="partial", saver="mfu", portion=0.3),
-    ClusterSettings(CodeSpec(), 1, ("h", 1), lease_s=0.3),
+    ClusterSettings(CodeSpec(), 1, lease_s=0.3),
     Costs(5, 0.3, 0.1, 0.1, 0.1),
 ]
 _ALIASES = {"CheckpointPolicy", "Beyond", "CheckpointSaver", "TransportName"}  # words, of which there are a few

@@ -60,9 +60,9 @@ def knows(cluster: Running, process: Process, code: CodeSpec = CODE) -> Fields:
     slots += [["server-3", 0, True]] * (code.slots - len(slots))
     server = process.hello["role"] == "server"
     return {
-        "generation": 1,
-        "newest": 1,
-        "world": list(core.world),
+        "endpoint": "here",
+        "roster": 1,
+        "world": list(core.roster.names),
         "placement": {"epoch": core.epoch, "slots": slots},
         "incarnations": [0] * code.slots if server else [],
         "code": dataclasses.asdict(code),
@@ -76,7 +76,7 @@ def member(kind: str, run: str, code: CodeSpec) -> tuple[Process, Fields]:
     process = cluster.processes[{"host": 0, "spare": 3, "new server": 3, "trainer": 5, "new trainer": 5}[kind]]
     fields = {**knows(cluster, process, code), "run": run}
     if kind not in HAVE:
-        fields |= {"placement": None, "incarnations": [], "generation": 0, "newest": 0, "world": []}
+        fields |= {"placement": None, "incarnations": [], "roster": 0, "world": []}
     if kind == "new server":
         fields |= {"job": None}
     return process, fields
@@ -86,7 +86,8 @@ def view(running: Running) -> object:
     """All that a member of another cluster must not change."""
     core = running.core
     known = [(one.name, one.birth, one.alive, one.left) for one in core.members.values()]
-    return known, core.slots, core.epoch, core.era, core.generation, core.fatal, core.regathering, core.run, core.job
+    versions = core.epoch, core.era, core.roster.version
+    return known, core.slots, versions, core.fatal, core.regathering, core.run, core.job
 
 
 @pytest.mark.parametrize("coordinator", COORDINATORS)

@@ -162,31 +162,38 @@ def test_who_did_not_read_its_name_joins_again_and_is_the_same() -> None:
     assert running.core.members["server-0"].alive
 
 
-def test_a_generation_that_is_being_formed_is_asked_for_again() -> None:
+def gathered() -> Running:
+    """All have joined, and nobody can be called yet."""
     running = Running()
     for _ in range(4):
         running.join("server")
-    running.join("trainer", 0)
-    running.join("trainer", 1)
+    for rank in range(2):
+        running.join("trainer", rank)
+    return running
+
+
+def test_how_a_member_is_called_is_also_in_the_word_of_who_comes_back() -> None:
+    """It had said so, and its connection ended before that was heard."""
+    running = gathered()
     process = running.processes[2]
     running.close(process.wire)
-    wire = running.rejoin(process, placement=None, incarnations=[], generation=0, newest=0, world=[])
-    assert [message["generation"] for message in wire.told("generation")] == [1]
+    running.rejoin(process, placement=None, incarnations=[], roster=0, world=[])
+    assert running.core.epoch == 0
     running.enter()
     assert running.core.epoch == 1 and not running.core.regathering
+    assert process.wire.told("roster")[-1]["version"] == running.core.roster.version
 
 
-def test_an_entry_that_was_lost_is_in_the_word_of_who_comes_back() -> None:
-    running = Running()
-    for _ in range(4):
-        running.join("server")
-    running.join("trainer", 0)
-    running.join("trainer", 1)
-    for process in running.processes[1:]:
-        running.say(process, type="in_generation", generation=1)
-    assert running.core.epoch == 0
-    running.rejoin(running.processes[0], generation=1, newest=1, placement=None, incarnations=[])
-    assert running.core.epoch == 1
+def test_who_comes_back_is_told_the_roster_that_it_has_missed() -> None:
+    running = Running().start()
+    process = running.processes[1]
+    running.close(process.wire)
+    running.join("server")
+    running.enter()
+    wire = running.rejoin(process, roster=1)
+    assert [message["version"] for message in wire.told("roster")] == [2]
+    again = running.rejoin(process, roster=2)
+    assert not again.told("roster"), "it knows that one"
 
 
 def test_a_process_that_claims_a_members_name_is_fenced() -> None:
@@ -199,7 +206,7 @@ def test_a_process_that_claims_a_members_name_is_fenced() -> None:
     assert running.core.members["server-1"].birth == process.hello["birth"] and not wire.closed
 
 
-@pytest.mark.parametrize("field", ["generation", "newest", "era", "life", "resume_step"])
+@pytest.mark.parametrize("field", ["roster", "era", "life", "resume_step"])
 def test_absurd_versions_are_refused(field: str) -> None:
     running = Running().start()
     for value in (2**53 + 1, 2**63, 2**64, -1, True, 1.5, "1", None):
@@ -207,15 +214,15 @@ def test_absurd_versions_are_refused(field: str) -> None:
         process = running.processes[1]
         wire, old = running.rejoin(process, **{field: value}), process.wire
         assert wire is old and wire.told("refused") and wire.closed and running.router.refused == before + 1
-    assert running.core.generation == 1 and running.core.era == 0
+    assert running.core.roster.version == 1 and running.core.era == 0
 
 
 def test_what_there_has_not_been_is_not_believed() -> None:
     running = Running().start()
     slots = [["server-0", 0, True]] * 3
-    for fields in ({"newest": 7}, {"era": 3}, {"placement": {"epoch": 9, "slots": slots}}):
+    for fields in ({"roster": 7}, {"era": 3}, {"placement": {"epoch": 9, "slots": slots}}):
         assert running.rejoin(running.processes[1], **fields).told("fatal")[0]["kind"] == "fenced"
-    assert running.core.generation == 1 and running.core.era == 0 and running.core.epoch == 1
+    assert running.core.roster.version == 1 and running.core.era == 0 and running.core.epoch == 1
 
 
 def test_another_job_or_version_does_not_rejoin() -> None:
@@ -233,7 +240,7 @@ def test_joins_wait_for_members_of_before_and_are_let_in_then() -> None:
     for process in before.processes[:4]:
         wire = Wire("back")
         name = process.name
-        message = {"generation": 1, "newest": 1, "world": list(before.core.world), "placement": None}
+        message = {"roster": 1, "world": list(before.core.roster.names), "placement": None}
         after.processes.append(process)
         process.wire.sent = [{"type": "welcome", "name": name}]
         after.rejoin(process, **message, incarnations=[])
@@ -280,7 +287,7 @@ def test_members_of_before_know_better_what_the_cluster_begins_with() -> None:
     before, after = Running().start(), Running(looks=True)
     late = after.join("server")
     for process in before.processes[:4]:
-        message = {"generation": 1, "newest": 1, "world": list(before.core.world), "placement": None}
+        message = {"roster": 1, "world": list(before.core.roster.names), "placement": None}
         after.processes.append(process)
         process.wire.sent = [{"type": "welcome", "name": process.name}]
         after.rejoin(process, **message, incarnations=[])
@@ -296,7 +303,7 @@ def test_a_spare_that_knows_nothing_comes_back_and_the_cluster_begins_with_its_c
     """Everybody else has died with the coordinator before: training must not begin anew."""
     before, after = Running().start(), Running(looks=True)
     spare = before.processes[0]
-    wire = after.rejoin(spare, job=None, generation=1, newest=1, world=[spare.name], placement=None, incarnations=[])
+    wire = after.rejoin(spare, job=None, roster=1, world=[spare.name], placement=None, incarnations=[])
     late = after.join("server")
     restored = Restored("memory://x", "000000000010-run-0-1", 10)
     after.router.begin_with((restored, JOB), 3, after.now_s)
@@ -311,7 +318,7 @@ def test_joins_are_let_in_also_if_all_who_came_back_are_gone() -> None:
     """A coordinator that regathers, and whose members are all lost meanwhile, begins anew."""
     before, after = Running().start(), Running()
     process = before.processes[0]
-    after.rejoin(process, generation=1, newest=1, world=[process.name], placement=None, incarnations=[])
+    after.rejoin(process, roster=1, world=[process.name], placement=None, incarnations=[])
     after.close(process.wire)
     after.answer(GONE)
     late = after.join("server")
@@ -325,7 +332,7 @@ def test_who_is_of_another_build_is_told_that_it_never_can_be_a_member() -> None
     before, after = Running().start(), Running()
     process = before.processes[0]
     process.hello["messages"] = {**BUILD["messages"], "Push": "another"}
-    after.rejoin(process, generation=1, newest=1, world=[process.name], placement=None, incarnations=[])
+    after.rejoin(process, roster=1, world=[process.name], placement=None, incarnations=[])
     (refusal,) = process.wire.told("refused")
     assert refusal["kind"] == "other_build" and refusal["reason"].endswith("not the same: Push")
     assert process.wire.closed and not after.core.members
@@ -334,7 +341,7 @@ def test_who_is_of_another_build_is_told_that_it_never_can_be_a_member() -> None
 def test_a_refused_message_of_a_member_harms_nobody() -> None:
     running = Running().start()
     wire = running.processes[1].wire
-    for message in ({"type": "ready", "slot": 7, "incarnation": 0}, {"type": "in_generation", "generation": 9}):
+    for message in ({"type": "ready", "slot": 7, "incarnation": 0}, {"type": "listens", "endpoint": ""}):
         running.say(running.processes[1], **message)
     running.say(running.processes[1], type="loaded", origin=0)
     running.say(running.processes[4], type="progress", trainer=1, step=1)
@@ -387,7 +394,7 @@ def test_who_joins_where_there_is_nothing_to_begin_with_is_told_so_and_members_o
     status = after.router.status(after.now_s)
     assert status.cannot_begin == "it began with A, which is gone" and status.looks
     for process in before.processes[:4]:
-        message = {"generation": 1, "newest": 1, "world": list(before.core.world), "placement": None}
+        message = {"roster": 1, "world": list(before.core.roster.names), "placement": None}
         after.processes.append(process)
         process.wire.sent = [{"type": "welcome", "name": process.name}]
         after.rejoin(process, **message, incarnations=[])
@@ -537,8 +544,7 @@ def given_up(servers: int, trainers: int, loaded: bool = False) -> Running:
     there = [run.join("trainer", rank) for rank in range(trainers)]
     run.now_s += 6.0
     run.router.on_tick(run.now_s)
-    for process in run.processes if run.core.generation else ():
-        run.say(process, type="in_generation", generation=run.core.generation)
+    run.enter()
     assert bool(run.core.slots) == (servers >= 3 and trainers == 2)
     if loaded:
         run.say(there[0], type="loaded", origin=0)

@@ -37,6 +37,7 @@ from torch_ecrec.bench.places import Here, OnHosts
 from torch_ecrec.processes.children import await_end
 from torch_ecrec.protocol import wire
 from torch_ecrec.runtime import allocator
+from torch_ecrec.runtime.addresses import own_host
 from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.settings import Settings
@@ -61,8 +62,9 @@ class End:
         allocator.keep_freed(Settings().keep_freed_bytes)
         torch.set_num_threads(1)
         self.store = TCPStore(*store, is_master=name == NAMES[0], wait_for_workers=False)
-        self.transport = SocketTransport(name, self._handle)
-        self.transport.join(1, NAMES, store, LIMIT_S)
+        self.transport = SocketTransport(name, self._handle, own_host(store))
+        self.store.set(name, self.transport.endpoint)
+        self.transport.follow(1, {one: self.store.get(one).decode() for one in NAMES})
         self._pushes: dict[int, list[wire.Push]] = {}  # by size: to draw them takes longer than to send them
         self._bare: BareCaller | None = None
         if name == NAMES[0]:

@@ -12,7 +12,17 @@ from torch_ecrec.records.optimizers import NAMES as OPTIMIZERS
 from torch_ecrec.runtime.addresses import parse_host
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import PROTECTIONS, CodeSpec
-from torch_ecrec.spec.settings import WITHOUT_SPARE, Beyond, CheckpointPolicy, CheckpointSaver, Settings, new_run
+from torch_ecrec.spec.settings import (
+    WITHOUT_SPARE,
+    Beyond,
+    CheckpointPolicy,
+    CheckpointSaver,
+    Settings,
+    allow_insecure_rpc,
+    insecure_rpc,
+    new_run,
+    own_secret,
+)
 
 if TYPE_CHECKING:  # it loads torch: not to read a command line
     from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
@@ -41,7 +51,35 @@ def add_host(parser: argparse.ArgumentParser) -> None:
         "--host",
         type=host,
         default="127.0.0.1",
-        help="address of this host to listen on, which is told to others (default 127.0.0.1)",
+        help="address of this host to listen on, which is told to others (default 127.0.0.1); any that other hosts"
+        " reach takes a secret, TORCH_ECREC_SECRET or TORCH_ECREC_SECRET_FILE",
+    )
+    parser.add_argument(
+        "--insecure-rpc",
+        action="store_true",
+        help="with TORCH_ECREC_TRANSPORT=rpc and other hosts: torch's RPC runs what it is sent by whoever reaches it",
+    )
+
+
+def require_guarded(arguments: argparse.Namespace) -> None:
+    """Before anything is started: who listens where other hosts get to knows who may come.
+
+    Raises:
+        ValueError: there is no secret; or torch.distributed.rpc is to listen there, which asks for none.
+    """
+    from torch_ecrec.runtime.addresses import is_loopback
+    from torch_ecrec.transport.secret import why_open
+
+    if arguments.insecure_rpc:
+        allow_insecure_rpc()
+    if is_loopback(arguments.host):
+        return
+    require(bool(own_secret()), f"--host {arguments.host}: {why_open(arguments.host)}")
+    rpc = Settings.from_environment().transport == "rpc" and not insecure_rpc()
+    require(
+        not rpc,
+        f"--host {arguments.host} with TORCH_ECREC_TRANSPORT=rpc: torch's RPC runs what it is sent by whoever reaches"
+        " it. Take sockets, which ask for the secret, or say --insecure-rpc, on a network that you trust",
     )
 
 

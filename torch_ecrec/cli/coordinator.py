@@ -16,6 +16,7 @@ from torch_ecrec.cli.arguments import (
     checkpoints_of,
     code_of,
     port,
+    require_guarded,
     require_store,
     settings_of,
 )
@@ -55,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs a coordinator in this process."""
     from torch_ecrec.processes.coordination import Coordination, run_coordinator
 
+    require_guarded(arguments)
     code, checkpoint = code_of(arguments), checkpoints_of(arguments)
     require_int("spares", arguments.spares, 0)
     if arguments.elect:

@@ -19,6 +19,7 @@ from torch_ecrec.cli.arguments import (
     checkpoint_arguments,
     code_of,
     port,
+    require_guarded,
     require_store,
     settings_of,
 )
@@ -58,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     from torch_ecrec.processes.supervisor import Supervisor, await_trainers, prepare_logs
 
     told: list[int] = []  # to end: the signals
+    require_guarded(arguments)
     code = code_of(arguments)
     require_int("spares", arguments.spares, 0)
     checkpoints = checkpoint_arguments(arguments)  # complains before anything is started

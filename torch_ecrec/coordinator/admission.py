@@ -116,8 +116,8 @@ def rejoin_refusal(state: ClusterState, rejoin: Rejoin) -> tuple[str, str] | Non
     if member is None or not member.present or member.birth != rejoin.birth:
         return "fenced", FENCED
     epoch = rejoin.known.placement.epoch if rejoin.known.placement is not None else 0
-    if rejoin.newest > state.world.generation or rejoin.known.era > state.eras.number or epoch > state.table.epoch:
-        return "fenced", f"{rejoin.name} knows a generation, an era or a placement that there has not been"
+    if rejoin.roster > state.roster.version or rejoin.known.era > state.eras.number or epoch > state.table.epoch:
+        return "fenced", f"{rejoin.name} knows a roster, an era or a placement that there has not been"
     return None
 
 
@@ -127,8 +127,6 @@ def objection(state: ClusterState, member: MemberRecord, word: OfMember) -> str 
         return f"{member.name} is no trainer"
     if isinstance(word, messages.Progress) and word.trainer != member.rank:
         return f"`trainer` must be {member.rank}, got {word.trainer}"
-    if isinstance(word, messages.InGeneration) and word.generation > state.world.generation:
-        return f"`generation` must be at most {state.world.generation}, got {word.generation}"
     if isinstance(word, OfSlot):
         if member.role != "server":
             return f"{member.name} is no server"

@@ -4,14 +4,14 @@
 clock, no threads: `coordination.py` runs it behind a `ControlServer`, the simulated cluster behind virtual messages. It
 is never in the path of the data.
 
-Terms: *member*: a server or trainer process that has joined. *generation*: a version of the RPC world, a list of
-members; a new one is formed when somebody joins who is not in it, never because somebody died. *epoch*: a version of
-the placement. *spare*: a server in the present generation without slots.
+Terms: *member*: a server or trainer process that has joined. *roster*: who is there, and how each is called; a new
+version is told to all whenever somebody comes or goes. *epoch*: a version of the placement. *spare*: a server in the
+roster without slots.
 
-Life of a job: servers join -> trainers join with the same job -> a generation is formed -> slots are placed (epoch 1)
--> training. A lost server: its slots go to a spare, else to the survivor with the fewest slots (or wait for a process
-to come, as `without_spare` says), epoch + 1, incarnation + 1. A process that joins later becomes a spare in a new
-generation; if a server holds several slots and all slots are healthy, one is moved to it.
+Life of a job: servers join -> trainers join with the same job -> all are told the roster -> slots are placed (epoch
+1) -> training. A lost server: its slots go to a spare, else to the survivor with the fewest slots (or wait for a
+process to come, as `without_spare` says), epoch + 1, incarnation + 1. A process that joins later becomes a spare; if a
+server holds several slots and all slots are healthy, one is moved to it.
 
 Lost trainers: whoever supervises them starts all of them again. A new *era* begins at once: servers stop, and say which
 steps they can go back to ("reach"); the last that all of them can, and of which the dense model is kept, is where
@@ -24,13 +24,13 @@ missed, and says again what may not have arrived.
 
 A coordinator that is started again knows nothing. Members notice the end of the one before, go on without, and tell the
 new one what they know ("rejoin"); when everybody of the newest placement has, or `REGATHER_S` later, it goes on from
-there: who is missing then is lost. Generation, epoch, era and life only grow, however often it regathers.
+there: who is missing then is lost. Versions of the roster, epoch, era and life only grow, however often it regathers.
 
 Messages come as structs of `messages.py`: types and ranges are right. What else is needed of one (a slot that is
-placed, a generation that was formed) is looked at before anything changes; `on_message` returns why it did not count.
+placed) is looked at before anything changes; `on_message` returns why it did not count.
 
-Each concern has a part with its own state (`state.py`): `members.py`, `job.py`, `world.py`, `going_back.py`,
-`placement.py`, `regathering.py`. What concerns several of them is in `admission.py`, `arrivals.py`, `departures.py`,
+Each concern has a part with its own state (`state.py`): `members.py`, `job.py`, `roster.py`, `going_back.py`,
+`placement.py`, `regathering.py`. What concerns several of them is in `admission.py`, `departures.py`,
 `succession.py`. Here is what is said to the coordinator, and which part it concerns.
 """
 
@@ -38,11 +38,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch_ecrec.coordinator import admission, arrivals, departures, succession
+from torch_ecrec.coordinator import admission, departures, succession
 from torch_ecrec.coordinator.checkpointing import Ledger, Restorable
 from torch_ecrec.coordinator.going_back import GoingBack
 from torch_ecrec.coordinator.launches import Hold
 from torch_ecrec.coordinator.members import MemberRecord
+from torch_ecrec.coordinator.roster import Roster
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.coordinator.state import ClusterState
 from torch_ecrec.coordinator.status import status_of
@@ -145,14 +146,9 @@ class Coordinator:
         return self._state.job.run
 
     @property
-    def generation(self) -> int:
-        """The number of the present RPC world."""
-        return self._state.world.generation
-
-    @property
-    def world(self) -> list[str]:
-        """Members of the present generation, in rank order."""
-        return self._state.world.names
+    def roster(self) -> Roster:
+        """Who is in the cluster, and how each is called."""
+        return self._state.roster
 
     @property
     def epoch(self) -> int:
@@ -232,7 +228,7 @@ class Coordinator:
                 self._send(name, messages.Left(sorted(state.members.done)))
             if again:
                 departures.lose_absent(state)
-        state.form(now_s)
+        state.take_in(now_s)
         self._say_gathering(now_s)
 
     def on_join_again(self, name: str, now_s: float) -> None:
@@ -263,8 +259,8 @@ class Coordinator:
         if state.members.done:
             self._send(name, messages.Left(sorted(state.members.done)))
         self._tell_standstill(name, now_s)
-        if name in state.world.names and self.members[name].generation != state.world.generation:
-            state.world.send_to(name)
+        if name in state.roster.names and self.members[name].roster != state.roster.version:
+            state.roster.send_to(name)
 
     # members that come back, and a coordinator that was started again ---------------------------
 
@@ -292,15 +288,16 @@ class Coordinator:
             self.on_heard(name, now_s)
             self._announce(events.Back(name, member.pid))
             self._send(name, messages.Rejoined(self.life))
-            if rejoin.generation == state.world.generation != member.generation:
-                arrivals.enter(state, name, rejoin.generation, now_s)
+            member.endpoint, member.roster = rejoin.endpoint, rejoin.roster
             self._tell_again(name, now_s)
+            state.take_in(now_s)
             return
         if not self.regathering:
             state.regathering.begin(now_s, state.members.lease_s)
-            state.world.pause()
             self._announce(events.Regathering())
-        state.members.add(name, rejoin, now_s, rejoin.generation)
+        state.members.add(name, rejoin, now_s)
+        member = state.members.by_name[name]
+        member.endpoint, member.roster = rejoin.endpoint, rejoin.roster
         state.regathering.add(rejoin, now_s)
         self._tell_standstill(name, now_s)
         self._announce(events.Joined(name, rejoin.role, rejoin.rank, rejoin.pid))
@@ -330,8 +327,9 @@ class Coordinator:
             self._state.table.moves.on_word(name, word)
         elif isinstance(word, OfSlot):
             self._on_slot(name, word)
-        elif isinstance(word, messages.InGeneration):
-            arrivals.enter(self._state, name, word.generation, now_s)
+        elif isinstance(word, messages.Listens):
+            self.members[name].endpoint = word.endpoint
+            self._state.take_in(now_s)
         elif isinstance(word, messages.Loaded):
             self._state.job.on_loaded(word.origin)
         elif isinstance(word, messages.NotExact):
@@ -404,17 +402,16 @@ class Coordinator:
         departures.lose(self._state, name, now_s, why)
 
     def on_tick(self, now_s: float) -> None:
-        """Called about every `heartbeat_s`: leases, and generations that were not formed in time."""
+        """Called about every `heartbeat_s`: leases, and what else has a time."""
         state = self._state
         state.members.forget_gone()
         state.suspicion.on_tick(state.members.since_tick_s(now_s))
         state.members.on_tick(now_s)
         departures.act_on_complaints(state, now_s)
-        state.world.give_up_late(now_s, state.table.placed)
         state.checkpointing.on_tick(now_s, state.whole)
         self._name_slow(now_s)
         succession.go_on(state, now_s)
-        state.form(now_s)
+        state.take_in(now_s)
         self._say_gathering(now_s)
 
     def _say_gathering(self, now_s: float) -> None:

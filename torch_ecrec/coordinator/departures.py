@@ -11,7 +11,7 @@ from torch_ecrec.protocol import messages
 
 def lose(state: ClusterState, name: str, now_s: float, why: str) -> None:
     """A member is gone: its slots get other hosts; without one trainer, none can go on."""
-    members, world, table = state.members, state.world, state.table
+    members, table = state.members, state.table
     member = members.by_name.get(name)
     if member is None or not member.alive:
         return
@@ -30,9 +30,8 @@ def lose(state: ClusterState, name: str, now_s: float, why: str) -> None:
             lose_trainers(state, f"{name} was lost ({why})", now_s)
         else:
             del members.by_name[name]
-            world.wait_for_all(name)
         return
-    world.give_up(name, now_s, table.placed)
+    state.drop(name)
     if slots:
         table.lose(slots)
     else:
@@ -41,7 +40,8 @@ def lose(state: ClusterState, name: str, now_s: float, why: str) -> None:
 
 def lose_trainers(state: ClusterState, why: str, now_s: float) -> None:
     """One is lost, and none can go on without it: those that live are told to end, and a new era begins."""
-    members, world = state.members, state.world
+    members = state.members
+    gone = [member.name for member in members.trainers]
     for member in members.trainers:
         if member.present:
             members.send(member.name, messages.Fatal("trainers_lost", why))
@@ -51,9 +51,7 @@ def lose_trainers(state: ClusterState, why: str, now_s: float) -> None:
         members.tell(messages.Left([]), "server")
     if state.table.placed:
         state.eras.begin(keeps=False)
-    gone = next((name for name in world.names if name not in members.by_name), None)
-    if gone is not None:
-        world.give_up(gone, now_s, state.table.placed)
+    state.drop(*gone)
 
 
 def lose_absent(state: ClusterState) -> None:
@@ -111,7 +109,6 @@ def act_on_silence(state: ClusterState, now_s: float) -> None:
     if over and (silence.hears_nobody or (table.placed and not table.repairs(silence.quiet))):
         if not silence.stand(over, now_s):
             for name in over:
-                state.world.give_up(name, now_s, table.placed)  # a world that waits for it does without
                 table.moves.on_gone(name)
             return
     for name in sorted(over):
@@ -185,7 +182,7 @@ def leave(state: ClusterState, name: str, now_s: float) -> None:
         reason = f"{name} left before it had loaded {what}"
         members.tell(messages.Fatal("trainers_lost", reason), "trainer")
     state.announce(events.MemberLeft(name))
-    state.world.give_up(name, now_s, table.placed)
+    state.drop(name)
     table.moves.on_gone(name)
 
 

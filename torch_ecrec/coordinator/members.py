@@ -33,7 +33,8 @@ class MemberRecord:
         back_s: since when it is heard of again, after a pause of more than `HEARD_S`.
         address: where it listens for as long as it lives; None: it did not say.
         domain: of a server, what it is lost together with; "": it did not say.
-        generation: the last RPC world it said it is in.
+        endpoint: how it is called; "": it did not say yet.
+        roster: the version of the last roster that it was told.
         alive: not lost. `left`: it said that it is done.
         draining: of a server: its slots are to move away, and no others come.
         launch: of a trainer; see `launches.py`.
@@ -46,7 +47,8 @@ class MemberRecord:
     birth: str
     joined_s: float
     heard_s: float
-    generation: int = 0
+    endpoint: str = ""
+    roster: int = 0
     alive: bool = True
     left: bool = False
     report: Report = Report()
@@ -150,8 +152,8 @@ class Members:
 
     # coming and going ---------------------------------------------------------------------------
 
-    def add(self, name: str, entering: Entering, now_s: float, generation: int = 0) -> None:
-        """A process has joined or rejoined under a name. `generation`: the RPC world that it is in."""
+    def add(self, name: str, entering: Entering, now_s: float) -> None:
+        """A process has joined or rejoined under a name."""
         self.by_name[name] = MemberRecord(
             name,
             entering.role,
@@ -160,7 +162,6 @@ class Members:
             entering.birth,
             now_s,
             now_s,
-            generation,
             address=entering.address,
             domain=entering.domain,
             launch=entering.launch,

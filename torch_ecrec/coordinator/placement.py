@@ -1,7 +1,7 @@
 """Which server hosts which slot.
 
 A new *epoch* is a new version of that, which everybody is told. A slot whose host is lost goes to a *spare*, a server
-of the present world without slots; else to the survivor with the fewest slots, or it waits for a process to come, as
+of the roster without slots; else to the survivor with the fewest slots, or it waits for a process to come, as
 `without_spare` says; its incarnation grows by one. Once all slots are healthy, a spare relieves a server that hosts
 several of one: that slot moves while it goes on.
 
@@ -27,9 +27,9 @@ from torch_ecrec.coordinator.going_back import Eras
 from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.members import Members
 from torch_ecrec.coordinator.partial import PartialRecovery, beyond_repair, layouts_of
+from torch_ecrec.coordinator.roster import Roster
 from torch_ecrec.coordinator.silence import Silence
 from torch_ecrec.coordinator.suspicion import Suspicion
-from torch_ecrec.coordinator.world import World
 from torch_ecrec.layout import repair
 from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.observe import events
@@ -75,7 +75,7 @@ class SlotTable:
         without_spare: str,
         job: RunningJob,
         members: Members,
-        world: World,
+        roster: Roster,
         eras: Eras,
         checkpointing: Checkpointing,
         partial: PartialRecovery,
@@ -84,7 +84,7 @@ class SlotTable:
         announce: Callable[[Event], None],
     ) -> None:
         self.without_spare, self._silence = without_spare, silence
-        self._job, self._members, self._world, self._eras = job, members, world, eras
+        self._job, self._members, self._roster, self._eras = job, members, roster, eras
         self._checkpointing, self._partial, self._suspicion, self._announce = (
             checkpointing,
             partial,
@@ -119,7 +119,7 @@ class SlotTable:
 
     def _heard(self) -> list[str]:
         """Servers that can be given slots, and were heard of lately."""
-        return [server for server in self._world.servers() if server not in self._silence.quiet]
+        return [server for server in self._roster.servers() if server not in self._silence.quiet]
 
     def _choose_host(self, slot: int) -> str:
         """A spare, else the survivor with the fewest slots (or nobody: wait for a process to come).
@@ -185,7 +185,7 @@ class SlotTable:
 
     def place_all(self) -> None:
         """Every slot gets a server of its own, for the first time."""
-        servers, where = self._world.servers(), self._members.domains()
+        servers, where = self._roster.servers(), self._members.domains()
         if len(servers) < self._job.code.slots:
             return
         for slot in range(self._job.code.slots):

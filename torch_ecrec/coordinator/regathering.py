@@ -59,8 +59,8 @@ class Knowledge:
 
     @property
     def world(self) -> set[str]:
-        """Members of the newest generation that somebody is in."""
-        furthest = max(self.said.values(), key=lambda one: one.generation, default=None)
+        """Who is in the newest roster that somebody was told."""
+        furthest = max(self.said.values(), key=lambda one: one.roster, default=None)
         return set() if furthest is None else set(furthest.world)
 
     @property
@@ -174,7 +174,7 @@ class Regathering:
         return {name: at for name, at in addresses.items() if name not in self.said and name not in self.dead}
 
     def gone(self, known: Knowledge) -> set[str]:
-        """Members that are not back, and that nobody can reach who is back and was in a world with them.
+        """Members that are not back, and that nobody can reach who is back and was in a roster with them.
 
         Two hosts say so at least: the link of one may have failed. Who is on the same host never does; so nobody counts
         as gone of whose host somebody is back.
@@ -220,5 +220,5 @@ class Regathering:
 
 
 def _newest(rejoin: Rejoin) -> tuple[int, int]:
-    """How new what a member knows is: epoch, generation."""
-    return rejoin.known.placement.epoch if rejoin.known.placement is not None else -1, rejoin.generation
+    """How new what a member knows is: epoch, version of the roster."""
+    return rejoin.known.placement.epoch if rejoin.known.placement is not None else -1, rejoin.roster

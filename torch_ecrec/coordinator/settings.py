@@ -18,8 +18,7 @@ class ClusterSettings:
 
     Args:
         code: code parameters of the cluster; a job brings its tables, not its code.
-        spares: servers that are waited for beyond one per slot before the first generation is formed.
-        store: (host, port) of the store that RPC generations meet at.
+        spares: servers that are waited for beyond one per slot before slots are placed for the first time.
         without_spare: "survivor" or "wait": who gets the slots of a lost server when there is no spare.
         lease_s: a member that was not heard of for so long is silent: it is given up, if the code repairs it.
         standstill_s: how long training stands for members that are silent, and more than the code repairs together;
@@ -38,7 +37,6 @@ class ClusterSettings:
 
     code: CodeSpec
     spares: int
-    store: tuple[str, int]
     without_spare: str = "survivor"
     lease_s: float = 10.0
     standstill_s: float = 0.0

@@ -128,10 +128,6 @@ class Silence:
         """Training stands for somebody."""
         return bool(self._awaited)
 
-    def is_awaited(self, name: str) -> bool:
-        """Whether training stands for this member, among others."""
-        return name in self._awaited
-
     def stand(self, over: dict[str, str], now_s: float) -> bool:
         """Training stands for these; returns whether that has lasted too long."""
         news = over.keys() != self._awaited.keys()

@@ -12,12 +12,12 @@ from torch_ecrec.coordinator.members import Members
 from torch_ecrec.coordinator.partial import PartialRecovery
 from torch_ecrec.coordinator.placement import SlotTable
 from torch_ecrec.coordinator.regathering import Knowledge, Regathering
+from torch_ecrec.coordinator.roster import Roster
 from torch_ecrec.coordinator.saving import Saving
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.coordinator.silence import Silence
 from torch_ecrec.coordinator.slowness import Slowness
 from torch_ecrec.coordinator.suspicion import Suspicion
-from torch_ecrec.coordinator.world import World
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol.messages import FromCoordinator
 from torch_ecrec.protocol.status import Gathering
@@ -54,7 +54,7 @@ class ClusterState:
         self.launches = Launches(self.job, self.members)
         self.suspicion = Suspicion()
         self.silence = Silence(settings.stands_s, self.members, self.suspicion, announce)
-        self.world = World(settings.spares, settings.store, self.job, self.members, self.silence, announce)
+        self.roster = Roster(settings.spares, self.job, self.members, announce)
         self.partial = PartialRecovery(checkpoint.beyond == "partial", checkpoint.most_lost_samples)
         self.saving = Saving(checkpoint)
         self.eras = Eras(self.job, self.members, self.partial, self.saving, announce)
@@ -64,7 +64,7 @@ class ClusterState:
             settings.without_spare,
             self.job,
             self.members,
-            self.world,
+            self.roster,
             self.eras,
             self.checkpointing,
             self.partial,
@@ -82,12 +82,23 @@ class ClusterState:
         self.job.run, self.job.known = before.job.run, before.job.known or before.job.spec is not None
         self.job.inexact = [known for known in before.job.inexact if known[0] < self.job.done_at_origin]
         self.partial.follow(before.partial, self.job.done_at_origin)
-        self.world.generation, self.table.epoch = before.world.generation, before.table.epoch
+        self.roster.version, self.table.epoch = before.roster.version, before.table.epoch
 
-    def form(self, now_s: float, even_if_complete: bool = False) -> None:
-        """Forms a new generation where somebody is not in the present one, unless members of before come first."""
+    def take_in(self, now_s: float, anew: bool = False) -> None:
+        """Whoever may come in is in the roster from now on, unless members of before come first; slots get the hosts
+        that they waited for. `anew`: all are told the roster, also if nobody has come."""
+        if self.regathering.active or not self.roster.renew(now_s, self.table.placed, anew):
+            return
+        self.suspicion.on_arrival(now_s)
+        if not self.table.placed:
+            self.table.place_all()
+        self.table.place_waiting()
+        self.table.moves.rebalance()
+
+    def drop(self, *names: str) -> None:
+        """These are not there any more. While members of before come, that is told with all else that is found."""
         if not self.regathering.active:
-            self.world.form(now_s, self.table.placed, even_if_complete)
+            self.roster.drop(names)
 
     @property
     def whole(self) -> bool:
@@ -112,7 +123,7 @@ class ClusterState:
         for one in said:
             self.members.follow(one.life)
         self.members.done |= known.done
-        self.world.learn(said)
+        self.roster.learn(said)
         self.job.learn(said, self.eras.number)
         self.eras.learn(said)
         self.partial.renewals = known.renewals

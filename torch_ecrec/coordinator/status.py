@@ -30,7 +30,7 @@ def status_of(state: ClusterState, now_s: float) -> Status:
         run=job.run,
         code=job.code,
         transport=state.transport,
-        generation=state.world.generation,
+        roster=state.roster.version,
         epoch=table.epoch,
         era=eras.number,
         going_back=back is not None,

@@ -46,9 +46,9 @@ def go_on(state: ClusterState, now_s: float) -> None:
         _take_back(state, known, known.placement.epoch, now_s)
         if (job := state.job.spec) is not None and known.trainers < job.trainers:
             _dismiss(state, known, dead, now_s)
-    state.form(now_s, even_if_complete=state.world.is_split)
+    state.take_in(now_s, anew=state.roster.is_split)
     if known.placement is not None:
-        # What waited for the end of a generation, or for a slot that was rebuilt meanwhile: neither may come again.
+        # What waited for somebody to come, or for a slot that was rebuilt meanwhile: neither may come again.
         state.table.place_waiting()
         state.table.moves.rebalance()
 

@@ -83,10 +83,10 @@ class Suspicion:
     def follow(self, now_s: float) -> None:
         """The coordinator before is gone, with what it remembered."""
         self._follows_until_s = now_s + REMEMBERED_S
-        self.on_world(now_s)
+        self.on_arrival(now_s)
 
-    def on_world(self, now_s: float) -> None:
-        """A world is complete: some of it may try each other for the first time."""
+    def on_arrival(self, now_s: float) -> None:
+        """Somebody has come: some may try each other for the first time."""
         if now_s < self._follows_until_s:
             self.learns, self._learns_until_s = True, now_s + LEARNS_S
 

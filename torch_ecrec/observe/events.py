@@ -123,10 +123,10 @@ class NotSlow(Happened, frozen=True, tag="not_slow"):
     member: str
 
 
-class GenerationFormed(Happened, frozen=True, tag="generation"):
-    """All members of a generation have entered its world."""
+class RosterIs(Happened, frozen=True, tag="roster"):
+    """Somebody has come or gone: who is there now, as all of them are told."""
 
-    generation: int
+    version: int
     members: list[str]
 
 
@@ -336,7 +336,7 @@ AnyEvent = (
     | GoesOn
     | Slow
     | NotSlow
-    | GenerationFormed
+    | RosterIs
     | Regathering
     | Regathered
     | PlacedFirst

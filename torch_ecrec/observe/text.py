@@ -46,7 +46,7 @@ def format_status(status: Status) -> str:
     protection = f"(k, r) = ({code.k}, {code.r})" if code.protection == "parity" else "no protection"
     lines = [
         f"torch-ecrec {status.version}: {protection} on {code.slots} slots, {status.tables} tables,"
-        f" epoch {status.epoch}, RPC generation {status.generation}, step {status.step}"
+        f" epoch {status.epoch}, roster {status.roster}, step {status.step}"
     ]
     lines += _troubles(status)
     reports = status.slot_reports()

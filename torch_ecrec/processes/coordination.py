@@ -1,4 +1,4 @@
-"""The composition root of a coordinator: membership behind a control server, and the store RPC generations meet at."""
+"""The composition root of a coordinator: membership behind a control server."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import json
 import logging
 import math
 import signal
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import IO, Any, cast
 
 from torch_ecrec.coordinator.checkpoint_settings import NO_CHECKPOINTS, CheckpointSettings
@@ -25,9 +23,8 @@ from torch_ecrec.processes.leadership import Acting, Office
 from torch_ecrec.processes.restoring import NEWEST, NONE, find_again
 from torch_ecrec.processes.restoring import find as find_checkpoint
 from torch_ecrec.processes.scribe import FileLedger
-from torch_ecrec.processes.supervisor import POLL_S, START_S, STAYS
+from torch_ecrec.processes.supervisor import POLL_S, STAYS
 from torch_ecrec.protocol.bounds import TransportName
-from torch_ecrec.runtime.addresses import family_of
 from torch_ecrec.runtime.lifetime import freeze, on_signals
 from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.spec.job import CodeSpec
@@ -239,14 +236,12 @@ class _Coordinator:
         self._began_with = began_with or (NONE if begins is None else begins[0].folder)
         if checkpoint.url:
             self._ledger = FileLedger(checkpoint, lambda: self._router.core.job, self._do_soon)
-        self._store = _store_on(told.host)
         settings = told.settings
-        transport, where = cast(TransportName, settings.transport), (told.host, self._store.port)
+        transport = cast(TransportName, settings.transport)
         self._router = Router(
             ClusterSettings(
                 told.code,
                 told.spares,
-                where,
                 told.without_spare,
                 settings.lease_s,
                 settings.standstill_s,
@@ -433,19 +428,3 @@ class _Coordinator:
 def log_event(event: dict[str, Any]) -> None:
     """Louder what is not exact, what has lost all that was trained, and what training waits for."""
     log.log(logging.WARNING if event["event"] in LOUD else logging.INFO, "%s", json.dumps(event))
-
-
-def _store_on(host: str) -> Any:
-    """A TCPStore that listens at `host`. Left to itself, torch's listens on every interface."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    listener = socket.create_server((host, 0), family=family_of(host), backlog=1024)
-    port = listener.getsockname()[1]
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=START_S),
-        master_listen_fd=listener.detach(),  # the store's from now on
-    )

@@ -1,7 +1,7 @@
-"""A server or trainer process in the cluster: control connection, RPC generations, heartbeats, and the node they carry.
+"""A server or trainer process in the cluster: control connection, heartbeats, transport, and the node they carry.
 
-`Member` joins the coordinator, builds its node (a `Host` or a `Client`) once it has a name, follows the generations
-that the coordinator forms, and hands it everything else. It is the real `Port` of its node.
+`Member` joins the coordinator, builds its node (a `Host` or a `Client`) once it has a name, says how it is called,
+tells its transport who is there (`messages.Roster`), and hands the node everything else. It is its node's real `Port`.
 
 The end of its connection is the end of nothing: it connects again and rejoins. The same coordinator knows it by its
 `birth`, and that its process lives by its `SignOfLife`; the next one takes what it says. Either answers "rejoined",
@@ -19,14 +19,13 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from msgspec.structs import replace
 
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.processes.heartbeats import Heartbeats
 from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.bounds import Address
 from torch_ecrec.protocol.build import own_build
 from torch_ecrec.protocol.messages import BadMessage
 from torch_ecrec.protocol.status import Report
@@ -34,13 +33,14 @@ from torch_ecrec.protocol.wire import A, Outcome, Request
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.spec.settings import STANDS_S, Settings
-from torch_ecrec.transport.control import ControlClient, NoAnswer
+from torch_ecrec.spec.settings import STANDS_S, Settings, own_secret
+from torch_ecrec.transport.calls import Transport
+from torch_ecrec.transport.control import NO_SECRET, ControlClient, NoAnswer
 from torch_ecrec.transport.etcd import Leader
-from torch_ecrec.transport.generations import Transport
 from torch_ecrec.transport.liveness import SignOfLife
 from torch_ecrec.transport.node import COMPLAINTS, Node
 from torch_ecrec.transport.rpc import RpcTransport
+from torch_ecrec.transport.secret import NotProved, require_closed
 from torch_ecrec.transport.sockets import SocketTransport
 from torch_ecrec.transport.timers import Timers
 from torch_ecrec.transport.whereabouts import follow, reach, whereabouts
@@ -125,7 +125,7 @@ class Member:
         self._lock = threading.Lock()  # guards _ended and _leaving
         self._over = threading.Event()  # the membership
         self._parted = threading.Event()  # the coordinator has heard that this trainer is done, or all has ended
-        self._generations: GenerationFollower | None = None
+        self._roster: messages.Roster | None = None  # the newest that it was told
         self._telling = threading.RLock()  # guards _control: one connection follows another between two messages
         self._connected, self._cut = threading.Event(), threading.Event()
         self._why_cut = ""
@@ -137,22 +137,19 @@ class Member:
         self._control: ControlClient | None = None
         self._leader: Leader | None = None  # whom the last connection is with
         self._sign: SignOfLife | None = None
-        self._addresses: dict[str, Address] = {}  # where members of the newest generation listen
         self._hello = {**hello, "birth": uuid.uuid4().hex}
         try:
             self._where = whereabouts(settings.join)
             follow(self._where, self._over, self._connected_with, self._on_closed, self.on_error)
-            generations = self._join()
+            transport = self._join()
         except BaseException:
             self.close()
             raise
-        generations.start()
         Worker(self._stay_connected, "rejoin", self.on_error).start()
-        transport = cast(Transport, self.transport)  # there since the welcome
         figures = lambda: figures_of(transport, report())  # noqa: E731
         self._beats.begin(self.tell, transport.unreachable, figures, self._sign)
 
-    def _join(self) -> GenerationFollower:
+    def _join(self) -> Transport:
         """Asks until a coordinator answers: one that ends meanwhile is replaced, as for a member that has joined."""
         limit_s = self.settings.give_up_s
         deadline_s = time.monotonic() + limit_s
@@ -162,6 +159,8 @@ class Member:
         while True:
             try:
                 control = self._connect(left_s)
+            except NotProved as error:
+                raise JoinRefused(str(error)) from error
             except ClusterUnavailable as error:
                 if not gone:
                     raise
@@ -169,6 +168,7 @@ class Member:
             self._control = control
             self._connected.set()
             if self._sign is None:
+                require_closed(control.local_host, own_secret())
                 self._sign = _sign_of_life(control.local_host)
                 self._hello["address"] = list(self._sign.address) if self._sign is not None else None
             control.send(join_message(**self._hello))
@@ -176,8 +176,8 @@ class Member:
                 raise ClusterUnavailable(f"{where} did not answer in {limit_s:g} s{self._waits}")
             if self._failure is not None:
                 raise self._failure
-            if self._generations is not None:
-                return self._generations
+            if self.transport is not None:
+                return self.transport
             gone = self._gone
             if time.monotonic() + pause_s > deadline_s:
                 raise ClusterUnavailable(f"{where} ended before it answered: {gone}")
@@ -264,6 +264,9 @@ class Member:
             if self._answered.is_set():  # a message, not the membership
                 log.error("%s: the coordinator refused a message: %s", self.name, word.reason)
                 return
+            if word.kind == NO_SECRET:
+                self._fail_to_join(JoinRefused(f"the coordinator at {self.settings.join} {word.reason}"))
+                return
             refusal = DataLoss if word.kind == "data_loss" else JoinRefused
             self._fail_to_join(refusal(f"refused by the cluster at {self.settings.join}: {word.reason}"))
         elif isinstance(word, messages.Waits):
@@ -272,13 +275,12 @@ class Member:
         elif isinstance(word, messages.Fatal):
             error = ENDS.get(word.kind, ClusterUnavailable)(word.reason)
             self.end(error) if self._answered.is_set() else self._fail_to_join(error)
-        elif self._generations is None:
+        elif self.transport is None:
             raise BadMessage(f"{type(word).__name__}: before a welcome")
         elif isinstance(word, messages.KnownInexact):
             self._inexact = word.known
-        elif isinstance(word, messages.Generation):
-            self._addresses = word.addresses
-            self._generations.take(word)
+        elif isinstance(word, messages.Roster):
+            self._take_roster(self.transport, word)
         elif isinstance(word, messages.OtherCluster):
             self._turn_away(word)
         else:
@@ -300,9 +302,22 @@ class Member:
         self.node = self._make_node(self.name, self, word.code)
         kind = TRANSPORTS[word.transport]
         shared.enable(self.settings.shared_memory_bytes if kind is SocketTransport else 0)
-        self.transport = kind(self.name, self.node.handle, self.on_error)
-        self._generations = GenerationFollower(self.name, self.transport, self.tell, self.on_error)
+        assert self._control is not None  # it was welcomed there
+        self.transport = kind(self.name, self.node.handle, self._control.local_host, self.on_error)
+        self.tell(messages.Listens(self.transport.endpoint))
         self._answered.set()
+
+    def _take_roster(self, transport: Transport, word: messages.Roster) -> None:
+        """Raises BadMessage: this member is not in it, or nobody can be called so."""
+        if self.name not in word.endpoints:
+            raise BadMessage(f"roster: {self.name} must be in it, got {', '.join(word.endpoints)}")
+        if self._roster is not None and word.version <= self._roster.version:
+            return  # it was told before
+        try:
+            transport.follow(word.version, word.endpoints)
+        except ValueError as error:
+            raise BadMessage(f"roster: {error}") from error
+        self._roster = word
 
     def _turn_away(self, word: messages.OtherCluster) -> None:
         """Whoever leads there is not the coordinator of this member's cluster."""
@@ -363,6 +378,11 @@ class Member:
                     break
             except ClusterUnavailable as error:
                 for_s, silent = time.monotonic() - since_s, isinstance(error, NoAnswer)
+                if isinstance(error, NotProved):  # another cluster's, or a mistake: our own may come yet
+                    if str(error) != self._stranger:
+                        log.error("%s: %s; keeps what it has, and looks for its own", self.name, error)
+                    self._stranger = str(error)
+                    self._over.wait(REJOIN_MOST_S)
             self._note_silence(silent and for_s < stands_s, stands_s - for_s)
             if self._hears_nothing:
                 self._sought_for_s = for_s + give_up_s
@@ -372,19 +392,16 @@ class Member:
             if self._over.is_set():
                 return
         self._note_silence(False, 0.0)
-        assert self.transport is not None and self._generations is not None
+        assert self.transport is not None
         with self._telling:  # what is told from now on follows on the new connection, what was told before is known
-            world = list(self.transport.members)  # nobody between generations
             message = rejoin_message(
                 self._known(),
                 hello=self._hello,
                 name=self.name,
                 code=self._code,
                 life=self._life,
-                generation=self.transport.generation if world else 0,
-                newest=self._generations.asked,
-                world=world,
-                addresses=self._addresses,
+                endpoint=self.transport.endpoint,
+                roster=self._roster,
                 restored=self.restored,
                 run=self._run,
                 inexact=self._inexact,
@@ -435,8 +452,6 @@ class Member:
             self._ended = True
             leaving = self._leaving
         self._over.set()
-        if self._generations is not None:
-            self._generations.end()
         self._parted.set()
         if not leaving:  # one that is done need not know
             self._on_end(error)
@@ -459,8 +474,6 @@ class Member:
         with self._lock:
             self._ended = True
         self._over.set()
-        if self._generations is not None:
-            self._generations.end()
         self._beats.timers.close()
         self._timers.close()
         if self.transport is not None:
@@ -494,71 +507,6 @@ def by_kind(bytes_sent: Mapping[str, int]) -> dict[str, int]:
     return kinds
 
 
-class GenerationFollower:
-    """Enters the generations that the coordinator forms, one after the other, on a thread of its own.
-
-    Args:
-        name: this member's.
-        transport: what joins them.
-        tell: says to the coordinator that one was joined.
-        on_error: gets what else goes wrong.
-
-    Attributes:
-        asked: the highest generation that this member was asked to join.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        transport: Transport,
-        tell: Callable[[messages.InGeneration], None],
-        on_error: Callable[[BaseException], None],
-    ) -> None:
-        self._name, self._transport, self._tell, self._on_error = name, transport, tell, on_error
-        self.asked = 0
-        self._changed = threading.Event()
-        self._lock = threading.Lock()  # guards _wanted and _ended
-        self._wanted: messages.Generation | None = None
-        self._ended = False
-
-    def start(self) -> None:
-        """From now on it joins what it was asked to, also what came before."""
-        Worker(self._follow, "generations", self._on_error).start()
-
-    def take(self, word: messages.Generation) -> None:
-        """The coordinator asks for a generation. Raises BadMessage: this member is not in it, or somebody is twice."""
-        if self._name not in word.members or len(set(word.members)) != len(word.members):
-            raise BadMessage(f"generation: `members` must be different, {self._name} among them, got {word.members}")
-        if word.generation <= self.asked:
-            return  # it was asked for before: formed, which `rejoin` says, or on the way
-        with self._lock:
-            self._wanted, self.asked = word, word.generation
-        self._transport.overtake(word.generation)
-        self._changed.set()
-
-    def end(self) -> None:
-        """It joins no more. May be called again."""
-        with self._lock:
-            self._ended = True
-        self._changed.set()
-
-    def _follow(self) -> None:
-        while True:
-            self._changed.wait()
-            self._changed.clear()
-            with self._lock:
-                wanted, self._wanted = self._wanted, None
-                if self._ended:
-                    return
-            if wanted is None:
-                continue
-            try:
-                self._transport.join(wanted.generation, wanted.members, wanted.store, wanted.timeout_s)
-                self._tell(messages.InGeneration(wanted.generation))
-            except ClusterUnavailable as error:
-                log.warning("%s: %s", self._name, error)  # the coordinator forms the next one
-
-
 def join_message(**hello: Any) -> dict[str, Any]:
     """What a process says to join; `hello`: its role, and what else the coordinator wants to know of one."""
     build = own_build()
@@ -572,10 +520,8 @@ def rejoin_message(
     name: str,
     code: Mapping[str, Any],
     life: int,
-    generation: int,
-    newest: int,
-    world: Sequence[str],
-    addresses: Mapping[str, Address],
+    endpoint: str,
+    roster: messages.Roster | None,
     restored: messages.Restored | None,
     run: str,
     inexact: Sequence[tuple[int, str]] = (),
@@ -587,9 +533,8 @@ def rejoin_message(
         hello: what it said when it joined: role, birth, address, `led` of this coordinator, a trainer's rank.
         name, code: as it was told.
         life: of the coordinator before, as it said.
-        generation, world: the one it is in, and who else is.
-        newest: the highest generation it was ever asked to join.
-        addresses: where members of that one listen.
+        endpoint: how it is called.
+        roster: the newest that it was told.
         restored: the checkpoint that the cluster began with.
         run, inexact: as it was told.
     """
@@ -600,10 +545,10 @@ def rejoin_message(
         "name": name,
         "code": code,
         "life": life,
-        "generation": generation,
-        "newest": newest,
-        "world": world,
-        "addresses": {member: list(address) for member, address in addresses.items()},
+        "endpoint": endpoint,
+        "roster": 0 if roster is None else roster.version,
+        "world": [] if roster is None else list(roster.endpoints),
+        "addresses": {} if roster is None else {member: list(at) for member, at in roster.addresses.items()},
         "restored": None if restored is None else messages.json_of(restored),
         "run": run,
         "inexact": list(inexact),

@@ -42,3 +42,5 @@ Snapshots = Annotated[  # (step, steps of training, trainers whose parts of the 
 ]
 Address = tuple[Annotated[str, Meta(max_length=64)], Annotated[int, Meta(ge=1, lt=1 << 16)]]
 Addresses = Annotated[dict[Name, Address], Meta(max_length=MEMBERS_MOST)]
+Endpoint = Annotated[str, Meta(min_length=1, max_length=400)]  # where a member takes calls, as its transport says it
+Endpoints = Annotated[dict[Name, Endpoint], Meta(min_length=1, max_length=MEMBERS_MOST)]

@@ -4,9 +4,9 @@
     JobSpec   JobSpec(tables: tuple[TableSpec, ...], ...); TableSpec(name: str, ...); ...
     kernels   the sources of all kernels: others may give other bits
 
-Of each a digest is told: where a process joins the cluster, where members meet before a generation, and in the first
-bytes of each connection. Who differs is told in what; nothing is misread. The order of a message's fields counts, since
-they travel without names. What is compatible with what: docs/protocol.md, "Builds".
+Of each a digest is told: where a process joins the cluster, and in the first bytes of each connection. Who differs is
+told in what; nothing is misread. The order of a message's fields counts, since they travel without names. What is
+compatible with what: docs/protocol.md, "Builds".
 """
 
 from __future__ import annotations

@@ -7,12 +7,12 @@ many, of another type or out of its range makes all of it a `BadMessage`, and no
     from_member({"type": "ready", "slot": 1, "incarnation": 2})     # Ready(slot=1, incarnation=2)
     from_member({"type": "ready", "slot": "1", "incarnation": 2})   # BadMessage: Expected `int`, got `str` ...
 
-What needs the state of the coordinator (a slot that exists, a generation that was formed) is `Coordinator`'s to check.
+What needs the state of the coordinator (a slot that exists) is `Coordinator`'s to check.
 
 Invariants.
 - Every string, list and table has a most, so that a member's word takes a bounded place wherever it is kept.
-- A version (generation, epoch, era, incarnation, life) that a member says is at most 2**53: there is always a next one,
-  which any reader of JSON has without rounding.
+- A version (of the roster, epoch, era, incarnation, life) that a member says is at most 2**53: there is always a next
+  one, which any reader of JSON has without rounding.
 - A member of another version of this package, or with other messages of the data plane, is told so, whatever else its
   message looks like.
 """
@@ -40,6 +40,8 @@ from torch_ecrec.protocol.bounds import (
     Addresses,
     Birth,
     Count,
+    Endpoint,
+    Endpoints,
     Folder,
     FolderOrNone,
     Host,
@@ -218,9 +220,10 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
 
     Attributes:
         name, code, life, run: its own, and of its cluster, as it was told.
-        generation: that it is in; 0: in none. `newest`: the last that it was asked to enter.
-        world: who is in that generation.
-        addresses: of the newest generation: where its members listen, for as long as they live.
+        endpoint: where it takes calls; see `Listens`.
+        roster: the version of the newest roster that it was told; 0: of none.
+        world: who is in that roster.
+        addresses: where they listen, for as long as they live.
         restored: the checkpoint that the cluster began with. `inexact`: what has made the run so, as it was told.
         known: what its node knows.
     """
@@ -229,8 +232,8 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
     code: CodeSpec
     life: Count
     run: Run
-    generation: Count
-    newest: Count
+    endpoint: Endpoint
+    roster: Count
     world: Names
     addresses: Addresses = {}
     restored: Restored | None = None
@@ -248,8 +251,7 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
         slots, known = self.code.slots, self.known
         require(self.name.startswith(self.role), f"a {self.role} that is called {self.name}")
         require(slots <= SLOTS_MOST, f"{slots} slots")
-        require(self.generation <= self.newest, f"generation {self.generation}, but the newest is {self.newest}")
-        require(not self.generation or self.name in self.world, f"{self.name} is not in the world that it is in")
+        require(not self.roster or self.name in self.world, f"{self.name} is not in the roster that it was told")
         require(all(slot < slots for slot, _ in known.whole), f"a slot that is not there; there are {slots}")
         require(len(known.incarnations) in (0, slots), f"{len(known.incarnations)} incarnations of {slots} slots")
         for address in self.addresses.values():
@@ -292,8 +294,10 @@ class Leave(Said, frozen=True, tag="leave"):
     report: Report = Report()
 
 
-class InGeneration(Said, frozen=True, tag="in_generation"):
-    generation: Count
+class Listens(Said, frozen=True, tag="listens"):
+    """It can be called from now on. `endpoint`: how, for the transports of the others (`Transport.endpoint`)."""
+
+    endpoint: Endpoint
 
 
 class OfSlot(Said, frozen=True):
@@ -463,12 +467,18 @@ class Waits(Said, frozen=True, tag="waits"):
     reason: str
 
 
-class Generation(Said, frozen=True, tag="generation"):
-    generation: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
-    members: Annotated[list[Name], Meta(min_length=1, max_length=MEMBERS_MOST)]
-    store: tuple[Annotated[str, Meta(min_length=1, max_length=255)], Annotated[int, Meta(ge=0, lt=1 << 16)]]
-    timeout_s: Annotated[float, Meta(gt=0, le=3600)]
-    addresses: Addresses = {}  # where they listen, as they said when they joined: for a coordinator that follows
+class Roster(Said, frozen=True, tag="roster"):
+    """Who is there, from now on: whoever is in it may call all others.
+
+    Attributes:
+        version: newer ones replace older ones.
+        endpoints: how each is called, as it has said (`Listens`). The order is the same for everybody.
+        addresses: where they listen for as long as they live, for a coordinator that follows.
+    """
+
+    version: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+    endpoints: Endpoints
+    addresses: Addresses = {}
 
 
 class Job(Said, frozen=True, tag="job"):
@@ -642,7 +652,7 @@ OfCheckpoint = Due | Shown | Written | Unwritten
 OfMember = (
     Beat
     | Leave
-    | InGeneration
+    | Listens
     | Ready
     | Rebuilt
     | Unrecoverable
@@ -663,7 +673,7 @@ FromCoordinator = (
     | Refused
     | Waits
     | Gathering
-    | Generation
+    | Roster
     | Job
     | Placed
     | Era

@@ -350,7 +350,7 @@ class Status(Struct, frozen=True, kw_only=True, tag_field="type", tag="status"):
     Attributes:
         version: of the package. `run`: the identity of the cluster.
         code, transport: of the cluster.
-        generation: of the data plane. `epoch`: of the placement; 0: nothing is placed yet. `era`: of the trainers.
+        roster: its version. `epoch`: of the placement; 0: nothing is placed yet. `era`: of the trainers.
         going_back: servers go back, or say how far they can.
         resume_step: the step that the era began after; None: that is being found out.
         step: the last that a trainer has reported.
@@ -379,7 +379,7 @@ class Status(Struct, frozen=True, kw_only=True, tag_field="type", tag="status"):
     run: str
     code: CodeSpec
     transport: TransportName
-    generation: int
+    roster: int
     epoch: int
     era: int
     going_back: bool

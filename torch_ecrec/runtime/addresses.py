@@ -68,6 +68,19 @@ def family_of(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
+def is_loopback(host: str) -> bool:
+    """Whether an address, or all that a name means here, can be reached from this host alone."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        pass
+    try:
+        found = {str(place[0]) for *_, place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:  # nobody can listen there
+        return False
+    return all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in found)
+
+
 def own_host(place: tuple[str, int]) -> str:
     """The address from which this host reaches another one; host and port. Nothing is sent. Raises OSError."""
     family, kind, protocol, _, where = socket.getaddrinfo(*place, type=socket.SOCK_DGRAM)[0]

@@ -5,11 +5,13 @@ The only module that reads environment variables (`Settings.from_environment`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import os
+import secrets
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -45,6 +47,9 @@ OTHERS = (
     "RECORD",
     "REHEARSED",
     "LOSS_MARK",
+    "SECRET",
+    "SECRET_FILE",
+    "INSECURE_RPC",
 )  # read elsewhere here; a test of this package has its own names, which begin with `TEST_`
 
 
@@ -84,6 +89,61 @@ def rehearsed_folder() -> Path:
     return Path(os.environ.get("TORCH_ECREC_REHEARSED") or REHEARSALS)
 
 
+def own_secret() -> bytes:
+    """What all processes of a cluster know, and nobody else; b"" where there is none.
+
+    TORCH_ECREC_SECRET, or what is in the file that TORCH_ECREC_SECRET_FILE names, without white space at its ends.
+
+    Raises:
+        ValueError: it is too short, both are given, or the file cannot be read.
+    """
+    text, file = os.environ.get("TORCH_ECREC_SECRET", ""), os.environ.get("TORCH_ECREC_SECRET_FILE", "")
+    require(not (text and file), "give TORCH_ECREC_SECRET or TORCH_ECREC_SECRET_FILE, not both")
+    where = "TORCH_ECREC_SECRET"
+    if file:
+        where = f"TORCH_ECREC_SECRET_FILE ({file})"
+        try:
+            text = Path(file).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{where} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        require(bool(text.strip()), f"{where} is empty")
+    secret = text.strip().encode()
+    enough = f"{where} must have {SECRET_LEAST} characters or more, got {len(secret)}: `openssl rand -hex 32` makes one"
+    require(not secret or len(secret) >= SECRET_LEAST, enough)
+    return secret
+
+
+def insecure_rpc() -> bool:
+    """Whether torch.distributed.rpc, which runs what it is sent, may listen where other hosts get to."""
+    text = os.environ.get(INSECURE_RPC, "0")
+    require(text in ("0", "1"), f"{INSECURE_RPC} must be 0 or 1, got {text!r}")
+    return text == "1"
+
+
+def allow_insecure_rpc() -> None:
+    """From now on it may, in this process and those that it starts."""
+    os.environ[INSECURE_RPC] = "1"
+
+
+@contextlib.contextmanager
+def trusted_network() -> Iterator[None]:
+    """Other hosts can be reached meanwhile: this process, and those that it starts, have a secret, and may use torch's
+    RPC there. For hosts that nobody else gets to (`testing/hosts.py`)."""
+    names = ("TORCH_ECREC_SECRET", INSECURE_RPC)
+    before = {name: os.environ.get(name) for name in names}
+    if not own_secret():
+        os.environ["TORCH_ECREC_SECRET"] = secrets.token_hex(32)
+    allow_insecure_rpc()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def set_unless_set(name: str, value: Callable[[], str]) -> None:
     """A variable that a library reads in this process, where the user has said nothing of it."""
     if name not in os.environ:
@@ -99,6 +159,8 @@ def ask_name_servers_briefly() -> None:
     set_unless_set("RES_OPTIONS", lambda: "timeout:1 attempts:2")
 
 
+SECRET_LEAST = 16
+INSECURE_RPC = "TORCH_ECREC_INSECURE_RPC"
 DOMAIN_LEVELS_MOST, DOMAIN_MOST = 8, 200
 LAUNCH_MOST = 200
 

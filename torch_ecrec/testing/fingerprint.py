@@ -54,7 +54,7 @@ IGNORED: Mapping[str, frozenset[str]] = {
     "ClusterState": frozenset({"announce", "slowness"}),
     "Members": frozenset({"send", "_ticked_s"}),
     "RunningJob": frozenset({"_announce"}),
-    "World": frozenset({"_announce"}),
+    "Roster": frozenset({"_announce"}),
     "Suspicion": frozenset({"_beats"}),  # how regularly they come
     "Eras": frozenset({"_announce"}),
     "SlotTable": frozenset({"_announce"}),
@@ -63,7 +63,7 @@ IGNORED: Mapping[str, frozenset[str]] = {
     "Process": frozenset({"out", "script", "scenario", "_scenario", "_oracle"}),
 }
 IN_ORDER: Mapping[str, frozenset[str]] = {
-    # who came first is first in the next world, and gets the next slot
+    # who came first is first in the next roster, and gets the next slot
     "Members": frozenset({"by_name"}),
     "Regathering": frozenset({"said"}),
 }

@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 from torch_ecrec.processes.children import Child
 from torch_ecrec.processes.fork_server import ForkServer
 from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.spec.settings import trusted_network
 from torch_ecrec.testing.host_init import CLONE_NEWNET, inside, kill_all
 
 T = TypeVar("T")
@@ -359,6 +360,8 @@ class _Relay:
 class Hosts:
     """Hosts on one switch. Use as a context manager: leaving ends them all, with their processes.
 
+    As long as they are there, this process and those that it starts have a secret (TORCH_ECREC_SECRET).
+
     Args:
         count: so many.
         network: their addresses, an IPv4 network. They are unknown outside.
@@ -372,7 +375,9 @@ class Hosts:
         self.network = ipaddress.IPv4Network(network)
         require(count + 2 <= self.network.num_addresses, f"{network} has no addresses for {count} hosts")
         self.hosts: list[Host] = []
+        self._trusted = contextlib.ExitStack()
         self._switch = _Namespace("switch")
+        self._trusted.enter_context(trusted_network())
         try:
             self._switch.run("ip", "link", "add", "switch", "type", "bridge")
             self._switch.run("ip", "link", "set", "switch", "up")
@@ -424,6 +429,7 @@ class Hosts:
         for host in self.hosts:
             host.close()
         self._switch.close()
+        self._trusted.close()
 
     def __enter__(self) -> Hosts:
         return self

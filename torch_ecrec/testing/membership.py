@@ -5,7 +5,7 @@
     plane.reset([process.connection])       # both sides notice, a moment later, each in its own time
 
 A `VirtualProcess` does on its side what `member.Member` does in a real one: it joins, or joins again if it had not read
-its name when the connection ended; it rejoins, skips generations that it was asked for before, and ends when told to.
+its name when the connection ended; it rejoins, skips rosters that are older than its own, and ends when told to.
 A connection is a `Line` each way: in order, now and then slow. What is under way when it is reset never arrives; what a
 process said before it died may. A probe's answer says whether the process was alive when the probe arrived.
 
@@ -53,8 +53,7 @@ class VirtualProcess:
         number: which process of the simulation it is.
         name: "" until it was welcomed.
         life: of the coordinator, as it said.
-        generation, world, asked: the one joined, who is in it, and the highest that it was asked for.
-        addresses: of who is in that.
+        roster: the newest that it was told.
         restored: the checkpoint that the cluster began with.
         run, inexact: as it was told.
         restarted: a trainer: the cluster has trained before, as the coordinator said.
@@ -73,10 +72,7 @@ class VirtualProcess:
     name: str = ""
     life: int = 0
     code: Message = field(default_factory=dict)
-    generation: int = 0
-    world: Sequence[str] = ()
-    addresses: dict[str, Address] = field(default_factory=dict)
-    asked: int = 0
+    roster: messages.Roster | None = None
     restarted: bool = False
     restored: messages.Restored | None = None
     run: str = ""
@@ -367,10 +363,8 @@ class ControlPlane:
             name=process.name,
             code=process.code,
             life=process.life,
-            generation=process.generation,
-            newest=process.asked,
-            world=list(process.world),
-            addresses=process.addresses,
+            endpoint=process.name,
+            roster=process.roster,
             restored=process.restored,
             run=process.run,
             inexact=process.inexact,
@@ -418,11 +412,10 @@ class ControlPlane:
             process.name, process.life, process.code = word.name, word.life, message["code"]
             process.restarted, process.restored, process.run = word.restarted, word.restored, word.run
             self.handlers.on_welcome(process)
-        elif isinstance(word, messages.Generation):
-            if word.generation > process.asked:
-                process.generation = process.asked = word.generation
-                process.world, process.addresses = word.members, word.addresses
-                self.tell(process, messages.InGeneration(word.generation))
+            self.tell(process, messages.Listens(process.name))
+        elif isinstance(word, messages.Roster):
+            if process.roster is None or word.version > process.roster.version:
+                process.roster = word
         elif isinstance(word, messages.Waits):
             process.waits.append(word.reason)
         elif isinstance(word, messages.OtherCluster):

@@ -98,7 +98,7 @@ class Process:
         self.out: list[tuple[Any, ...]] = []
         self.calls: dict[str, tuple[str, Callable[[Outcome[Any]], None]]] = {}  # token -> who was asked, what then
         self.timers: list[Callable[[], None]] = []
-        self.world: tuple[int, Sequence[str]] = (0, ())
+        self.roster: messages.Roster | None = None
         self.life = 0  # of the coordinator, as it said
         self.code: dict[str, Any] = {}  # likewise
         self.node: Node
@@ -148,9 +148,9 @@ class Process:
             self.life = word.life
         if isinstance(word, messages.Welcome):
             self.code = message["code"]
-        if isinstance(word, messages.Generation):
-            self.world = word.generation, word.members
-            self.tell(messages.InGeneration(word.generation))
+            self.tell(messages.Listens(self.name))
+        if isinstance(word, messages.Roster):
+            self.roster = word
         else:
             self.on_control(word)
 
@@ -159,17 +159,14 @@ class Process:
 
     def on_rejoin(self, _: None) -> None:
         """Tells a coordinator that was started again what it knows."""
-        generation, world = self.world
         rejoin = rejoin_message(
             self.known(),
             hello={"role": self.role, "rank": self.rank, "birth": self.name},
             name=self.name,
             code=self.code,
             life=self.life,
-            generation=generation,
-            newest=generation,
-            world=list(world),
-            addresses={},
+            endpoint=self.name,
+            roster=self.roster,
             restored=None,
             run="run",
         )

@@ -176,11 +176,9 @@ class Scenario:
     @property
     def cluster(self) -> ClusterSettings:
         """What its coordinator is told."""
-        store = ("virtual", 0)
         return ClusterSettings(
             self.code,
             self.spares,
-            store,
             self.without_spare,
             self.lease_s,
             self.standstill_s,

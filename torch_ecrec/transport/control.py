@@ -18,6 +18,8 @@ Invariants.
 - A line that is not a JSON object, or is too long, closes its connection, and changes nothing else.
 - Nothing blocks for long: a peer that does not read is cut off.
 - What a peer has said before it ended is heard, also by a server that notices the end as it writes to it.
+- Where there is a secret (`secret.py`), nothing of a connection is heard before it has proved that it knows it, and
+  until then it may say a short line, and has `PROVE_S`. A client with a secret says nothing else to who does not.
 - A *stranger*, a connection that was not `admit`ted, has little to spend: lines of `STRANGER_LINE_BYTES`, all of them
   together `STRANGERS_BYTES` of lines that have not ended, `STRANGER_IDLE_S` of silence. Of more than `STRANGERS_MOST`
   the one goes that was silent longest, so that there is always room for the next.
@@ -47,7 +49,18 @@ from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.runtime.addresses import family_of, text_of
 from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.runtime.threads import Worker, log_error
+from torch_ecrec.spec.settings import own_secret
 from torch_ecrec.transport.liveness import NO_WAY, Address, probe
+from torch_ecrec.transport.secret import (
+    CALLER,
+    LISTENER,
+    NONCE_BYTES,
+    NotProved,
+    draw,
+    is_proof,
+    proof,
+    require_closed,
+)
 
 Message = dict[str, Any]
 
@@ -60,6 +73,8 @@ STRANGERS_BYTES = 64 << 20
 STRANGER_BACKLOG_BYTES = 8 << 20
 STRANGER_IDLE_S = 60.0
 STRANGERS_MOST = 512
+UNPROVED_LINE_BYTES = 1 << 10
+PROVE_S = 10.0
 TOLD_S = 1.0  # bad lines are logged once in so long at most
 DESCRIPTORS = 1 << 16  # a coordinator has a connection with every member
 SEND_TIMEOUT_S = 5.0  # how long a member's `send` may block on a coordinator that does not read
@@ -68,6 +83,11 @@ UNANSWERED_S = 15.0
 UNANSWERED_BY_COORDINATOR_S = 4.0
 ATTEMPT_S = 1.0  # for a connection; then it is asked for anew: left alone, the kernel asks after 1, 3, 7, 15, 31 s
 RETRY_LEAST_S, RETRY_MOST_S = 0.02, 0.5
+
+
+NO_SECRET = "no_secret"  # the kind of a refusal
+SECRET_SET = "TORCH_ECREC_SECRET or TORCH_ECREC_SECRET_FILE"
+WANTS_SECRET = f"is of a cluster with a secret, which this process does not know: set {SECRET_SET}"
 
 
 class NoAnswer(ClusterUnavailable):
@@ -150,10 +170,12 @@ class LineConnection(asyncio.Protocol):
 
     def __init__(self, server: ControlServer) -> None:
         self.peer = "?"  # host:port
-        self.heard_s = 0.0  # of the last whole line, on the loop's clock
+        self.proved = not server.secret
+        self._nonces: tuple[bytes, bytes] | None = None  # its own and ours, once it has said its own
+        self.came_s = self.heard_s = 0.0  # when it connected; when its last whole line came; on the loop's clock
         self.stranger = True
         self._server = server
-        self._lines = Lines(STRANGER_LINE_BYTES)
+        self._lines = Lines(STRANGER_LINE_BYTES if self.proved else UNPROVED_LINE_BYTES)
         self._transport: asyncio.Transport | None = None  # None before the connection and after its end
 
     def send(self, message: Message) -> None:
@@ -195,14 +217,40 @@ class LineConnection(asyncio.Protocol):
         try:
             for message in self._lines.feed(data):
                 self._server._heard(self)
-                self._server._guard(self._server._on_message, self, message)
+                self._hear(message)
                 if self._transport is None or self._transport.is_closing():
                     return
         except BadLine as error:
-            self._server._on_bad_line(self, str(error))
-            self.close()
+            if self.proved:
+                self._server._on_bad_line(self, str(error))
+                self.close()
+            else:
+                self._turn_away()
         if self.stranger and self._lines.waiting_bytes > CHUNK_BYTES:
             self._server._weigh()
+
+    def _hear(self, message: Message) -> None:
+        if self.proved:
+            self._server._guard(self._server._on_message, self, message)
+        else:
+            self._prove(message)
+
+    def _prove(self, message: Message) -> None:
+        """What is said before it has proved that it knows the secret: its nonce, then the proof."""
+        said = _bytes_of(message.get("nonce" if self._nonces is None else "proof"))
+        if self._nonces is None and message.get("type") == "hello" and len(said) == NONCE_BYTES:
+            self._nonces = said, draw()
+            shown = proof(self._server.secret, LISTENER, *self._nonces)
+            self.send({"type": "proof", "nonce": self._nonces[1].hex(), "proof": shown.hex()})
+        elif self._nonces is not None and is_proof(said, self._server.secret, CALLER, *self._nonces):
+            self.proved, self._lines.most_bytes = True, STRANGER_LINE_BYTES
+        else:
+            self._turn_away()
+
+    def _turn_away(self) -> None:
+        self.send({"type": "refused", "kind": NO_SECRET, "reason": WANTS_SECRET})
+        self._server.count_unproved(self)
+        self.close()
 
     def abort(self, why: str) -> None:
         """Ends the connection at once; `on_closed` follows."""
@@ -223,7 +271,16 @@ class LineConnection(asyncio.Protocol):
         """What was sent on a connection that has ended since. It answers nothing."""
         with contextlib.suppress(BadLine):  # cut off, or nonsense: nobody is left to be told
             for message in self._lines.feed(data):
-                self._server._guard(self._server._on_message, self, message)
+                if self.proved:
+                    self._hear(message)
+
+
+def _bytes_of(text: object) -> bytes:
+    """What a text of hexadecimal digits means; b"" for anything else."""
+    try:
+        return bytes.fromhex(text) if isinstance(text, str) else b""
+    except ValueError:
+        return b""
 
 
 def _unread(transport: asyncio.Transport) -> bytes:
@@ -245,8 +302,12 @@ class ControlServer:
         on_closed: `on_closed(connection)`, once for every connection that ended before the server's own close.
         on_bad_line: `on_bad_line(connection, reason)`, before the connection is closed; None: a word in the log.
 
+    Attributes:
+        secret: what who connects must know; b"": nothing.
+
     Raises:
         OSError: nobody can listen there; the message says where.
+        ClusterUnavailable: other hosts get there, and there is no secret.
     """
 
     def __init__(
@@ -260,11 +321,14 @@ class ControlServer:
         self._on_message = on_message
         self._on_closed = on_closed
         self._bad_line = on_bad_line
-        self._told_s = -math.inf  # of a bad line, to the log
+        self._told_s = -math.inf  # of a bad line, or of who does not know the secret, to the log
+        self._unproved = 0  # that the log was not told of
         self._connections: set[LineConnection] = set()
         self._strangers: dict[LineConnection, None] = {}  # who was silent longest comes first
         self._probing: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None  # what a callback raised
+        self.secret = own_secret()
+        require_closed(host, self.secret)
         try:
             self._listener = socket.create_server((host, port), family=family_of(host), backlog=1024)
         except OSError as error:
@@ -352,6 +416,7 @@ class ControlServer:
 
     def _take_in(self, connection: LineConnection) -> None:
         self._heard(connection)
+        connection.came_s = connection.heard_s
         if len(self._strangers) > STRANGERS_MOST:
             next(iter(self._strangers)).abort("was silent longest of too many")
 
@@ -368,11 +433,19 @@ class ControlServer:
             max(waiting, key=lambda connection: waiting[connection]).abort("sends a line without end")
 
     def _drop_idle(self) -> None:
+        now_s = self._loop.time()
         for connection in list(self._strangers):
-            if self._loop.time() - connection.heard_s < STRANGER_IDLE_S:
-                break
-            connection.abort(f"said nothing for {STRANGER_IDLE_S:g} s")
-        self._loop.call_later(STRANGER_IDLE_S / 4, self._drop_idle)
+            limit_s = STRANGER_IDLE_S if connection.proved else PROVE_S
+            if now_s - (connection.heard_s if connection.proved else connection.came_s) >= limit_s:
+                connection.abort(f"said nothing for {limit_s:g} s")
+        self._loop.call_later(PROVE_S / 4, self._drop_idle)
+
+    def count_unproved(self, connection: LineConnection) -> None:
+        """Somebody does not know the secret: the log says so, from time to time."""
+        self._unproved += 1
+        if self._loop.time() - self._told_s > TOLD_S:
+            self._told_s, count, self._unproved = self._loop.time(), self._unproved, 0
+            log.warning("control channel: %s, as %d in all of late, does not know the secret", connection.peer, count)
 
     def _on_bad_line(self, connection: LineConnection, reason: str) -> None:
         if self._bad_line is not None:
@@ -441,6 +514,48 @@ def _connect(host: str, port: int, timeout_s: float) -> socket.socket:
         pause_s = min(2 * pause_s, RETRY_MOST_S)
 
 
+def _prove(sock: socket.socket, where: str, timeout_s: float) -> None:
+    """Where this process has a secret, the two sides show each other that they know it.
+
+    Raises:
+        NoAnswer: nothing came in time, though somebody listens.
+        NotProved: the other one does not know it.
+        ClusterUnavailable: the connection has ended.
+    """
+    secret = own_secret()
+    if not secret:
+        return  # who wants one says so
+    mine = draw()
+    try:
+        sock.settimeout(timeout_s)
+        sock.sendall(encode_line({"type": "hello", "nonce": mine.hex()}))
+        said = _read_line(sock)
+        theirs = _bytes_of(said.get("nonce"))
+        shown = _bytes_of(said.get("proof"))
+        if len(theirs) != NONCE_BYTES or not is_proof(shown, secret, LISTENER, mine, theirs):
+            other = "has another secret" if said.get("type") in ("proof", "refused") and theirs else "has none"
+            raise NotProved(
+                f"the coordinator at {where} does not know the secret of this process ({SECRET_SET}): it {other}, or"
+                " is none of this cluster"
+            )
+        sock.sendall(encode_line({"type": "proof", "proof": proof(secret, CALLER, mine, theirs).hex()}))
+    except TimeoutError as error:
+        raise NoAnswer(f"the coordinator at {where} has not answered within {timeout_s:g} s") from error
+    except (OSError, BadLine) as error:
+        raise ClusterUnavailable(f"the coordinator at {where} ended the connection: {error}") from error
+
+
+def _read_line(sock: socket.socket) -> Message:
+    """One message, and nothing of what comes after it. Raises OSError or BadLine."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        part = sock.recv(1)
+        if not part or len(line) > UNPROVED_LINE_BYTES:
+            raise BadLine("it has closed it" if not part else "what it said is no proof")
+        line += part
+    return _parse(line)
+
+
 class ControlClient:
     """A member's connection to the coordinator. Connects on construction.
 
@@ -452,7 +567,8 @@ class ControlClient:
         timeout_s: how long to try to connect.
 
     Raises:
-        ClusterUnavailable: nobody answered within `timeout_s`.
+        ClusterUnavailable: nobody answered within `timeout_s`. `NotProved`: who did does not know our secret, or wants
+            one.
     """
 
     def __init__(
@@ -469,6 +585,11 @@ class ControlClient:
         self._on_bad_line = on_bad_line
         self._sock = _connect(host, port, timeout_s)
         belongs_here(self)
+        try:
+            _prove(self._sock, text_of((host, port)), timeout_s)
+        except ClusterUnavailable:
+            self._sock.close()
+            raise
         self.local_host: str = self._sock.getsockname()[0]
         self._sock.settimeout(None)
         seconds, rest = divmod(SEND_TIMEOUT_S, 1)
@@ -542,6 +663,7 @@ def request(host: str, port: int, message: Message, timeout_s: float) -> Message
     where = f"the coordinator at {text_of((host, port))}"
     lines = Lines()
     with _connect(host, port, timeout_s) as sock:
+        _prove(sock, text_of((host, port)), max(deadline_s - time.monotonic(), 0.001))
         try:
             sock.settimeout(max(deadline_s - time.monotonic(), 0.001))
             sock.sendall(encode_line(message))
@@ -551,6 +673,8 @@ def request(host: str, port: int, message: Message, timeout_s: float) -> Message
                 if not data:
                     raise ClusterUnavailable(f"{where} closed the connection without an answer")
                 for answer in lines.feed(data):
+                    if answer.get("kind") == NO_SECRET:
+                        raise NotProved(f"{where} {answer.get('reason')}")
                     return answer
         except TimeoutError as error:
             raise ClusterUnavailable(f"{where} did not answer within {timeout_s:g} s") from error

@@ -1,10 +1,11 @@
 """Who has connected, and has not proved yet that it is a member: one thread looks after all of them.
 
-A member says hello at once: magic, the key of who listens, the digest of its build, the generation. Who has said so
-gets a thread of its own. Who has the key and is of another build is told which build is here (`OTHER_BUILD`); nothing
-that it sends is read. Everybody else costs a descriptor, for `HELLO_S` at most, and of them there are `STRANGERS_MOST`:
-when one more comes, the one that has kept silent longest goes. So a member gets in as long as fewer than
-`STRANGERS_MOST` come in the time that its hello takes.
+A member says hello at once: magic, a nonce, the digest of its build, its name. It is told another nonce, with the proof
+that who listens here is who it looks for, and shows its own (`secret.py`): so each has the cluster's secret and the key
+of who listens. Who has shown it gets a thread of its own. If it is of another build it is told which build is here
+(`OTHER_BUILD`); nothing that it sends is read. Everybody else costs a descriptor, for `HELLO_S` at most, and of them
+there are `STRANGERS_MOST`: when one more comes, the one that has kept silent longest goes. So a member gets in as long
+as fewer than `STRANGERS_MOST` come in the time that its hello takes.
 
 Accepting never ends before `close`: where a descriptor or memory is missing, one stranger is given up, and if there is
 none, it pauses.
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hmac
 import selectors
 import socket
 import struct
@@ -27,9 +27,11 @@ from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.transport.complaints import Complaints
 from torch_ecrec.transport.control import tune
 from torch_ecrec.transport.frames import HEADER, MAGIC, OTHER_BUILD
+from torch_ecrec.transport.secret import CALLER, LISTENER, NONCE_BYTES, PROOF_BYTES, draw, is_proof, proof
 
 KEY_BYTES = 16
-HELLO = struct.Struct(f"<4s{KEY_BYTES}s{DIGEST_BYTES}sQ")  # magic, key, digest of the build, generation
+HELLO = struct.Struct(f"<4s{NONCE_BYTES}s{DIGEST_BYTES}s100s")  # magic, nonce, digest of the build, the caller's name
+CHALLENGE = struct.Struct(f"<4s{NONCE_BYTES}s{PROOF_BYTES}s")  # magic, nonce, proof: what a hello is answered with
 HELLO_S = 10.0
 STRANGERS_MOST = 128
 ACCEPTS_AT_ONCE = 16  # then those that have come are heard
@@ -42,6 +44,7 @@ class _Stranger:
     sock: socket.socket
     until_s: float
     said: bytearray = field(default_factory=bytearray)
+    ours: bytes = b""  # nonce, once it has said hello
 
 
 class Door:
@@ -49,10 +52,10 @@ class Door:
 
     Args:
         listeners: its own from now on.
-        key: what a member knows.
+        shared: what a member knows (`secret.data_key`).
         build: of this process.
-        admit: `admit(sock, generation)` of who has said hello; the socket blocks, and is the callee's. On the door's
-            thread: it must not wait.
+        admit: `admit(sock, caller)` of who has said hello, by name; the socket blocks, and is the callee's. On the
+            door's thread: it must not wait.
         visited: gets the host of everybody who connects from another one.
         complaints: get why somebody was not let in.
         on_error: gets what goes wrong here; the door stays open.
@@ -61,14 +64,14 @@ class Door:
     def __init__(
         self,
         listeners: Sequence[socket.socket],
-        key: bytes,
+        shared: bytes,
         build: Build,
-        admit: Callable[[socket.socket, int], None],
+        admit: Callable[[socket.socket, str], None],
         visited: Callable[[str], None],
         complaints: Complaints,
         on_error: Callable[[BaseException], None],
     ) -> None:
-        self._listeners, self._key, self._build, self._admit = list(listeners), key, build, admit
+        self._listeners, self._shared, self._build, self._admit = list(listeners), shared, build, admit
         self._visited, self._complaints, self._on_error = visited, complaints, on_error
         self._strangers: dict[_Stranger, None] = {}  # the oldest first
         self._wake, self._woken = socket.socketpair()
@@ -179,7 +182,7 @@ class Door:
         if stranger not in self._strangers:
             return  # turned away since it was seen to speak
         try:
-            said = stranger.sock.recv(HELLO.size - len(stranger.said))
+            said = stranger.sock.recv(HELLO.size + PROOF_BYTES * bool(stranger.ours) - len(stranger.said))
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
@@ -189,18 +192,37 @@ class Door:
             self._turn_away(stranger, "left without a hello") if stranger.said else self._leave(stranger)
             return
         stranger.said += said
-        if len(stranger.said) == HELLO.size:
-            magic, key, digest, generation = HELLO.unpack(stranger.said)
-            if magic != MAGIC or not hmac.compare_digest(key, self._key):
-                self._turn_away(stranger, "not a member of this cluster")
-                return
-            if digest != self._build.digest:
-                self._tell_build(stranger)
-                return
-            self._forget(stranger)
-            self._let_in(stranger.sock, int(generation))
+        if len(stranger.said) == HELLO.size and not stranger.ours:
+            self._challenge(stranger)
+        elif len(stranger.said) == HELLO.size + PROOF_BYTES:
+            self._judge(stranger)
 
-    def _let_in(self, sock: socket.socket, generation: int) -> None:
+    def _challenge(self, stranger: _Stranger) -> None:
+        magic, theirs, _, _ = HELLO.unpack(stranger.said)
+        if magic != MAGIC:
+            self._turn_away(stranger, "not a member of this cluster")
+            return
+        stranger.ours = draw()
+        shown = proof(self._shared, LISTENER, theirs, stranger.ours)
+        try:
+            stranger.sock.send(CHALLENGE.pack(MAGIC, stranger.ours, shown))  # there is room: nothing was sent before
+        except OSError as error:  # it is gone
+            self._turn_away(stranger, error)
+            return
+        self._hear(stranger)
+
+    def _judge(self, stranger: _Stranger) -> None:
+        hello, shown = bytes(stranger.said[: HELLO.size]), bytes(stranger.said[HELLO.size :])
+        _, theirs, digest, caller = HELLO.unpack(hello)
+        if not is_proof(shown, self._shared, CALLER, theirs, stranger.ours, hello):
+            self._turn_away(stranger, "not a member of this cluster")
+        elif digest != self._build.digest:
+            self._tell_build(stranger)
+        else:
+            self._forget(stranger)
+            self._let_in(stranger.sock, caller.rstrip(b"\0").decode(errors="replace"))
+
+    def _let_in(self, sock: socket.socket, caller: str) -> None:
         try:
             sock.setblocking(True)
             if sock.family != socket.AF_UNIX:
@@ -209,11 +231,11 @@ class Door:
             self._complaints.add("a member's connection is closed", error)
             sock.close()
             return
-        self._admit(sock, generation)
+        self._admit(sock, caller)
 
     def _tell_build(self, stranger: _Stranger) -> None:
         told = self._build.told()
-        with contextlib.suppress(OSError):  # it is gone; else there is room for this, as nothing was sent before
+        with contextlib.suppress(OSError):  # it is gone; else there is room for this, as little was sent before
             stranger.sock.send(HEADER.pack(OTHER_BUILD, 0, 0, len(told), 0) + told)
         self._turn_away(stranger, "a member of another build of torch_ecrec, with other messages")
 

@@ -37,10 +37,10 @@ from torch_ecrec.codec.packing import SLACK_BYTES, least_packed_bytes, pack, unp
 from torch_ecrec.protocol.encoding import Encoded
 from torch_ecrec.runtime.shared import Segment
 from torch_ecrec.runtime.tensors import as_array, as_tensor
+from torch_ecrec.transport.calls import first_line
 from torch_ecrec.transport.lending import FILES_MOST, Lending, Places, byte_view
-from torch_ecrec.transport.rendezvous import first_line
 
-MAGIC = b"ECR6"  # another one for every change to what is said here
+MAGIC = b"ECR7"  # another one for every change to what is said here
 OTHER_BUILD = b"ECR?"  # in its place: the message is the build of who listens, and nothing else comes (door.py)
 HEADER = struct.Struct("<4sIIIQ")  # magic, bytes of the notes, of the table and of the message, ticket
 CHECKSUM_BYTES = 8

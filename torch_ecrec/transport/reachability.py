@@ -33,7 +33,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from torch_ecrec.runtime.addresses import family_of, own_host
+from torch_ecrec.runtime.addresses import family_of
 from torch_ecrec.transport.accrual import Accrual
 
 TRY_S = 0.25
@@ -185,12 +185,11 @@ class Tries:
         self._under_way = []
 
 
-def refusing(store: Place) -> socket.socket:
-    """A port that nobody listens at, and nobody else gets: this host's kernel refuses whoever tries it.
+def refusing(host: str) -> socket.socket:
+    """A port of this address of ours that nobody listens at, and nobody else gets: the kernel refuses who tries it.
 
     For where the program's own port would take a try for a caller. Raises OSError.
     """
-    host = own_host(store)
     sock = socket.socket(family_of(host), socket.SOCK_STREAM)
     try:
         sock.bind((host, 0))

@@ -1,9 +1,16 @@
 """The data plane over torch.distributed.rpc. The only module that imports it, beside `compat/rpc.py`.
 
-An RPC world of torch is static: nobody can be replaced in it. So each generation is a world of its own, and the
-processes live through it. A world is known to torch by names that carry the generation ("n0:2"), so that nothing of an
-old world can be taken for the new one. torch's own way to form one (`init_rpc`) goes through a gloo group and RPCs that
-wait without a limit when a member dies; it is not used, and neither is the default process group of the program.
+An RPC world of torch is static: nobody can be replaced in it. So each roster is a world of its own, a *generation*, and
+the processes live through it. A world is known to torch by names that carry the generation ("n0:2-0"), so that nothing
+of an old world can be taken for the new one. torch's own way to form one (`init_rpc`) goes through a gloo group, and
+RPCs that wait without a limit when a member dies; it is not used, and neither is the program's default process group.
+
+Forming has rounds over the store of the roster's first member (`rendezvous.py`): all have *arrived* (until then the
+world before goes on, and nothing has a limit: who does not come is given up by the coordinator, and there is another
+roster), each leaves it and opens the way into the new one, all are *ready*. Where one of them cannot, all try again. A
+newer roster ends all of it.
+
+Nothing is shut while a thread of ours sends through it (`_inside`). Answers to a world that has ended are dropped.
 
 What is sent is a message's bytes and its tensors (`encoding.py`); torch moves the tensors without a copy where it can.
 """
@@ -11,14 +18,16 @@ What is sent is a message's bytes and its tensors (`encoding.py`); torch moves t
 from __future__ import annotations
 
 import atexit
-import socket
+import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rpc import (  # type: ignore[attr-defined]
     TensorPipeAgent,
     TensorPipeRpcBackendOptions,
@@ -33,14 +42,16 @@ from torch_ecrec.compat.rpc import init_autograd, is_agent_set, start_agent
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
 from torch_ecrec.protocol.status import Connections
-from torch_ecrec.protocol.wire import Ok, Refused
-from torch_ecrec.runtime.addresses import interface_of
+from torch_ecrec.protocol.wire import Failed, Ok, Outcome, Refused, Unknown
+from torch_ecrec.runtime.addresses import interface_of, is_loopback
 from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.runtime.threads import Worker
-from torch_ecrec.spec.settings import set_unless_set
-from torch_ecrec.transport.generations import Handler, Transport
-from torch_ecrec.transport.reachability import Place, open_sockets, refusing
-from torch_ecrec.transport.rendezvous import POLL_LEAST_S, POLL_MOST_S, World
+from torch_ecrec.spec.settings import insecure_rpc, set_unless_set
+from torch_ecrec.transport.calls import Call, Handler, Transport, first_line
+from torch_ecrec.transport.reachability import open_sockets, refusing
+from torch_ecrec.transport.rendezvous import GOES_ON, POLL_LEAST_S, POLL_MOST_S, meet, own_store, store_of
+
+log = logging.getLogger(__name__)
 
 # What is sent goes through the socket. On one host torch prefers that the receiver reads the sender's memory ("cma"):
 # a sender that leaves a generation frees it, and the receiver then reads something else, and says nothing (measured).
@@ -49,11 +60,13 @@ SPARE_STORAGE = 1.25  # of a tensor its whole storage is sent: beyond this facto
 TRANSPORTS = ["uv"]  # sockets. torch's choice on one host is "shm", whose thread polls: a full core per idle process
 INTERFACE = "TP_SOCKET_IFNAME"  # whose address an agent takes
 LOOK_S = 0.1  # how often tries to reach other hosts are looked at
-END_S = 5.0  # for the thread that does
+END_S = 5.0  # for the threads
+FORMING_S = 20.0  # for all to be ready, once all have arrived
+AGAIN_S, AGAIN_MOST_S = 0.1, 2.0  # before another try
 
 # the callee's side ----------------------------------------------------------------------------------
 
-_active: RpcTransport | None = None  # set by the first join of a transport, cleared by its close
+_active: RpcTransport | None = None  # set by a transport's construction, cleared by its close
 _prepared = False  # what `_prepare_process` does is done once per process
 
 
@@ -95,126 +108,339 @@ def _compact(encoded: Encoded) -> Encoded:
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]
-def _serve(generation: int, encoded: Encoded) -> Future[Encoded]:
+def _serve(generation: str, encoded: Encoded) -> Future[Encoded]:
     """Entry point of every call, on a thread of the callee's agent. Never raises."""
     future: Future[Encoded] = Future()
     transport = _active
     if transport is None:
         future.set_result(WIRE.encode(Refused("left the cluster"))[0])
     else:
-        transport._serve(generation, encoded, lambda answer: future.set_result(_compact(answer)))
+        transport.serve(generation, encoded, lambda answer: future.set_result(_compact(answer)))
     return future
 
 
 # the transport --------------------------------------------------------------------------------------
 
 
-def torch_name(member: str, generation: int) -> str:
+class _Overtaken(Exception):
+    """There is a newer roster, or the transport was closed."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a member is tried, and where the store is that worlds meet at whose first member it is. As text: `HOST PORT
+    PORT`."""
+
+    host: str
+    port: int
+    store_port: int
+
+    @staticmethod
+    def parse(text: str) -> Endpoint:
+        """Returns the endpoint that a text means. Raises ValueError: none."""
+        host, *ports = text.split(" ")
+        if not host or len(ports) != 2 or not all(port.isdigit() and 0 < int(port) < 65536 for port in ports):
+            raise ValueError(f"an endpoint of torch.distributed.rpc is HOST PORT PORT, got {text!r}")
+        return Endpoint(host, int(ports[0]), int(ports[1]))
+
+    def __str__(self) -> str:
+        return f"{self.host} {self.port} {self.store_port}"
+
+
+@dataclass(frozen=True)
+class _World:
+    """One that is open. `generation`: version of the roster, and how often it was tried before."""
+
+    generation: str
+    workers: Mapping[str, WorkerInfo]
+
+
+def torch_name(member: str, generation: str) -> str:
     """What a member is called in torch's world of `generation`."""
     return f"{member}:{generation}"
 
 
 class RpcTransport(Transport):
-    """See `Transport`. One per process is active at a time.
+    """See `Transport`. One per process is open at a time.
 
     Args:
         threads: RPC threads. They run `handle` and most `done`s, so neither should block for long.
+
+    Raises:
+        RuntimeError: torch.distributed.rpc is in use in this process already.
     """
 
     def __init__(
         self,
         name: str,
         handle: Handler,
+        host: str,
         on_error: Callable[[BaseException], None] | None = None,
         threads: int = 8,
         vocabulary: Vocabulary = WIRE,
     ) -> None:
-        super().__init__(name, handle, on_error, vocabulary)
+        global _active
+        super().__init__(name, handle, host, on_error, vocabulary)
         if threads < 1:
             raise ValueError(f"`threads` must be at least 1, got {threads}")
-        self._threads = threads
+        if not is_loopback(host) and not insecure_rpc():
+            raise ClusterUnavailable(
+                f"torch.distributed.rpc runs what it is sent by whoever reaches {host}, which other hosts do:"
+                " TORCH_ECREC_TRANSPORT=sockets does not; or allow it for all processes by --insecure-rpc or"
+                " TORCH_ECREC_INSECURE_RPC=1, on a network that you trust"
+            )
+        if _active is not None or is_agent_set():
+            raise RuntimeError("torch.distributed.rpc is in use in this process already")
+        try:
+            _listen_at(host)
+            self._refusing = refusing(host)  # an agent that is tried at its own port hears nobody from then on
+            self._store, store_port = own_store(host)
+        except OSError as error:
+            raise ClusterUnavailable(f"cannot listen for other members at {host}: {error}") from error
+        _active = self
+        _prepare_process()
+        self._own = Endpoint(host, self._refusing.getsockname()[1], store_port)
+        self.endpoint = str(self._own)
+        self._stores: dict[Endpoint, TCPStore] = {}  # of others; torch looks up their names for each connection
+        self._rpc_threads = threads
         self._polling: Store | None = None  # of the agent, which may ask it as long as it lives
-        self._workers: dict[str, WorkerInfo] = {}
-        self._refusing: socket.socket | None = None  # an agent that is tried at its own port hears nobody from then on
+        self._gate, self._changed = _gate()  # guards all below; threads that send or form wake the second
+        self._roster: tuple[int, dict[str, Endpoint]] = (0, {})
+        self._world: _World | None = None  # where calls go; None between generations
+        self._serving = ""  # the generation whose requests are handled and answered; set before its world is formed
+        self._closed = False
+        self._inside = 0  # threads that send
+        self._calls: dict[int, Call] = {}
+        self._next = 0  # ticket
+        self._sent: Counter[str] = Counter()
         self._ended = threading.Event()
-        self._looks: threading.Thread | None = None  # at the tries; from the first generation on
         belongs_here(self)
+        self._workers = [Worker(self._look, "tries", self._report), Worker(self._form_all, "worlds", self._report)]
+        for worker in self._workers:
+            worker.start()
 
     def on_forked(self) -> None:
+        """In a forked child, which is in no world: closed."""
         global _active
-        super().on_forked()
+        self._gate, self._changed = _gate()
+        self._world, self._serving, self._inside, self._closed, self._calls = None, "", 0, True, {}
+        self._tries.close()
         atexit.unregister(_close_active)  # the agent's threads are the parent's
         _active = None
 
-    def _claim(self, store: tuple[str, int]) -> str:
-        global _active
-        if _active is None and not is_agent_set():
-            _active = self
-        if _active is not self:
-            raise RuntimeError("torch.distributed.rpc is in use in this process already")
-        if self._refusing is None:
-            try:
-                self._refusing = refusing(store)
-            except OSError as error:
-                raise ClusterUnavailable(f"there is no port for other hosts to try: {error}") from error
-        host, port = self._refusing.getsockname()[:2]
-        _listen_at(host)
-        return f"{host} {port}"
+    def connections(self) -> Connections:
+        world = self._world
+        return Connections(rpc=0 if world is None else len(world.workers) - 1)  # torch's own affair
 
-    def _end(self) -> None:
-        global _active
-        if _active is self:
-            _active = None
-        self._ended.set()
-        if self._looks is not None and self._looks is not threading.current_thread():
-            self._looks.join(LOOK_S + END_S)
-        if self._refusing is not None:
-            self._refusing.close()
+    @property
+    def bytes_sent(self) -> dict[str, int]:
+        with self._gate:
+            return dict(self._sent)
 
     def _look(self) -> None:
         while not self._ended.wait(LOOK_S):
             self._tries.look(open_sockets(), time.monotonic(), in_doubt=True)
 
-    def _open(self, world: World, shared: Store, said: Sequence[str], deadline_s: float) -> None:
-        generation, rank = world.generation, world.members.index(self.name)
-        _prepare_process()
-        options = TensorPipeRpcBackendOptions(
-            num_worker_threads=self._threads, _transports=TRANSPORTS, _channels=CHANNELS
-        )
-        self._polling = _PollingStore(shared, lambda: self._check_wanted(generation), deadline_s)
-        name = torch_name(self.name, generation)
-        agent = TensorPipeAgent(self._polling, name, rank, len(world.members), options, {}, [])
-        start_agent(agent)
-        self._workers = {member: agent.get_worker_info(torch_name(member, generation)) for member in world.members}
-        places = {name: place_of(text) for name, text in zip(world.members, said, strict=True)}
-        self._tries.follow(places, places[self.name][0])
-        if self._looks is None:
-            self._looks = Worker(self._look, "tries", self._report)
-            self._looks.start()
+    # calls ------------------------------------------------------------------------------------------
 
-    def _shut(self) -> None:
-        if _active is self and is_agent_set():
+    def _send(self, peer: str, call: Call, encoded: Encoded, size: int, timeout_s: float) -> None:
+        with self._gate:
+            world = self._world
+            if world is None or peer not in world.workers:
+                raise ConnectionError(f"{peer} is in no world with this one yet, or not any more")
+            ticket, self._next = self._next, self._next + 1
+            self._calls[ticket] = call
+            self._sent[call.kind.__name__] += size
+            self._inside += 1
+        try:
+            worker, args = world.workers[peer], (world.generation, _compact(encoded))
+            future = rpc_async(worker, _serve, args=args, timeout=timeout_s)
+            future.add_done_callback(lambda ended: self._on_ended(ticket, ended))
+        except (RuntimeError, ConnectionError) as error:
+            self._settle(ticket, Unknown(first_line(error)))
+        finally:
+            self._step_out()
+
+    def _on_ended(self, ticket: int, ended: Future[Encoded]) -> None:
+        """Torch says that a call has ended, on a thread of its own."""
+        with self._gate:
+            if (call := self._calls.pop(ticket, None)) is None:
+                return  # the generation has ended, and with it what owns the value
+            self._inside += 1
+        outcome: Outcome[Any]
+        try:
+            outcome = Ok(self.vocabulary.decode_answer(ended.value(), call.kind))
+        except ValueError as error:
+            self.complaints.add("an answer is none", error)
+            outcome = Unknown(first_line(error))
+        except (RuntimeError, TypeError) as error:
+            outcome = Unknown(first_line(error))
+        finally:
+            self._step_out()
+        self._finish(call.done, outcome)
+
+    def _settle(self, ticket: int, outcome: Unknown | Failed) -> None:
+        with self._gate:
+            call = self._calls.pop(ticket, None)
+        if call is not None:
+            self._finish(call.done, outcome)
+
+    def serve(self, generation: str, encoded: Encoded, way: Callable[[Encoded], None]) -> None:
+        """A request has come; `way` takes the answer back. Never raises."""
+
+        def back(answer: Encoded, kind: str, size: int) -> None:
+            with self._gate:
+                if generation != self._serving:
+                    return
+                self._sent[kind] += size
+                self._inside += 1
+            try:
+                way(answer)
+            finally:
+                self._step_out()
+
+        if generation != self._serving:
+            way(self.vocabulary.encode(Refused(f"not in generation {generation}"))[0])
+            return
+        self._serve(encoded, back)
+
+    def _step_out(self) -> None:
+        with self._gate:
+            self._inside -= 1
+            if not self._inside:
+                self._changed.notify_all()
+
+    # worlds -----------------------------------------------------------------------------------------
+
+    def follow(self, version: int, endpoints: Mapping[str, str]) -> None:
+        parsed = {name: Endpoint.parse(text) for name, text in endpoints.items()}
+        with self._gate:
+            if version <= self._roster[0] or self._closed:
+                return
+            self._roster = version, parsed
+            self._changed.notify_all()
+        self._tries.follow({name: (one.host, one.port) for name, one in parsed.items()}, self._own.host)
+
+    def _form_all(self) -> None:
+        """What its thread does: forms the world of each roster, or of the newest where several have come."""
+        formed = 0
+        while True:
+            with self._gate:
+                while self._roster[0] == formed and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                formed, members = self._roster
+            try:
+                self._form(formed, members)
+            except _Overtaken:
+                if self._world is None:  # what was opened halfway
+                    self._leave()
+
+    def _check(self, version: int) -> None:
+        if self._closed or self._roster[0] != version:
+            raise _Overtaken
+
+    def _form(self, version: int, members: Mapping[str, Endpoint]) -> None:
+        names, attempt = list(members), 0
+        check = lambda: self._check(version)  # noqa: E731
+        while True:
+            check()
+            generation, shared = f"{version}-{attempt}", None
+            try:
+                shared = PrefixStore(f"generation-{generation}", self._store_of(members[names[0]]))
+                meet(shared, "arrived", self.name, names, GOES_ON, check)
+            except (RuntimeError, OSError) as error:  # the first member cannot be reached: perhaps it is gone
+                log.warning("%s: generation %s is not formed yet: %s", self.name, generation, first_line(error))
+                self._stores.pop(members[names[0]], None)
+                self._ended.wait(AGAIN_S)
+                continue
+            self._leave()
+            world, trouble = self._open(generation, names, shared, check)
+            verdict = self._ready(shared, names, trouble, check)
+            if verdict == GOES_ON and world is not None:
+                with self._gate:
+                    check()
+                    self._world = world
+                return
+            log.warning("%s: generation %s was not formed: %s", self.name, generation, verdict)
+            self._leave()
+            self._ended.wait(min(AGAIN_S * 2**attempt, AGAIN_MOST_S))
+            attempt += 1
+
+    def _store_of(self, first: Endpoint) -> TCPStore:
+        """Where members meet of whom this is the first."""
+        if first == self._own:
+            return self._store
+        if first not in self._stores:
+            self._stores[first] = store_of(first.host, first.store_port)
+        return self._stores[first]
+
+    def _ready(self, shared: Store, names: list[str], trouble: str, check: Callable[[], None]) -> str:
+        """What all members find together. Who has said that it is ready stays so until it knows."""
+        while True:
+            try:
+                return meet(shared, "ready", self.name, names, trouble, check, FORMING_S)
+            except (RuntimeError, OSError) as error:
+                log.warning("%s: the first member cannot be reached: %s", self.name, first_line(error))
+                self._ended.wait(AGAIN_S)
+                check()
+
+    def _open(
+        self, generation: str, names: list[str], shared: Store, check: Callable[[], None]
+    ) -> tuple[_World | None, str]:
+        """Opens the way to all members: from now on calls may come. Returns it, or why it cannot be."""
+        with self._gate:
+            self._serving = generation  # before anything is open: a peer may be ready sooner
+        options = TensorPipeRpcBackendOptions(
+            num_worker_threads=self._rpc_threads, _transports=TRANSPORTS, _channels=CHANNELS
+        )
+        self._polling = _PollingStore(shared, check, time.monotonic() + FORMING_S)
+        try:
+            mine = torch_name(self.name, generation)
+            agent = TensorPipeAgent(self._polling, mine, names.index(self.name), len(names), options, {}, [])
+            start_agent(agent)
+            workers = {name: agent.get_worker_info(torch_name(name, generation)) for name in names}
+        except (RuntimeError, OSError, _Overtaken) as error:
+            return None, first_line(error) or "overtaken"
+        return _World(generation, workers), GOES_ON
+
+    def _leave(self) -> None:
+        """Leaves the world that there is: calls under way end as `Unknown`."""
+        with self._gate:
+            self._world, self._serving = None, ""
+            calls, self._calls = self._calls, {}
+        for call in calls.values():
+            self._finish(call.done, Unknown("the generation ended"))
+        with self._gate:
+            self._changed.wait_for(lambda: not self._inside)
+        if is_agent_set():
             shutdown(graceful=False)
 
-    def connections(self) -> Connections:
-        return Connections(rpc=max(len(self.members) - 1, 0))  # torch's own affair
+    # the end ----------------------------------------------------------------------------------------
 
-    def _send(self, world: World, peer: str, ticket: int, encoded: Encoded, timeout_s: float) -> None:
-        future = rpc_async(self._workers[peer], _serve, args=(world.generation, _compact(encoded)), timeout=timeout_s)
-        decode = self.vocabulary.decode_answer
-        future.add_done_callback(lambda ended: self._settle(ticket, lambda kind: Ok(decode(ended.value(), kind))))
+    def _close(self) -> None:
+        global _active
+        with self._gate:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        self._ended.set()
+        for worker in self._workers:
+            if worker is not threading.current_thread():
+                worker.join(LOOK_S + END_S)
+        if _active is self:
+            self._leave()
+            _active = None
+        self._refusing.close()
+        self._tries.close()
 
 
-def place_of(said: str) -> Place:
-    """Returns where a member is to be tried, as it has told.
-
-    Raises:
-        ClusterUnavailable: it is no place.
-    """
-    host, _, port = said.partition(" ")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ClusterUnavailable(f"a member told no place: {said!r}")
-    return host, int(port)
+def _gate() -> tuple[threading.RLock, threading.Condition]:
+    """A lock, and who waits with it: taken for each message, and to take a condition itself costs twice as much."""
+    lock = threading.RLock()
+    return lock, threading.Condition(lock)
 
 
 class _PollingStore(Store):  # type: ignore[misc]

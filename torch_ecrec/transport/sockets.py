@@ -1,13 +1,13 @@
 """The data plane over connections of its own: for each pair of members that talk, one from caller to callee.
 
     caller                                   callee
-    hello: magic, the callee's key, digest of the caller's build, generation
+    hello, challenge, proof: each knows the cluster's secret, and the callee's key (door.py)
     frame: ticket, request          ------>  a reading thread runs `handle`
     a reading thread runs `done`    <------  frame: ticket, answer       (in any order)
 
-frames.py says what a frame is. A connection is made at the first call to a member of a generation, and ends with the
-generation. Whoever sends writes to the socket itself as far as that goes without waiting; one thread, the sender's,
-writes what is left.
+frames.py says what a frame is. A connection is made at the first call to a member, and ends when one of the two is not
+in the other's roster any more. Whoever sends writes to the socket itself as far as that goes without waiting; one
+thread, the sender's, writes what is left.
 
 Between hosts it is TCP. Within a host, if both processes have shared memory (shared.py), it is a Unix socket of the
 abstract namespace, which leaves no file behind; large tensors then are read where their sender has them (lending.py).
@@ -15,9 +15,9 @@ abstract namespace, which leaves no file behind; large tensors then are read whe
 No thread outlives the interpreter: one that is inside torch when it ends aborts the process.
 
 Each process listens at the address from which it reaches the coordinator (loopback, if that is there). Its *key*, drawn
-at random and told through the store, is asked of who connects (door.py): an address may belong to somebody else
-meanwhile. It keeps out mistakes; it is no protection against who reads the network. A connection on which something
-arrives that is no frame is closed: that costs the calls under way on it, and nothing else.
+at random and told through the coordinator, is what both sides must know, with the cluster's secret (door.py): an
+address may belong to somebody else meanwhile. A connection on which something arrives that is no frame is closed: that
+costs the calls under way on it, and nothing else.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import ipaddress
 import logging
 import secrets
 import selectors
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-
-from torch.distributed import Store  # type: ignore[attr-defined]
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
 from torch_ecrec.protocol.status import Connections
-from torch_ecrec.protocol.wire import Failed, Ok, Unknown
+from torch_ecrec.protocol.wire import Failed, Unknown
 from torch_ecrec.runtime import shared
-from torch_ecrec.runtime.addresses import family_of, own_host
+from torch_ecrec.runtime.addresses import family_of
 from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.runtime.threads import Worker
+from torch_ecrec.spec.settings import own_secret
+from torch_ecrec.transport.calls import Back, Call, Handler, Transport, first_line
 from torch_ecrec.transport.control import tune
-from torch_ecrec.transport.door import HELLO, KEY_BYTES, Door
+from torch_ecrec.transport.door import CHALLENGE, HELLO, KEY_BYTES, Door
 from torch_ecrec.transport.frames import MAGIC, Frame, FrameReader, OtherBuild, is_between_hosts
-from torch_ecrec.transport.generations import Handler, Transport
 from torch_ecrec.transport.lending import Lending
-from torch_ecrec.transport.rendezvous import World, first_line
+from torch_ecrec.transport.secret import CALLER, LISTENER, data_key, draw, is_proof, proof, require_closed
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +132,7 @@ class FrameConnection:
         self._started = self._watched = self._ended = False
         self._quiet = False  # nothing was sent since the last `remind`
         self.bytes_packed = self.bytes_saved = 0  # see `Frame`
+        self.bytes_sent: Counter[str] = Counter()  # of tensors, before they are packed, by class of message
         belongs_here(self)
 
     def on_forked(self) -> None:
@@ -147,14 +148,24 @@ class FrameConnection:
             self._started = True
             self._push()
 
-    def send(self, frame: Frame) -> None:
-        """Returns at once. Raises ConnectionError, and sends nothing, if the connection has ended."""
+    def send(self, frame: Frame, kind: str, size: int) -> None:
+        """Returns at once. Raises ConnectionError, and sends nothing, if the connection has ended.
+
+        Args:
+            kind: the message's class, by name. `size`: bytes of its tensors, before they are packed.
+        """
         with self._lock:
             if self._ended:
                 raise ConnectionError("the connection ended")
+            self.bytes_sent[kind] += size
             self._waiting.append(frame)
             if self._started and not self._watched:
                 self._push()
+
+    def sizes(self) -> Counter[str]:
+        """`bytes_sent`, as it is now."""
+        with self._lock:
+            return Counter(self.bytes_sent)
 
     def flush(self) -> None:
         """Sends what waits, as the socket takes more."""
@@ -228,40 +239,49 @@ class FrameConnection:
 class Channel:
     """A connection to a callee, with the calls under way on it."""
 
-    def __init__(self, transport: SocketTransport, peer: str, address: Address, generation: int) -> None:
+    def __init__(self, transport: SocketTransport, peer: str, address: Address) -> None:
         self.peer = peer
-        self._transport, self._address, self._generation = transport, address, generation
+        self._transport, self._address = transport, address
         self.sock = address.dial_within_host() or socket.socket(address.family, socket.SOCK_STREAM)
         self.connection = FrameConnection(self.sock, transport.sender)
         self._lock = threading.Lock()  # guards all below
-        self._calls: dict[int, tuple[float, Frame]] = {}  # ticket -> when its time is up, what is sent
+        self._calls: dict[int, tuple[float, Frame, Call]] = {}  # ticket -> when its time is up, what is sent, the call
+        self._next = 0  # ticket
         self._ended = ""  # why, once it has
 
-    def call(self, ticket: int, encoded: Encoded, timeout_s: float) -> None:
+    def call(self, call: Call, encoded: Encoded, size: int, timeout_s: float) -> None:
         """Raises ConnectionError, and sends nothing, if it has ended. TypeError, ValueError: it cannot be sent."""
-        frame = Frame(ticket, encoded)
         with self._lock:
             if self._ended:
                 raise ConnectionError(self._ended)
-            self._calls[ticket] = (time.monotonic() + timeout_s, frame)
-        self.connection.send(frame)
+            ticket, self._next = self._next, self._next + 1
+            frame = Frame(ticket, encoded)
+            self._calls[ticket] = (time.monotonic() + timeout_s, frame, call)
+        try:
+            self.connection.send(frame, call.kind.__name__, size)
+        except (ConnectionError, ValueError, TypeError):
+            with self._lock:
+                if self._calls.pop(ticket, None) is None:
+                    return  # it was settled meanwhile
+            raise
 
     def sweep(self, now_s: float) -> None:
         """Ends the calls whose time is up, and reminds the connection."""
         with self._lock:
-            late = [(ticket, frame) for ticket, (until_s, frame) in self._calls.items() if until_s <= now_s]
-            for ticket, _ in late:
-                del self._calls[ticket]
-        for ticket, frame in late:
+            late = [ticket for ticket, (until_s, _, _) in self._calls.items() if until_s <= now_s]
+            over = [self._calls.pop(ticket) for ticket in late]
+        for _, frame, call in over:
             self.connection.drop(frame)
-            self._transport._settle(ticket, lambda _: Unknown(f"no answer from {self.peer} in time"))
+            self._transport._finish(call.done, Unknown(f"no answer from {self.peer} in time"))
         self.connection.remind()
 
     def end(self) -> None:
+        """It ends: calls under way on it end as `Unknown`, soon."""
         self.connection.end()
 
     def run(self) -> None:
         """What its thread does: connects, and reads answers until the end."""
+        transport = self._transport
         connected = False
         reason = "the connection ended"
         try:
@@ -270,7 +290,7 @@ class Channel:
                 self.sock.connect(self._address.place)
                 tune(self.sock)
             self.sock.settimeout(None)
-            self.sock.sendall(HELLO.pack(MAGIC, self._address.key, self._transport.build.digest, self._generation))
+            self._prove()
             connected = True
             self.connection.start()
             reader = FrameReader(self.sock, self.connection.lending)
@@ -281,32 +301,53 @@ class Channel:
             reason = first_line(error)
         except OtherBuild as error:
             connected = False  # nothing of what was sent has been read
-            reason = f"another build of torch_ecrec: {self._transport.build.difference_told(error.told)}"
-            self._transport.complaints.add(f"a connection to {self.peer} is closed", reason)
+            reason = f"another build of torch_ecrec: {transport.build.difference_told(error.told)}"
+            transport.complaints.add(f"a connection to {self.peer} is closed", reason)
         except ValueError as error:
             reason = first_line(error)
-            self._transport.complaints.add(f"a connection to {self.peer} is closed", reason)
+            transport.complaints.add(f"a connection to {self.peer} is closed", reason)
         except Exception as error:  # the seam: calls must not wait for a connection that nobody reads
             reason = first_line(error)
-            self._transport._report(error)
+            transport._report(error)
+        self.fail((Unknown if connected else Failed)(f"{self.peer}: {reason}"))
+
+    def _prove(self) -> None:
+        """Both sides show that they are members of one cluster. Raises OSError: the other one does not, or is gone."""
+        shared = data_key(self._transport.secret, self._address.key)
+        mine = draw()
+        hello = HELLO.pack(MAGIC, mine, self._transport.build.digest, self._transport.name.encode())
+        self.sock.sendall(hello)
+        said = bytearray()
+        while len(said) < CHALLENGE.size:
+            part = self.sock.recv(CHALLENGE.size - len(said))
+            if not part:
+                raise ConnectionError("who listens there has closed the connection")
+            said += part
+        magic, theirs, shown = CHALLENGE.unpack(said)
+        if magic != MAGIC or not is_proof(shown, shared, LISTENER, mine, theirs):
+            raise ConnectionError("who listens there is no member of this cluster, or has another secret")
+        self.sock.sendall(proof(shared, CALLER, mine, theirs, hello))
+
+    def fail(self, outcome: Unknown | Failed) -> None:
+        """It is over, and nobody reads from it any more: calls under way have this outcome."""
         with self._lock:
-            self._ended = f"{self.peer}: {reason}"
+            self._ended = outcome.reason
             calls, self._calls = self._calls, {}
         self.connection.end()
         self.connection.close()
-        failure = (Unknown if connected else Failed)(self._ended)
-        for ticket in calls:
-            self._transport._settle(ticket, lambda _: failure)
+        self._transport.forget(self.connection)
+        for _, _, call in calls.values():
+            self._transport._finish(call.done, outcome)
 
     def _on_answer(self, ticket: int, encoded: Encoded) -> None:
         with self._lock:
             known = self._calls.pop(ticket, None)
         if known is not None:
-            decode = self._transport.vocabulary.decode_answer
-            self._transport._settle(ticket, lambda kind: Ok(decode(encoded, kind)))
+            self._transport._answered(known[2], encoded)
 
     @property
     def ended(self) -> bool:
+        """Nothing is sent on it any more."""
         return bool(self._ended)
 
 
@@ -327,8 +368,15 @@ class Address:
     @staticmethod
     def parse(text: str) -> Address:
         """Returns the address that a text means. Raises ValueError: none."""
-        host, port, key, name = text.split(" ")
-        return Address(host, int(port), bytes.fromhex(key), name)
+        parts = text.split(" ")
+        try:
+            host, port, key, name = parts[0], int(parts[1]), bytes.fromhex(parts[2]), parts[3]
+            ipaddress.ip_address(host)  # nothing is looked up by name: that could block
+        except (ValueError, IndexError):
+            port, key = 0, b""
+        if len(parts) != 4 or not 0 < port < 65536 or len(key) != KEY_BYTES:
+            raise ValueError(f"no endpoint, which is HOST PORT KEY NAME: {text[:80]!r}")
+        return Address(host, port, key, name)
 
     def dial_within_host(self) -> socket.socket | None:
         """A connection to its Unix socket; None if it is not on this host, or one of the two shares no memory."""
@@ -345,26 +393,45 @@ class Address:
 
 
 class SocketTransport(Transport):
-    """See `Transport`."""
+    """See `Transport`. It listens from construction on."""
 
     def __init__(
         self,
         name: str,
         handle: Handler,
+        host: str,
         on_error: Callable[[BaseException], None] | None = None,
         vocabulary: Vocabulary = WIRE,
     ) -> None:
-        super().__init__(name, handle, on_error, vocabulary)
-        self._threads: set[threading.Thread] = set()  # guarded by _gate
+        super().__init__(name, handle, host, on_error, vocabulary)
+        self.secret = own_secret()
+        require_closed(host, self.secret)
+        listeners, self._address = _listen(host)
+        self.endpoint = str(self._address)
+        self._gate = threading.Lock()  # guards all below
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+        self._version = 0  # of the roster
+        self._addresses: dict[str, Address] = {}  # of its members
+        self._left: set[str] = set()  # who was in a roster before, and is not in this one
+        self._channels: dict[str, Channel] = {}  # by callee; read without the gate
+        self._outbound: set[FrameConnection] = set()  # of the channels, also those that end
+        self._inbound: dict[FrameConnection, str] = {}  # with the caller's name
+        self._sent: Counter[str] = Counter()  # on connections that are over
         self.sender = Sender(self._sweep, self._report)
-        self._door: Door | None = None  # from the first generation on
-        self._address = Address("", 0, b"", NO_NAME)
-        self._addresses: dict[str, Address] = {}  # of the members
-        self._channels: dict[str, Channel] = {}  # by callee; with the inbound ones guarded by _gate
-        self._inbound: set[FrameConnection] = set()
-        atexit.register(self.close)
+        self._door = Door(
+            listeners,
+            data_key(self.secret, self._address.key),
+            self.build,
+            self._admit,
+            self._tries.visited,
+            self.complaints,
+            self._report,
+        )
+        atexit.register(self._close)
         belongs_here(self)
-        self._start(self.sender.run, "sender")  # last: it looks at all of this
+        self._start(self.sender.run, "sender")  # last: these look at all of this
+        self._start(self._door.run, "door")
 
     def _start(self, action: Callable[[], None], name: str) -> None:
         def run() -> None:
@@ -376,24 +443,66 @@ class SocketTransport(Transport):
 
         thread = Worker(run, name, self._report)
         with self._gate:  # who joins them must not find one that has not started
+            if self._closed:
+                raise RuntimeError("the transport was closed")
             thread.start()
             self._threads.add(thread)
 
+    # the roster -------------------------------------------------------------------------------------
+
+    def follow(self, version: int, endpoints: Mapping[str, str]) -> None:
+        addresses = {name: Address.parse(text) for name, text in endpoints.items()}
+        with self._gate:
+            if version <= self._version or self._closed:
+                return
+            self._version, before, self._addresses = version, self._addresses, addresses
+            self._left = (self._left | before.keys()) - addresses.keys()
+            moved = {name for name, one in addresses.items() if name in before and str(one) != str(before[name])}
+            over = [name for name in self._channels if name not in addresses or name in moved]
+            channels = [self._channels.pop(name) for name in over]
+            inbound = [one for one, caller in self._inbound.items() if caller in self._left]
+        self._tries.follow({name: one.place for name, one in addresses.items()}, self._address.place[0])
+        for channel in channels:
+            channel.end()
+        for connection in inbound:
+            connection.end()
+
     # to others --------------------------------------------------------------------------------------
 
-    def _send(self, world: World, peer: str, ticket: int, encoded: Encoded, timeout_s: float) -> None:
+    def _send(self, peer: str, call: Call, encoded: Encoded, size: int, timeout_s: float) -> None:
+        channel = self._channels.get(peer)
+        if channel is None or channel.ended:
+            channel = self._channel(peer)
+        channel.call(call, encoded, size, timeout_s)
+
+    def _channel(self, peer: str) -> Channel:
+        """The connection to a member, made if there is none."""
         with self._gate:
-            if self._serving != world.generation:
-                raise ConnectionError(f"generation {world.generation} ended")
             channel = self._channels.get(peer)
-            if channel is None or channel.ended:
-                try:
-                    channel = Channel(self, peer, self._addresses[peer], world.generation)
-                except OSError as error:  # no more descriptors
-                    raise ConnectionError(f"no connection to {peer}: {error}") from error
-                self._start(channel.run, f"to {peer}")
-                self._channels[peer] = channel
-        channel.call(ticket, encoded, timeout_s)
+            if channel is not None and not channel.ended:
+                return channel
+            if self._closed:
+                raise ConnectionError("the transport was closed")
+            if (address := self._addresses.get(peer)) is None:
+                raise ConnectionError(f"{peer} is not in roster {self._version}")
+            try:
+                channel = Channel(self, peer, address)
+            except OSError as error:  # no more descriptors
+                raise ConnectionError(f"no connection to {peer}: {error}") from error
+            self._channels[peer] = channel
+            self._outbound.add(channel.connection)
+        try:
+            self._start(channel.run, f"to {peer}")
+        except RuntimeError as error:  # no more threads
+            channel.fail(Failed(f"no connection to {peer}: {error}"))
+        return channel
+
+    def forget(self, connection: FrameConnection) -> None:
+        """It is over; what was sent on it still counts."""
+        with self._gate:
+            self._sent.update(connection.sizes())
+            self._inbound.pop(connection, None)
+            self._outbound.discard(connection)
 
     def _sweep(self) -> None:
         with self._gate:
@@ -407,7 +516,7 @@ class SocketTransport(Transport):
 
     def connections(self) -> Connections:
         with self._gate:
-            there = [*(channel.connection for channel in self._channels.values()), *self._inbound]
+            there = [*self._outbound, *self._inbound]
         in_memory = sum(one.lending is not None for one in there)
         return Connections(
             memory=in_memory,
@@ -416,34 +525,42 @@ class SocketTransport(Transport):
             bytes_saved=sum(one.bytes_saved for one in there),
         )
 
+    @property
+    def bytes_sent(self) -> dict[str, int]:
+        with self._gate:
+            total = Counter(self._sent)
+            for connection in (*self._outbound, *self._inbound):
+                total.update(connection.sizes())
+        return dict(total)
+
     # from others ------------------------------------------------------------------------------------
 
-    def _admit(self, sock: socket.socket, generation: int) -> None:
-        """A member has connected, perhaps of a generation that is not any more."""
-        if generation != self._serving:
+    def _admit(self, sock: socket.socket, caller: str) -> None:
+        """A member has connected, perhaps one that is none any more."""
+        if caller in self._left:
             sock.close()
             return
         try:
-            self._start(functools.partial(self._read, sock, generation), "from a caller")
+            self._start(functools.partial(self._read, sock, caller), "from a caller")
         except RuntimeError as error:  # no more threads
             self.complaints.add("a caller's connection is closed", error)
             sock.close()
 
-    def _read(self, sock: socket.socket, generation: int) -> None:
+    def _read(self, sock: socket.socket, caller: str) -> None:
         """Serves one caller as long as its connection lasts."""
         connection = FrameConnection(sock, self.sender)
         try:
             with self._gate:
-                if generation != self._serving:
+                if self._closed or caller in self._left:
                     return
-                self._inbound.add(connection)
+                self._inbound[connection] = caller
             connection.start()
             reader = FrameReader(sock, connection.lending)
             while (request := reader.read()) is not None:
-                self._serve(generation, request[1], _way_back(connection, request[0]))
+                self._serve(request[1], _way_back(connection, request[0]))
                 del request  # its tensors may be free before the next comes
-        except ConnectionError as error:  # it died, or has left the generation
-            log.debug("%s: a caller is gone: %s", self.name, error)
+        except ConnectionError as error:  # it died, or left
+            log.debug("%s: %s, a caller, is gone: %s", self.name, caller, error)
         except (OSError, ValueError) as error:
             self.complaints.add("a caller's connection is closed", error)
         except Exception as error:  # the seam: it would vanish with this thread
@@ -451,77 +568,62 @@ class SocketTransport(Transport):
         finally:
             connection.end()
             connection.close()
-            with self._gate:
-                self._inbound.discard(connection)
+            self.forget(connection)
 
-    # generations ------------------------------------------------------------------------------------
+    # the end ----------------------------------------------------------------------------------------
 
-    def _claim(self, store: tuple[str, int]) -> str:
-        if self._door is None:
-            name = NO_NAME if shared.pool() is None else f"torch_ecrec-{secrets.token_hex(KEY_BYTES)}"
-            listeners: list[socket.socket] = []
-            try:
-                host = own_host(store)
-                listeners.append(socket.create_server((host, 0), family=family_of(host), backlog=BACKLOG))
-                if name != NO_NAME:
-                    within_host = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                    listeners.append(within_host)
-                    within_host.bind(f"\0{name}")
-                    within_host.listen(BACKLOG)
-            except OSError as error:
-                for listener in listeners:
-                    listener.close()
-                raise ClusterUnavailable(f"cannot listen for other members: {error}") from error
-            port = listeners[0].getsockname()[1]
-            self._address = Address(host, port, secrets.token_bytes(KEY_BYTES), name)
-            self._door = Door(
-                listeners,
-                self._address.key,
-                self.build,
-                self._admit,
-                self._tries.visited,
-                self.complaints,
-                self._report,
-            )
-            self._start(self._door.run, "door")
-        return str(self._address)
+    def on_forked(self) -> None:
+        """In a forked child, which is no member: closed."""
+        self._gate, self._closed = threading.Lock(), True
+        atexit.unregister(self._close)
+        self._channels, self._inbound, self._threads = {}, {}, set()
+        self._tries.close()
 
-    def _open(self, world: World, shared: Store, said: Sequence[str], deadline_s: float) -> None:
-        try:
-            self._addresses = {name: Address.parse(text) for name, text in zip(world.members, said, strict=True)}
-        except ValueError as error:
-            raise ClusterUnavailable(f"generation {world.generation}: a member told no address: {error}") from error
-        self._tries.follow({name: address.place for name, address in self._addresses.items()}, self._address.place[0])
-
-    def _shut(self) -> None:
+    def _close(self) -> None:
         with self._gate:
+            self._closed = True
             channels, self._channels = list(self._channels.values()), {}
-            inbound, self._inbound = list(self._inbound), set()
+            inbound = list(self._inbound)
         for channel in channels:
             channel.end()
         for connection in inbound:
             connection.end()
-
-    def on_forked(self) -> None:
-        super().on_forked()
-        atexit.unregister(self.close)
-        self._door, self._channels, self._inbound, self._threads = None, {}, set(), set()
-
-    def _end(self) -> None:
         self.sender.close()
-        if self._door is not None:
-            self._door.close()
+        self._door.close()
         until_s = time.monotonic() + END_S
         with self._gate:
             threads = self._threads - {threading.current_thread()}
         for thread in threads:
             thread.join(max(until_s - time.monotonic(), 0))
-        atexit.unregister(self.close)
+        self._tries.close()
+        atexit.unregister(self._close)
 
 
-def _way_back(connection: FrameConnection, ticket: int) -> Callable[[Encoded], None]:
-    def send(encoded: Encoded) -> None:
+def _listen(host: str) -> tuple[list[socket.socket], Address]:
+    """Listens at a free port of `host`, and, if this process has shared memory, within the host.
+
+    Raises:
+        ClusterUnavailable: nobody can.
+    """
+    name = NO_NAME if shared.pool() is None else f"torch_ecrec-{secrets.token_hex(KEY_BYTES)}"
+    listeners: list[socket.socket] = []
+    try:
+        listeners.append(socket.create_server((host, 0), family=family_of(host), backlog=BACKLOG))
+        if name != NO_NAME:
+            within_host = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listeners.append(within_host)
+            within_host.bind(f"\0{name}")
+            within_host.listen(BACKLOG)
+    except OSError as error:
+        for listener in listeners:
+            listener.close()
+        raise ClusterUnavailable(f"cannot listen for other members at {host}: {error}") from error
+    return listeners, Address(host, listeners[0].getsockname()[1], secrets.token_bytes(KEY_BYTES), name)
+
+
+def _way_back(connection: FrameConnection, ticket: int) -> Back:
+    def send(encoded: Encoded, kind: str, size: int) -> None:
         with contextlib.suppress(ConnectionError):  # the caller is gone: nobody waits for it
-            connection.send(Frame(ticket, encoded))
+            connection.send(Frame(ticket, encoded), kind, size)
 
     return send
