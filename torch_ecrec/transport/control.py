@@ -529,7 +529,7 @@ def _prove(sock: socket.socket, where: str, timeout_s: float) -> None:
     try:
         sock.settimeout(timeout_s)
         sock.sendall(encode_line({"type": "hello", "nonce": mine.hex()}))
-        said = _read_line(sock)
+        said = _read_line(sock, time.monotonic() + timeout_s)
         theirs = _bytes_of(said.get("nonce"))
         shown = _bytes_of(said.get("proof"))
         if len(theirs) != NONCE_BYTES or not is_proof(shown, secret, LISTENER, mine, theirs):
@@ -545,10 +545,11 @@ def _prove(sock: socket.socket, where: str, timeout_s: float) -> None:
         raise ClusterUnavailable(f"the coordinator at {where} ended the connection: {error}") from error
 
 
-def _read_line(sock: socket.socket) -> Message:
-    """One message, and nothing of what comes after it. Raises OSError or BadLine."""
+def _read_line(sock: socket.socket, until_s: float) -> Message:
+    """One message, and nothing of what comes after it. Raises OSError, TimeoutError after `until_s`, or BadLine."""
     line = bytearray()
     while not line.endswith(b"\n"):
+        sock.settimeout(max(until_s - time.monotonic(), 0.001))
         part = sock.recv(1)
         if not part or len(line) > UNPROVED_LINE_BYTES:
             raise BadLine("it has closed it" if not part else "what it said is no proof")
