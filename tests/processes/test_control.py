@@ -18,7 +18,7 @@ from places import ROOT
 
 from torch_ecrec.coordinator.regathering import REGATHER_S
 from torch_ecrec.errors import ClusterUnavailable
-from torch_ecrec.spec.settings import Settings
+from torch_ecrec.spec.settings import Settings, trusted_network
 from torch_ecrec.transport import control
 from torch_ecrec.transport.control import ControlClient, ControlServer, LineConnection, Lines, encode_line, request
 from torch_ecrec.transport.liveness import ALIVE, GONE, SignOfLife
@@ -292,7 +292,7 @@ def test_a_port_in_use_is_named_and_a_freed_one_can_be_had_again() -> None:
             Running(port)
         running.stop()  # with a connection that is still open
         Running(port).stop()
-    with pytest.raises(OSError, match="cannot listen on"):
+    with trusted_network(), pytest.raises(OSError, match="cannot listen on"):
         ControlServer("203.0.113.1", 0, lambda connection, message: None, lambda connection: None)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, wait_until
+from greeting import answer_hello
 from junk import plain
 from socket_pair import (
     WAIT_S,
@@ -31,6 +32,7 @@ from socket_pair import (
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.build import Build
+from torch_ecrec.spec.settings import trusted_network
 from torch_ecrec.transport import door, sockets
 from torch_ecrec.transport.frames import (
     BUFFERS_MOST,
@@ -114,7 +116,7 @@ def test_calls_of_many_threads_keep_apart(pair: Pair) -> None:
 def test_one_listens_where_it_is_told_to(pair: Pair) -> None:
     assert pair.a._address.place[0] == "127.0.0.1"
     assert Address.parse(str(pair.a._address)).place == pair.a._address.place
-    with pytest.raises(ClusterUnavailable, match="cannot listen"):
+    with trusted_network(), pytest.raises(ClusterUnavailable, match="cannot listen"):
         SocketTransport("c", lambda request, reply: None, "192.0.2.1")
 
 
@@ -211,6 +213,8 @@ def test_a_peer_that_does_not_read(pair: Pair, deaf: socket.socket) -> None:
     """Calls end in time, nothing is kept for it, and what was sent in part is not gone on with."""
     real = pair.a._addresses["b"]
     pair.a._addresses["b"] = Address("127.0.0.1", deaf.getsockname()[1], real.key, NO_NAME)
+    let_in = threading.Thread(target=lambda: answer_hello(deaf.accept()[0], pair.b))
+    let_in.start()
     payload = torch.zeros(40_000_000, dtype=torch.uint8)
     started_s = time.monotonic()
     outcomes = [pair.start(parcel([payload]), 3.0) for _ in range(3)]
@@ -220,6 +224,7 @@ def test_a_peer_that_does_not_read(pair: Pair, deaf: socket.socket) -> None:
     (channel,) = pair.a._channels.values()
     wait_until(lambda: channel.ended, PROMPTLY_S, "a frame was sent in part: its connection ends")
     assert not channel.connection._waiting
+    let_in.join(WAIT_S)
 
     pair.a._addresses["b"] = real
     assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok), "the next call makes a new connection"

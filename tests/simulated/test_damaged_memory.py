@@ -41,8 +41,9 @@ class DamagedLogs(SimulatedCluster):
         return server not in self.network.dead and log.floor < step <= log.last
 
     def flip(self, last: bool) -> bool:
-        """`last`: of the last step, which the trainers, who are lost, may have to be taken back from."""
-        slots = self.slots()
+        """In a server that could be lost now, as it may end by that. `last`: of the last step, which the trainers, who
+        are lost, may have to be taken back from."""
+        slots = [slot for slot in self.slots() if SimulatedCluster.may_crash(self, self.slots_known[slot.index].server)]
         if not slots:
             return False
         slot = self.chance.choice(slots)

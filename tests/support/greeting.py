@@ -5,10 +5,11 @@ import socket
 from torch_ecrec.protocol.build import own_build
 from torch_ecrec.transport.door import CHALLENGE, HELLO
 from torch_ecrec.transport.frames import MAGIC
-from torch_ecrec.transport.secret import CALLER, NONCE_BYTES, data_key, proof
+from torch_ecrec.transport.secret import CALLER, LISTENER, NONCE_BYTES, data_key, proof
 from torch_ecrec.transport.sockets import SocketTransport
 
 NONCE = bytes(range(NONCE_BYTES))
+KEPT: list[socket.socket] = []  # connections that nobody reads: they would end with the last word of them
 
 
 def hello_of(caller: bytes = b"a", build: bytes | None = None) -> bytes:
@@ -29,6 +30,15 @@ def read_exactly(sock: socket.socket, size: int) -> bytes:
     while len(got) < size and (part := sock.recv(size - len(got))):
         got += part
     return got
+
+
+def answer_hello(sock: socket.socket, transport: SocketTransport) -> socket.socket:
+    """Answers who says hello as that transport does; returns the connection, which nobody reads from now on."""
+    _, theirs, _, _ = HELLO.unpack(read_exactly(sock, HELLO.size))
+    shared = data_key(transport.secret, transport._address.key)
+    sock.sendall(CHALLENGE.pack(MAGIC, NONCE, proof(shared, LISTENER, theirs, NONCE)))
+    KEPT.append(sock)
+    return sock
 
 
 def greet(sock: socket.socket, transport: SocketTransport, hello: bytes, key: bytes | None = None) -> None:

@@ -125,7 +125,18 @@ RECORDS: list[Any] = [
     Costs(5, 0.3, 0.1, 0.1, 0.1),
 ]
 _ALIASES = {"CheckpointPolicy", "Beyond", "CheckpointSaver", "TransportName"}  # words, of which there are a few
-_INNER = {"Shape", "Layout", "Nodes", "InitialRecords", "Merged", "Field", "Schema", "Fault", "LocalNetwork"}
+_INNER = {
+    "Experiment",
+    "Shape",
+    "Layout",
+    "Nodes",
+    "InitialRecords",
+    "Merged",
+    "Field",
+    "Schema",
+    "Fault",
+    "LocalNetwork",
+}
 """Records that look at what they are made of, and are made of what others have taken."""
 
 

@@ -20,11 +20,10 @@ from torch_ecrec.coordinator.suspicion import (
     Suspicion,
     smallest_cover,
 )
-from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.transport import reachability
 from torch_ecrec.transport.accrual import ENOUGH
 from torch_ecrec.transport.reachability import Reachability, Tries, heard_s_ago, refusing
-from torch_ecrec.transport.rpc import place_of
+from torch_ecrec.transport.rpc import Endpoint
 
 LOOK_S = 0.1
 
@@ -205,21 +204,22 @@ def test_sockets_of_this_process_are_found_and_left_alone() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_a_port_that_refuses_is_tried_and_answers(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with refusing((host, 9)) as sock:
+    with refusing(host) as sock:
         place = sock.getsockname()[:2]
         tries, heard = Tries(), []
         monkeypatch.setattr(tries._hosts, "heard", lambda host, at_s: heard.append(host))
-        tries.follow({"server-1": place_of(f"{place[0]} {place[1]}")})
+        endpoint = Endpoint.parse(f"{place[0]} {place[1]} 9")
+        tries.follow({"server-1": (endpoint.host, endpoint.port)})
         times = itertools.count(0, 0.01)
         wait_until(lambda: (tries.look([], next(times)), bool(heard))[1], 60.0, "an answer")
         tries.close()
         assert heard[0] == host
 
 
-@pytest.mark.parametrize("said", ["", "host", "host ", " 12", "host 99999", "host 0", "host -1"])
-def test_what_is_no_place_is_refused(said: str) -> None:
-    with pytest.raises(ClusterUnavailable, match="a member told no place"):
-        place_of(said)
+@pytest.mark.parametrize("said", ["", "host", "host 1", " 12 1", "host 99999 1", "host 0 1", "host 1 -1", "host 1 1 1"])
+def test_what_is_no_endpoint_is_refused(said: str) -> None:
+    with pytest.raises(ValueError, match="is HOST PORT PORT"):
+        Endpoint.parse(said)
 
 
 # the coordinator's side -----------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class Roster:
             anew: also if nobody has come or gone.
 
         Returns:
-            Whether somebody has come.
+            Whether somebody has come, or slots can be placed for the first time.
         """
         job = self._job
         if job.fatal is not None or job.spec is None:
@@ -69,7 +69,7 @@ class Roster:
         come = not set(names) <= set(self.names)
         if come or anew or len(names) < len(self.names):
             self._tell(names)
-        return come
+        return come or not placed
 
     def _waits(self, servers: list[MemberRecord], trainers: list[MemberRecord], now_s: float) -> bool:
         """Before slots are placed: whether somebody is missing, or spares are on their way."""
