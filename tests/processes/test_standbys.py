@@ -341,7 +341,7 @@ def test_etcd_loses_its_data_and_the_coordinators_are_started_again(
     with cluster(tmp_path) as (running, etcd, children):
         first = children[0]
         assert first.expect("held") == "step 20"
-        before = running.wait_for("all are with the leader", lambda s: healthy(s) and len(s["members"]) == 6)
+        before = running.wait_for("all are with the leader", lambda s: healthy(s) and len(s.members) == 6)
         etcd.kill()
         etcd.forget()
         etcd.start()
@@ -353,15 +353,15 @@ def test_etcd_loses_its_data_and_the_coordinators_are_started_again(
         assert first.expect("held") == "step 40"  # without a coordinator
         for name in names:
             running.coordinate(name)
-        after = running.wait_for("all are with a leader", lambda s: healthy(s) and len(s["members"]) == 6)
-        assert after["fatal"] is None and after["era"] == before["era"]
+        after = running.wait_for("all are with a leader", lambda s: healthy(s) and len(s.members) == 6)
+        assert after.fatal is None and after.era == before.era
         name, leads = running.leader()
         running.kill(name)
         first.tell("go")
         assert first.expect("held") == "step 60"
         running.leader(leads.revision)
-        after = running.wait_for("all are with the next leader", lambda s: healthy(s) and len(s["members"]) == 6)
-        assert after["era"] == before["era"]
+        after = running.wait_for("all are with the next leader", lambda s: healthy(s) and len(s.members) == 6)
+        assert after.era == before.era
         first.tell("go")
         assert first.expect("held") == "step 80"
         first.tell("go")

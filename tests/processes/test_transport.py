@@ -144,7 +144,7 @@ class Cluster:
         """As `tell`; returns once each has reached all others, and itself: the time it took the slowest."""
         self.tell(children)
         names = [child.name for child in children]
-        numbers = [(child.start("reach", peers=names), child) for child in children]
+        numbers = [(child.start("reach", version=self.version, peers=names), child) for child in children]
         return max(child.answer(number) for number, child in numbers)
 
     @property

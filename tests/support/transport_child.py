@@ -162,15 +162,24 @@ class Child:
     def do_follow(self, version: int, endpoints: dict[str, str]) -> Any:
         self.transport.follow(version, endpoints)
 
-    def do_reach(self, peers: list[str]) -> Any:
-        """Calls each until it answers; returns how long that took."""
+    def do_reach(self, version: int, peers: list[str]) -> Any:
+        """Calls each until it answers, over torch RPC in the world of that roster; returns how long that took."""
         start_s = time.monotonic()
+        while isinstance(self.transport, rpc.RpcTransport) and not self._is_in(version):
+            if time.monotonic() > start_s + WAIT_S:
+                raise TimeoutError(f"the world of roster {version} was not formed")
+            self.pause.wait(0.01)
         for peer in peers:
             while not isinstance(self.call(peer, wire.Versions(PROMPT, 0), 5), wire.Ok):
                 if time.monotonic() > start_s + WAIT_S:
                     raise TimeoutError(f"{peer} does not answer")
                 self.pause.wait(0.01)
         return time.monotonic() - start_s
+
+    def _is_in(self, version: int) -> bool:
+        assert isinstance(self.transport, rpc.RpcTransport)
+        world = self.transport._world
+        return world is not None and world.generation.startswith(f"{version}-")
 
     def do_die_at(self, place: str, before: bool) -> Any:
         """The next time that this process is to say something at `place`, it dies: before it has, or right after."""
