@@ -29,7 +29,7 @@ from torch_ecrec.transport import control
 from torch_ecrec.transport.control import ControlClient, ControlServer, request
 from torch_ecrec.transport.door import CHALLENGE
 from torch_ecrec.transport.rpc import RpcTransport
-from torch_ecrec.transport.secret import CALLER, LISTENER, NotProved, is_proof, proof, require_closed
+from torch_ecrec.transport.secret import CALLER, LISTENER, NotProved, is_proof, proof, secret_at
 from torch_ecrec.transport.sockets import SocketTransport
 
 SECRET, ANOTHER = "a secret of this test 0123", "another secret of it 45678"
@@ -114,7 +114,7 @@ def test_nothing_listens_there_however_it_is_started(monkeypatch: pytest.MonkeyP
     for listens in (
         lambda: ControlServer(OPEN, 0, lambda *_: None, lambda _: None),
         lambda: SocketTransport("a", handle, OPEN),
-        lambda: require_closed(OPEN, b""),
+        lambda: secret_at(OPEN),
     ):
         with pytest.raises(ClusterUnavailable, match="TORCH_ECREC_SECRET"):
             listens()

@@ -33,14 +33,14 @@ from torch_ecrec.protocol.wire import A, Outcome, Request
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.spec.settings import STANDS_S, Settings, own_secret
+from torch_ecrec.spec.settings import STANDS_S, Settings
 from torch_ecrec.transport.calls import Transport
 from torch_ecrec.transport.control import NO_SECRET, ControlClient, NoAnswer
 from torch_ecrec.transport.etcd import Leader
 from torch_ecrec.transport.liveness import SignOfLife
 from torch_ecrec.transport.node import COMPLAINTS, Node
 from torch_ecrec.transport.rpc import RpcTransport
-from torch_ecrec.transport.secret import NotProved, require_closed
+from torch_ecrec.transport.secret import NotProved, secret_at
 from torch_ecrec.transport.sockets import SocketTransport
 from torch_ecrec.transport.timers import Timers
 from torch_ecrec.transport.whereabouts import follow, reach, whereabouts
@@ -168,7 +168,7 @@ class Member:
             self._control = control
             self._connected.set()
             if self._sign is None:
-                require_closed(control.local_host, own_secret())
+                secret_at(control.local_host)  # where it is about to listen
                 self._sign = _sign_of_life(control.local_host)
                 self._hello["address"] = list(self._sign.address) if self._sign is not None else None
             control.send(join_message(**self._hello))

@@ -59,7 +59,7 @@ from torch_ecrec.transport.secret import (
     draw,
     is_proof,
     proof,
-    require_closed,
+    secret_at,
 )
 
 Message = dict[str, Any]
@@ -327,8 +327,7 @@ class ControlServer:
         self._strangers: dict[LineConnection, None] = {}  # who was silent longest comes first
         self._probing: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None  # what a callback raised
-        self.secret = own_secret()
-        require_closed(host, self.secret)
+        self.secret = secret_at(host)
         try:
             self._listener = socket.create_server((host, port), family=family_of(host), backlog=1024)
         except OSError as error:

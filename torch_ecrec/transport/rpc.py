@@ -42,7 +42,7 @@ from torch_ecrec.compat.rpc import init_autograd, is_agent_set, start_agent
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
 from torch_ecrec.protocol.status import Connections
-from torch_ecrec.protocol.wire import Failed, Ok, Outcome, Refused, Unknown
+from torch_ecrec.protocol.wire import Ok, Outcome, Refused, Unknown
 from torch_ecrec.runtime.addresses import interface_of, is_loopback
 from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.runtime.threads import Worker
@@ -279,7 +279,7 @@ class RpcTransport(Transport):
             self._step_out()
         self._finish(call.done, outcome)
 
-    def _settle(self, ticket: int, outcome: Unknown | Failed) -> None:
+    def _settle(self, ticket: int, outcome: Unknown) -> None:
         with self._gate:
             call = self._calls.pop(ticket, None)
         if call is not None:

@@ -16,6 +16,7 @@ import secrets
 
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.runtime.addresses import is_loopback
+from torch_ecrec.spec.settings import own_secret
 
 NONCE_BYTES = PROOF_BYTES = 32
 CALLER, LISTENER = b"caller", b"listener"
@@ -51,14 +52,16 @@ def data_key(secret: bytes, key: bytes) -> bytes:
     return hmac.digest(secret, key, "sha256")
 
 
-def require_closed(host: str, secret: bytes) -> None:
-    """Nobody listens where other hosts get to and everybody is let in.
+def secret_at(host: str) -> bytes:
+    """Returns what who connects must know, for a process that listens at `host`; b"": nothing, on loopback.
 
     Raises:
-        ClusterUnavailable: `host` is no loopback address, and there is no secret.
+        ClusterUnavailable: other hosts get there, and there is no secret.
     """
+    secret = own_secret()
     if not secret and not is_loopback(host):
         raise ClusterUnavailable(why_open(host))
+    return secret
 
 
 def why_open(host: str) -> str:

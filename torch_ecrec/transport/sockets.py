@@ -43,13 +43,12 @@ from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.addresses import family_of
 from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.runtime.threads import Worker
-from torch_ecrec.spec.settings import own_secret
 from torch_ecrec.transport.calls import Back, Call, Handler, Transport, first_line
 from torch_ecrec.transport.control import tune
 from torch_ecrec.transport.door import CHALLENGE, HELLO, KEY_BYTES, Door
 from torch_ecrec.transport.frames import MAGIC, Frame, FrameReader, OtherBuild, is_between_hosts
 from torch_ecrec.transport.lending import Lending
-from torch_ecrec.transport.secret import CALLER, LISTENER, data_key, draw, is_proof, proof, require_closed
+from torch_ecrec.transport.secret import CALLER, LISTENER, data_key, draw, is_proof, proof, secret_at
 
 log = logging.getLogger(__name__)
 
@@ -317,12 +316,9 @@ class Channel:
         mine = draw()
         hello = HELLO.pack(MAGIC, mine, self._transport.build.digest, self._transport.name.encode())
         self.sock.sendall(hello)
-        said = bytearray()
-        while len(said) < CHALLENGE.size:
-            part = self.sock.recv(CHALLENGE.size - len(said))
-            if not part:
-                raise ConnectionError("who listens there has closed the connection")
-            said += part
+        said = self.sock.recv(CHALLENGE.size, socket.MSG_WAITALL)
+        if len(said) < CHALLENGE.size:
+            raise ConnectionError("who listens there has closed the connection")
         magic, theirs, shown = CHALLENGE.unpack(said)
         if magic != MAGIC or not is_proof(shown, shared, LISTENER, mine, theirs):
             raise ConnectionError("who listens there is no member of this cluster, or has another secret")
@@ -404,8 +400,7 @@ class SocketTransport(Transport):
         vocabulary: Vocabulary = WIRE,
     ) -> None:
         super().__init__(name, handle, host, on_error, vocabulary)
-        self.secret = own_secret()
-        require_closed(host, self.secret)
+        self.secret = secret_at(host)
         listeners, self._address = _listen(host)
         self.endpoint = str(self._address)
         self._gate = threading.Lock()  # guards all below
