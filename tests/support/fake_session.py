@@ -26,6 +26,7 @@ class FakeSession:
 
     Attributes:
         after: step -> the tables as they were after it.
+        rates: those of the push of each step from the first, those of an earlier life included.
         inexact: what was said to make the run so.
     """
 
@@ -53,6 +54,7 @@ class FakeSession:
         if before is not None:
             self.step = step + 1
             self.records = [records.clone() for records in before.after[step]]
+            self.rates = before.rates[:step]
             self.parts = [before.snapshots[step]] if step else []
             self.after[step] = before.after[step]
 

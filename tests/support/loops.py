@@ -363,7 +363,7 @@ class Run:
                     for optimizer in unwrapped(self.optimizers)
                 ],
                 [scheduler.state_dict() for scheduler in self.schedulers.values()],
-                [self.session.rates[-1:], get_gradient_division()],
+                [self.session.rates, get_gradient_division()],
                 self.counter.state_dict(),
                 list(self.trace),
             ]

@@ -120,7 +120,7 @@ def test_what_leaves_no_mark_in_an_optimizer_is_not_told_and_sets_other_rates(fo
     """So a rehearsal finds it."""
     loop = Loop(pushes=frozenset({forgotten}), attached=frozenset(), schedule=frozenset(), batches=2)
     first = undisturbed(loop)
-    assert resumed(loop, first, 1).session.rates != first.session.rates[1:]
+    assert resumed(loop, first, 1).session.rates != first.session.rates
 
 
 @pytest.mark.parametrize("attached", subsets(("tables",)))
