@@ -3,6 +3,9 @@
 # Another interpreter: make PYTHON=/path/to/python3.12. Another torch: make TORCH=2.14. Arguments for a command:
 # make demo ARGS="--steps 60".
 
+# Tests start hundreds of processes: without its compiled form each would compile the package, and pytest the tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:

@@ -13,6 +13,7 @@ The checks are themselves checked, on sources that break each rule.
 """
 
 import ast
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -135,12 +136,17 @@ def module_name(path: Path) -> str:
 
 PATHS = sorted(path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts)
 MODULES = {module_name(path): path for path in PATHS}
-TREES = {name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in MODULES.items()}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Of every module, read when a test first asks: each process that runs tests imports this file."""
+    return {name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in MODULES.items()}
 
 
 def offenders(errors_of: Callable[[str, ast.Module], Iterable[object]], names: Iterable[str] = MODULES) -> list[str]:
     """What a rule has against each module: one line each, "module: error"."""
-    return [f"{name}: {error}" for name in names for error in errors_of(name, TREES[name])]
+    return [f"{name}: {error}" for name in names for error in errors_of(name, trees()[name])]
 
 
 def last_name(node: ast.AST) -> str | None:
@@ -397,8 +403,17 @@ def named_privately(trees: Iterable[ast.AST]) -> set[str]:
     return found
 
 
-SEAM = {name: tree for name, tree in TREES.items() if unit_of(name) == "compat"}
-OWN = OwnNames([tree for name, tree in TREES.items() if name not in SEAM], named_privately(SEAM.values()))
+@functools.cache
+def seam() -> dict[str, ast.Module]:
+    """The modules that know private names of other packages."""
+    return {name: tree for name, tree in trees().items() if unit_of(name) == "compat"}
+
+
+@functools.cache
+def own() -> OwnNames:
+    """The private names of this package."""
+    ours = [tree for name, tree in trees().items() if name not in seam()]
+    return OwnNames(ours, named_privately(seam().values()))
 
 
 def impure_imports(tree: ast.AST) -> list[str]:
@@ -446,7 +461,7 @@ def test_the_tables_name_what_exists() -> None:
     assert set(RANKS) == units
     assert units >= ENVIRONMENT_PASSERS
     assert {ENVIRONMENT_READER, *RPC_SEAMS, *FIELDS_AS_TEXT} | set(ENVIRONMENT_EXCEPTIONS) <= set(MODULES)
-    assert rpc_lines(TREES[RPC_SEAM]), "the seam itself"
+    assert rpc_lines(trees()[RPC_SEAM]), "the seam itself"
 
 
 def test_server_client_and_coordinator_are_strangers() -> None:
@@ -464,7 +479,7 @@ def test_imports_go_down() -> None:
 @pytest.mark.parametrize("for_types", [False, True], ids=["at run time", "for types"])
 def test_no_import_cycle(for_types: bool) -> None:
     graph: dict[str, set[str]] = {}
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         targets = {module_of(target) for target, _ in imports(tree, for_types and name not in CIRCLES_FOR_TYPES)}
         graph[name] = {target for target in targets if target is not None and target != name}
     found = cycle(graph)
@@ -553,10 +568,10 @@ def test_only_the_seam_knows_rpc() -> None:
 
 def test_only_the_seam_knows_private_names_of_other_packages() -> None:
     def errors_of(name: str, tree: ast.Module) -> list[str]:
-        return [] if name in SEAM else private_names(tree, OWN, name not in FIELDS_AS_TEXT)
+        return [] if name in seam() else private_names(tree, own(), name not in FIELDS_AS_TEXT)
 
     assert not offenders(errors_of)
-    assert {"_modules", "_version", "_lookups", "_locator_classes", "_optimizer_classes"} <= OWN.foreign
+    assert {"_modules", "_version", "_lookups", "_locator_classes", "_optimizer_classes"} <= own().foreign
 
 
 def plain_threads(tree: ast.AST) -> list[str]:
@@ -581,7 +596,7 @@ def test_only_settings_read_the_environment() -> None:
 
 
 def test_rules_are_pure() -> None:
-    gone = PURE - set(TREES)
+    gone = PURE - set(trees())
     assert not gone, f"no modules any more: name in PURE what they have become: {sorted(gone)}"
     assert not offenders(lambda _, tree: impure_imports(tree), sorted(PURE))
 
@@ -670,7 +685,7 @@ def test_rpc_is_found(source: str) -> None:
 )
 def test_a_private_name_is_found(source: str) -> None:
     tree = ast.parse(source)
-    assert private_names(tree, OwnNames([tree], OWN.foreign))
+    assert private_names(tree, OwnNames([tree], own().foreign))
 
 
 @pytest.mark.parametrize(
@@ -684,7 +699,7 @@ def test_a_private_name_is_found(source: str) -> None:
 )
 def test_names_of_ours_are_not_private(source: str) -> None:
     tree = ast.parse(source)
-    assert not private_names(tree, OwnNames([tree], OWN.foreign))
+    assert not private_names(tree, OwnNames([tree], own().foreign))
 
 
 def test_other_uses_of_torch_distributed_are_not_rpc() -> None:

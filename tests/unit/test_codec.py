@@ -22,8 +22,17 @@ from torch_ecrec import codec
 from torch_ecrec.codec import LinearCode, fold_rows_, xor_rows_
 from torch_ecrec.codec.field import BLOCK_BYTES, FACTORS, PRODUCT, combine
 
-GF = galois.GF(2**8)
 WIDTHS = (4, 8, 12, 64, 68, 260)
+
+
+@functools.cache
+def field():
+    """The field, made when a test first asks: galois compiles for seconds, and each process that runs tests is here."""
+    return galois.GF(2**8)
+
+
+def GF(elements):
+    return field()(elements)
 
 
 def random_bytes(seed, *shape):
@@ -35,7 +44,7 @@ def random_bytes(seed, *shape):
 
 def test_product_table_is_that_of_galois():
     everything = GF(np.arange(256, dtype=np.uint8))
-    assert GF.irreducible_poly == galois.Poly.Int(0x11D)
+    assert field().irreducible_poly == galois.Poly.Int(0x11D)
     assert np.array_equal(PRODUCT, np.asarray(np.multiply.outer(everything, everything)))
 
 

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 import torchrec.distributed
 from managed import Net, batch_of
 from numba.core.caching import UserWideCacheLocator
-from test_architecture import MODULES, OWN, SEAM
+from test_architecture import MODULES, own, seam
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -97,12 +97,12 @@ def public_names(module: Any) -> list[str]:
 def test_every_name_is_tested() -> None:
     source = inspect.getsource(sys.modules[__name__])
     assert not [name for module in SEAMS for name in public_names(module) if name not in source]
-    assert set(SEAM) == {"torch_ecrec.compat", *(module.__name__ for module in SEAMS)}
+    assert set(seam()) == {"torch_ecrec.compat", *(module.__name__ for module in SEAMS)}
 
 
 def test_every_name_says_what_it_is() -> None:
     """Functions and classes by their docstrings; constants by the text behind them."""
-    for name, tree in SEAM.items():
+    for name, tree in seam().items():
         for node in ast.walk(tree):
             public = isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
             public = public and not any(ast.unparse(one).endswith(".setter") for one in node.decorator_list)
@@ -113,7 +113,7 @@ def test_no_class_of_ours_has_a_private_name_of_a_library() -> None:
     """Nothing of a class that we derive from is overridden unseen, by a method or by an attribute that we assign."""
     hidden = []
     for name in MODULES:
-        if name in SEAM or name.endswith("__main__"):
+        if name in seam() or name.endswith("__main__"):
             continue
         for cls in vars(importlib.import_module(name)).values():
             if isinstance(cls, type) and cls.__module__ == name:
@@ -135,7 +135,7 @@ def _names_of_libraries(cls: type) -> set[str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 found |= {node.attr} if ast.unparse(node.value) == "self" else set()
-    return {name for name in OWN.of_class(cls.__name__) if not name.endswith("__")} & found
+    return {name for name in own().of_class(cls.__name__) if not name.endswith("__")} & found
 
 
 def test_a_subclass_is_not_asked_within_no_torch_function() -> None:

@@ -5,6 +5,7 @@ Addresses on the web are not fetched. A link out of the repository (`../shared/.
 """
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -101,23 +102,26 @@ def names_in(tree: ast.Module) -> set[str]:
     return found
 
 
-CODE_NAMES = {
-    str(path.relative_to(ROOT)): names_in(ast.parse(path.read_text(encoding="utf-8")))
-    for folder in ("torch_ecrec", "tests", "examples")
-    for path in (ROOT / folder).rglob("*.py")
-} | {"setup.py": set()}
+@functools.cache
+def code_names() -> dict[str, set[str]]:
+    """The names in each file, read when a test first asks: each process that runs tests imports this file."""
+    return {
+        str(path.relative_to(ROOT)): names_in(ast.parse(path.read_text(encoding="utf-8")))
+        for folder in ("torch_ecrec", "tests", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+    } | {"setup.py": set()}
 
 
 def unknown_names(text: str) -> list[str]:
     """What a guide names that is not there: `path.py`, as in the repository or below torch_ecrec; `path.py:name`;
     `Class.member` of any class of the package. NAME stands for any name."""
-    members = set().union(*(names for path, names in CODE_NAMES.items() if path.startswith("torch_ecrec/")))
+    members = set().union(*(names for path, names in code_names().items() if path.startswith("torch_ecrec/")))
     missing = []
     for path, name in FILE.findall(text):
-        there = next((at for at in (path, f"torch_ecrec/{path}") if at in CODE_NAMES), None)
+        there = next((at for at in (path, f"torch_ecrec/{path}") if at in code_names()), None)
         if "NAME" in path:
             continue
-        if there is None or (name and name not in CODE_NAMES[there]):
+        if there is None or (name and name not in code_names()[there]):
             missing.append(f"{path}:{name}" if name else path)
     return missing + [f"{cls}.{name}" for cls, name in MEMBER.findall(text) if f"{cls}.{name}" not in members]
 

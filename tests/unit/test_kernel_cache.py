@@ -20,13 +20,12 @@ import numba
 import pytest
 from numba.core import caching
 from places import ROOT
-from test_architecture import MODULES, TREES, imports, module_of
+from test_architecture import MODULES, imports, module_of, trees
 
 from torch_ecrec.runtime import kernel_cache
 from torch_ecrec.runtime.kernel_cache import Entries, kernel, source_files
 
 LIMIT_S = 300  # only a hang reaches it
-COVERED = {name for name, path in MODULES.items() if path in source_files()}
 
 INNER = """
 import numba
@@ -262,23 +261,25 @@ def test_the_digest_is_of_names_bytes_and_numba(tmp_path, monkeypatch):
 
 def test_the_digest_covers_every_module_of_kernels_and_what_these_import():
     """A function or a constant inside a kernel comes from a module that its own module imports, or one behind that."""
-    defining = {name for name, tree in TREES.items() for target, _ in imports(tree) if target.startswith("numba")}
+    defining = {name for name, tree in trees().items() for target, _ in imports(tree) if target.startswith("numba")}
     defining |= {
         name
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         for target, _ in imports(tree)
         if target == "torch_ecrec.runtime.kernel_cache.kernel"
     }
     assert len(defining) > 20
-    assert defining - {"torch_ecrec.bench.codec"} <= COVERED, "name its room in kernel_cache.ROOMS"
-    for name in COVERED:
-        targets = {module_of(target) for target, _ in imports(TREES[name], for_types=False)}
-        assert {target for target in targets if target is not None} <= COVERED | {"torch_ecrec"}, name
+    sources = source_files()
+    covered = {name for name, path in MODULES.items() if path in sources}
+    assert defining - {"torch_ecrec.bench.codec"} <= covered, "name its room in kernel_cache.ROOMS"
+    for name in covered:
+        targets = {module_of(target) for target, _ in imports(trees()[name], for_types=False)}
+        assert {target for target in targets if target is not None} <= covered | {"torch_ecrec"}, name
 
 
 def test_every_kernel_is_one_of_ours():
     """`cache=True` is said nowhere, nor is Numba's own decorator, but in a benchmark that keeps nothing."""
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         cached = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "cache"]
         assert not cached, f"{name}: lines {cached}"
         spelled = {getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(tree)}
