@@ -335,7 +335,6 @@ def test_who_knows_a_key_and_not_the_secret_is_not_let_in(theirs: str, monkeypat
 TRAIN = ["examples/dlrm_criteo.py", "--steps", "20", "--batch-size", "16", "--rows-per-table", "50"]
 
 
-@pytest.mark.smoke
 def test_a_cluster_with_a_secret(tmp_path: Path) -> None:
     """It trains; `status` and `drain` of who does not know it say so, and a server is not let in."""
     knows = {**os.environ, "TORCH_ECREC_SECRET": SECRET, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

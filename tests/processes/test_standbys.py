@@ -194,7 +194,6 @@ def healthy(status: Status) -> bool:
     return len(status.slots) == 3 and all(slot.healthy and slot.server for slot in status.slots)
 
 
-@pytest.mark.smoke
 def test_whoever_leads_is_lost_and_nothing_differs(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
     with cluster(tmp_path) as (running, etcd, children):
         first = children[0]

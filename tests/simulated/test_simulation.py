@@ -196,7 +196,7 @@ def test_a_server_dies_that_has_gone_back_when_the_others_have_not_yet(lost, eve
 
 
 def test_a_cut_made_of_what_was_said_before_and_after_going_back_is_found(monkeypatch):
-    handle, freeze = service.Host._handle, Parity.freeze
+    handle, stop = service.Host._handle, Parity.stop
 
     def any_time(self, request, reply):
         if isinstance(request, (wire.Adopt, wire.Cut)):
@@ -205,12 +205,12 @@ def test_a_cut_made_of_what_was_said_before_and_after_going_back_is_found(monkey
 
     def go_on(self):
         adopt, self.adopt = self.adopt, lambda: None
-        freeze(self)
+        stop(self)
         self.adopt = adopt
 
     runs = [run for lost in (2, 1, 0) for run in dies_first(lost)]
     monkeypatch.setattr(service.Host, "_handle", any_time)
-    monkeypatch.setattr(Parity, "freeze", go_on)
+    monkeypatch.setattr(Parity, "stop", go_on)
     for text, run in runs:
         try:
             run()

@@ -24,27 +24,37 @@ SLOW_TURNS = 32
 SLOW_LIMIT_S = 1800.0
 
 SWEEPS = (  # runs of the simulated cluster, hundreds of them
-    *("captures", "cuts", "damaged_captures", "early_loads", "exploration", "fuzz", "identities", "import_restores"),
-    *("links", "lives", "loading", "lost_hosts", "models", "moves", "mutations", "overwrites", "partial"),
-    *("partial_saves", "power", "random_kills", "restores", "restores_early", "scrubbing", "silence", "simulation"),
-    *("slow", "warmed"),
+    *("captures", "cuts", "damaged_captures", "damaged_memory", "early_loads", "exploration", "fuzz", "identities"),
+    *("import_restores", "leaders", "links", "lives", "loading", "lost_hosts", "models", "moves", "mutations"),
+    *("optimizers_cluster", "overwrites", "partial", "partial_saves", "power", "random_kills", "restores"),
+    *("restores_early", "scrubbing", "silence", "simulation", "slow", "warmed"),
 )
 PROCESSES = (  # clusters of real processes, or many of them
     *("bench_runs", "chaos_hosts", "checkpointing", "checkpoints", "clean_end"),
-    *("cli", "cluster", "columns", "coordinator_end", "drain", "exit_codes", "flips", "given_numbers_run"),
-    *("hanging_store", "hangs", "held_lock", "host_clusters", "hostile", "hosts", "ipv6", "killed_early", "lifetime"),
-    *("membership", "oracle_model_parallel", "oracle_optim", "oracle_pipelines", "oracle_sequences"),
-    *("oracle_shardings", "real_loops", "reduce", "rehearsal", "run", "second_jobs", "shadows", "signals"),
-    *("slow_server", "standbys", "started_again", "supervisor", "table_optimizers", "told_to_end", "torchrec"),
-    *("unclosed", "unlocked"),
+    *("cli", "cluster", "columns", "coordinator_end", "drain", "exit_codes", "flips", "fork_server"),
+    *("given_numbers_run", "hanging_store", "hangs", "heartbeats", "held_lock", "host_clusters", "hostile", "hosts"),
+    *("ipv6", "killed_early", "lifetime", "membership", "oracle_model_parallel", "oracle_optim", "oracle_pipelines"),
+    *("oracle_sequences", "oracle_shardings", "public_names", "real_loops", "reduce", "rehearsal", "run"),
+    *("second_jobs", "secret", "shadows", "signals", "slow_server", "sockets", "standbys", "started_again"),
+    *("supervisor", "table_optimizers", "told_to_end", "torchrec", "transport", "unclosed", "unlocked"),
 )
-OTHERS = ("accrual", "codec", "defaults", "election_explored", "layout", "optimizers", "pipelines")
+LOOPS = ("attach", "compiled", "given_numbers", "loops", "managed", "mixed", "pipelines", "probe", "reader", "values")
+STORES = ("importing", "storage_catalog", "storage_hostile", "storage_parts", "storage_s3", "storage_saves")
+TOOLS = (
+    *("bench_checkpoint", "bench_codec", "bench_messages", "bench_operators", "bench_optimizers", "bench_partial"),
+    *("bench_report", "bench_scaling", "bench_seals", "bench_storage", "chaos_schedule", "demo", "demo_report"),
+    *("overhead", "packing"),
+)
+OTHERS = (
+    *("accrual", "codec", "compat", "defaults", "election", "election_explored", "halves", "identity", "kernel_cache"),
+    *("layout", "leadership", "optimizers", "reachability", "records"),
+)
 TAKE_TURNS = {
     *(f"simulated/test_{name}.py" for name in SWEEPS),
     *(f"processes/test_{name}.py" for name in PROCESSES),
-    *(f"unit/test_{name}.py" for name in OTHERS),
+    *(f"unit/test_{name}.py" for name in (*LOOPS, *STORES, *TOOLS, *OTHERS)),
 }
-"""Below `tests`: the files whose tests take more than half a minute of a core together."""
+"""Below `tests`: the files whose tests take more than a few seconds of a core together, and those of tools."""
 
 T = TypeVar("T")
 

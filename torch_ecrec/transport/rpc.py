@@ -63,6 +63,7 @@ LOOK_S = 0.1  # how often tries to reach other hosts are looked at
 END_S = 5.0  # for the threads
 FORMING_S = 20.0  # for all to be ready, once all have arrived
 AGAIN_S, AGAIN_MOST_S = 0.1, 2.0  # before another try
+TROUBLE = "trouble"  # where a member says why it cannot open a world
 
 # the callee's side ----------------------------------------------------------------------------------
 
@@ -357,6 +358,8 @@ class RpcTransport(Transport):
                 continue
             self._leave()
             world, trouble = self._open(generation, names, shared, check)
+            if trouble:
+                self._give_up(shared, trouble)
             verdict = self._ready(shared, names, trouble, check)
             if verdict == GOES_ON and world is not None:
                 with self._gate:
@@ -375,6 +378,13 @@ class RpcTransport(Transport):
         if first not in self._stores:
             self._stores[first] = store_of(first.host, first.store_port)
         return self._stores[first]
+
+    def _give_up(self, shared: Store, trouble: str) -> None:
+        """Tells who is opening the same world that nobody need wait for this member in it."""
+        try:
+            shared.set(TROUBLE, trouble)
+        except (RuntimeError, OSError) as error:  # the others wait for `FORMING_S`
+            log.warning("%s: the first member cannot be told: %s", self.name, first_line(error))
 
     def _ready(self, shared: Store, names: list[str], trouble: str, check: Callable[[], None]) -> str:
         """What all members find together. Who has said that it is ready stays so until it knows."""
@@ -395,7 +405,13 @@ class RpcTransport(Transport):
         options = TensorPipeRpcBackendOptions(
             num_worker_threads=self._rpc_threads, _transports=TRANSPORTS, _channels=CHANNELS
         )
-        self._polling = _PollingStore(shared, check, time.monotonic() + FORMING_S)
+
+        def go_on() -> None:
+            check()
+            if shared.check([TROUBLE]):
+                raise ClusterUnavailable(f"another member cannot open it: {shared.get(TROUBLE).decode()}")
+
+        self._polling = _PollingStore(shared, go_on, time.monotonic() + FORMING_S)
         try:
             mine = torch_name(self.name, generation)
             agent = TensorPipeAgent(self._polling, mine, names.index(self.name), len(names), options, {}, [])
