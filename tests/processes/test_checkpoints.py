@@ -43,8 +43,9 @@ from torchrec.distributed.types import ShardingPlan
 from virtual_session import VirtualSession
 
 from torch_ecrec import DistributedModelParallel, checkpoint
-from torch_ecrec.nn import streamed, tables_state
+from torch_ecrec.nn import tables_state
 from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.state_dicts import streamed
 from torch_ecrec.testing import Scenario, SimulatedCluster
 
 pytestmark = pytest.mark.usefixtures("process_group")

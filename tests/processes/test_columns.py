@@ -39,9 +39,9 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 from torch_ecrec import checkpoint
 from torch_ecrec.errors import CheckpointError
-from torch_ecrec.nn.columns import Columns
 from torch_ecrec.nn.dense import DenseSnapshot
 from torch_ecrec.nn.dense import load_ as load_snapshot
+from torch_ecrec.state_dicts.columns import Columns
 
 pytestmark = pytest.mark.usefixtures("process_group")
 warnings.filterwarnings("ignore")

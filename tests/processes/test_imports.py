@@ -18,9 +18,9 @@ import pytest
 import torch
 from conftest import ROOT, wait_until
 
+from torch_ecrec.checkpoint.dcp_import import Folder
 from torch_ecrec.cli.main import main
 from torch_ecrec.errors import ClusterError
-from torch_ecrec.nn.dcp_import import Folder
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.storage.catalog import Catalog

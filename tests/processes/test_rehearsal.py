@@ -21,7 +21,6 @@ from unattached_child import STEPS, WAYS
 
 from torch_ecrec.cli.main import main, parser
 from torch_ecrec.errors import ClusterUnavailable
-from torch_ecrec.nn.trainer_state import GROUPS
 from torch_ecrec.observe import trace
 from torch_ecrec.observe.rehearsed import DIGITS, is_marked
 from torch_ecrec.observe.trace import Begun, Ended, Held, Kept, Record, Resumed, Tail, Trained, Writer, held_at, hold_at
@@ -40,6 +39,7 @@ from torch_ecrec.rehearsal.compare import (
     traces,
     verdict,
 )
+from torch_ecrec.resume.trainer_state import GROUPS
 
 CHILD = ROOT / "tests" / "support" / "rehearsed_child.py"
 UNATTACHED = CHILD.with_name("unattached_child.py")

@@ -38,14 +38,15 @@ from torch import Tensor
 from unsharded import Unsharded
 from virtual_trainers import Kill, Trainers
 
-from torch_ecrec.nn import streamed, tables_state
+from torch_ecrec.nn import tables_state
 from torch_ecrec.nn.managed import ManagedModule
 from torch_ecrec.nn.module_settings import ModuleSettings
-from torch_ecrec.nn.reader import Reader
 from torch_ecrec.nn.slices import Slice
 from torch_ecrec.records.optimizers import NAMES
+from torch_ecrec.resume.reader import Reader
 from torch_ecrec.server.apply import Applier
 from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.state_dicts import streamed
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),

@@ -36,7 +36,7 @@ from torchrec.streamable import Pipelineable
 
 from torch_ecrec.errors import NonFiniteGradient
 from torch_ecrec.nn.parallel import DistributedModelParallel
-from torch_ecrec.nn.trainer_state import unwrapped
+from torch_ecrec.resume.trainer_state import unwrapped
 
 ROWS, SIZE = 40, 4
 

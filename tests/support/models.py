@@ -24,10 +24,10 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from torch_ecrec.nn.kinds import COLLECTIONS
 from torch_ecrec.nn.parallel import DistributedModelParallel
 from torch_ecrec.nn.sharder import all_table_specs, job_names
 from torch_ecrec.spec.job import CodeSpec, JobSpec
+from torch_ecrec.state_dicts.kinds import COLLECTIONS
 
 warnings.filterwarnings("ignore", category=DeprecationWarning)
 CPU, META = torch.device("cpu"), torch.device("meta")

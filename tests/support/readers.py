@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torch_ecrec.nn.loop import PIPELINES
-from torch_ecrec.nn.reader import Reader
-from torch_ecrec.nn.values import decode, encode
+from torch_ecrec.resume.loop import PIPELINES
+from torch_ecrec.resume.reader import Reader
+from torch_ecrec.resume.values import decode, encode
 
 PASS = 4
 

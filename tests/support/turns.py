@@ -30,7 +30,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
-from torch_ecrec.nn import parallel, reduce, streamed
+from torch_ecrec.nn import parallel, reduce
+from torch_ecrec.state_dicts import streamed
 
 TURN_LIMIT_S = 300.0  # reached by a hang only
 

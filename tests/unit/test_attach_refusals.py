@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from torch_ecrec.nn.dense import own_of
-from torch_ecrec.nn.trainer_state import unwrapped
-from torch_ecrec.nn.values import decode, encode
+from torch_ecrec.resume.trainer_state import unwrapped
+from torch_ecrec.resume.values import decode, encode
 
 pytestmark = pytest.mark.usefixtures("process_group")
 Part = tuple[Tensor, list[int]]

@@ -89,7 +89,7 @@ def test_streamed_tables_of_which_nothing_was_loaded_are_refused() -> None:
 
 
 def test_a_checkpoint_that_lacks_a_part_of_a_table_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_ecrec.nn.streamed.PORTION_BYTES", 4 * 8 * 7)
+    monkeypatch.setattr("torch_ecrec.state_dicts.streamed.PORTION_BYTES", 4 * 8 * 7)
     model, session = made()
     checkpoint.save(model, tmp_path)
     train(model, [batch_of(6, 1)])

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
+from torch_ecrec.checkpoint import dcp_export
 from torch_ecrec.cli import main
 from torch_ecrec.errors import CheckpointError
-from torch_ecrec.nn import dcp_export, streamed
 from torch_ecrec.nn.parallel import DistributedModelParallel
+from torch_ecrec.state_dicts import streamed
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.manifest import Manifest
 

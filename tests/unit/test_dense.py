@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from torch_ecrec.nn import dense, values
+from torch_ecrec.nn import dense
 from torch_ecrec.nn.dense import DenseSnapshot, Header, load_, own_of, unpack
+from torch_ecrec.resume import values
 
 Piece = tuple[Tensor, list[int]]
 

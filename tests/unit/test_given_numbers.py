@@ -41,12 +41,12 @@ from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.nn import parallel
 from torch_ecrec.nn.parallel import DistributedModelParallel
-from torch_ecrec.nn.reader import Reader
 from torch_ecrec.nn.sharder import all_table_specs, job_names
 from torch_ecrec.nn.table_optimizers import optimizer_spec
 from torch_ecrec.overhead.model import Costs
 from torch_ecrec.planner import EmbeddingShardingPlanner, ParameterConstraints, Servers, Topology
 from torch_ecrec.records.optimizers import NAMES, optimizer
+from torch_ecrec.resume.reader import Reader
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
 from torch_ecrec.spec.settings import Settings
 

@@ -42,14 +42,15 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torch_ecrec import checkpoint
+from torch_ecrec.checkpoint import dcp_import
 from torch_ecrec.cli.main import main
 from torch_ecrec.errors import CheckpointError
-from torch_ecrec.nn import dcp_import, imported
+from torch_ecrec.nn import imported
 from torch_ecrec.nn.parallel import DistributedModelParallel
-from torch_ecrec.nn.shares import shape_of
 from torch_ecrec.processes.restoring import StoredCheckpoint
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import JobSpec
+from torch_ecrec.state_dicts.shares import shape_of
 from torch_ecrec.storage import importing
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.manifest import Manifest

@@ -20,8 +20,8 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torch_ecrec import DistributedModelParallel
-from torch_ecrec.nn import given
 from torch_ecrec.nn.placeholder import TableParameter
+from torch_ecrec.state_dicts import given
 
 pytestmark = pytest.mark.usefixtures("process_group")
 warnings.filterwarnings("ignore", category=DeprecationWarning)

@@ -12,11 +12,11 @@ from readers import MADE, PASS, WITH_WORKERS, Ahead, Endless, Loop, close, loade
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from torch_ecrec.nn.checksum import checksum_of
-from torch_ecrec.nn.loop import PIPELINES
-from torch_ecrec.nn.random_states import Generators, moved, random_states
-from torch_ecrec.nn.reader import Reader, has_indices, kind_of
-from torch_ecrec.nn.values import decode, encode
+from torch_ecrec.resume.checksum import checksum_of
+from torch_ecrec.resume.loop import PIPELINES
+from torch_ecrec.resume.random_states import Generators, moved, random_states
+from torch_ecrec.resume.reader import Reader, has_indices, kind_of
+from torch_ecrec.resume.values import decode, encode
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 

@@ -15,9 +15,9 @@ from readers import MADE, PASS, Endless, Loop, Passes, loader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 
-from torch_ecrec.nn.loop import Judge
-from torch_ecrec.nn.reader import Reader
-from torch_ecrec.nn.values import decode, encode
+from torch_ecrec.resume.loop import Judge
+from torch_ecrec.resume.reader import Reader
+from torch_ecrec.resume.values import decode, encode
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 

@@ -34,8 +34,8 @@ from torchrec.schema.utils import is_signature_compatible
 import torch_ecrec
 from torch_ecrec import planner
 from torch_ecrec.nn import bags, managed, sequences, sharder
-from torch_ecrec.nn.kinds import KINDS
 from torch_ecrec.nn.tables_state import ServerOptimizer
+from torch_ecrec.state_dicts.kinds import KINDS
 
 # What is made by DistributedModelParallel, and by nobody else, takes other things to be made of.
 MADE_BY_US = {"__init__"}

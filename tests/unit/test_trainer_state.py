@@ -17,9 +17,9 @@ from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_di
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
-from torch_ecrec.nn.random_states import random_states, set_random_states
-from torch_ecrec.nn.trainer_state import TrainerState, unwrapped
-from torch_ecrec.nn.values import encode
+from torch_ecrec.resume.random_states import random_states, set_random_states
+from torch_ecrec.resume.trainer_state import TrainerState, unwrapped
+from torch_ecrec.resume.values import encode
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

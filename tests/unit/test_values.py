@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, lr_scheduler
 
-from torch_ecrec.nn import values
-from torch_ecrec.nn.tensor_bytes import TensorsIn, TensorsOut, bytes_of, order_of
-from torch_ecrec.nn.values import DEPTH_MOST, decode, encode
+from torch_ecrec.resume import values
+from torch_ecrec.resume.tensor_bytes import TensorsIn, TensorsOut, bytes_of, order_of
+from torch_ecrec.resume.values import DEPTH_MOST, decode, encode
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.bool, torch.uint8]
 DTYPES += [torch.int64, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]

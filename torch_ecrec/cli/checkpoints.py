@@ -184,7 +184,7 @@ def _export(catalog: Catalog, arguments: argparse.Namespace) -> int:
     what = "the tables"
     absent: tuple[str, ...] = ("the dense model, which `--format dcp` writes",)
     if arguments.format == "dcp":
-        from torch_ecrec.nn import dcp_export
+        from torch_ecrec.checkpoint import dcp_export
 
         written = dcp_export.export(catalog, manifest, arguments.export)
         size, what, absent = written.bytes, "tables and dense model", written.absent
@@ -202,7 +202,7 @@ def _export(catalog: Catalog, arguments: argparse.Namespace) -> int:
 
 
 def _import(catalog: Catalog, arguments: argparse.Namespace) -> int:
-    from torch_ecrec.nn import dcp_import
+    from torch_ecrec.checkpoint import dcp_import
 
     wanted = dcp_import.Wanted(
         arguments.job,

@@ -1,4 +1,4 @@
-"""TorchRec's seams: the sharded module, its sharder, and `DistributedModelParallel`."""
+"""TorchRec's seams: the sharded modules, their sharder, and `DistributedModelParallel`."""
 
 # ruff: noqa: E402  (what is missing is said before something fails to load it)
 

@@ -32,17 +32,17 @@ from torch.optim import Optimizer
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torch_ecrec.nn.attachment_checks import AttachmentChecks
-from torch_ecrec.nn.checksum import checksum_of
 from torch_ecrec.nn.dense import DenseSnapshot, dense_parameters, load_, own_of
 from torch_ecrec.nn.gradients import WaitingGradients, put_back_
 from torch_ecrec.nn.imported import begin_with_
-from torch_ecrec.nn.loop import Judge
 from torch_ecrec.nn.module_settings import ModuleSettings
-from torch_ecrec.nn.random_states import random_states, set_random_states
-from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.step import SparseStep
-from torch_ecrec.nn.trainer_state import TrainerState
-from torch_ecrec.nn.values import decode, encode
+from torch_ecrec.resume.checksum import checksum_of
+from torch_ecrec.resume.loop import Judge
+from torch_ecrec.resume.random_states import random_states, set_random_states
+from torch_ecrec.resume.reader import Reader, Stateful
+from torch_ecrec.resume.trainer_state import TrainerState
+from torch_ecrec.resume.values import decode, encode
 from torch_ecrec.runtime.checks import plain
 
 log = logging.getLogger(__name__)

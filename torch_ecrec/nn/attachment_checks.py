@@ -29,11 +29,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torch_ecrec.compat.torch import is_scheduled, is_torchs_own, version_of
-from torch_ecrec.nn import optimizer_steps
-from torch_ecrec.nn.checksum import checksum_of_all
 from torch_ecrec.nn.dense import dense_parameters
 from torch_ecrec.nn.module_settings import ModuleSettings
-from torch_ecrec.nn.trainer_state import TrainerState
+from torch_ecrec.resume import optimizer_steps
+from torch_ecrec.resume.checksum import checksum_of_all
+from torch_ecrec.resume.trainer_state import TrainerState
 
 log = logging.getLogger(__name__)
 

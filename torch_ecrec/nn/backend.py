@@ -7,7 +7,8 @@ Shape legend: N ids, U unique rows, D embedding dim, W record width in floats, b
 
 from __future__ import annotations
 
-from typing import Protocol
+from types import SimpleNamespace
+from typing import Any, Never, Protocol
 
 from torch import Tensor
 
@@ -83,3 +84,34 @@ class EmbeddingBackend(Protocol):
 
     def close(self) -> None:
         """Leaves the cluster. Twice is once."""
+
+
+NO_TABLES = (
+    "the model holds no EmbeddingBagCollection and no EmbeddingCollection to serve, nor a fused one: it is trained as"
+    " with TorchRec, without servers"
+)
+
+
+class NoTables:
+    """`EmbeddingBackend` without a table, in no cluster.
+
+    Args:
+        trainer, trainers: as of a session.
+    """
+
+    def __init__(self, trainer: int, trainers: int, snapshot_every: int) -> None:
+        self.trainer, self.trainers, self.snapshot_every, self.restarted = trainer, trainers, snapshot_every, False
+        self.job: Any = SimpleNamespace(tables=(), slabs=())
+        self.step = 1  # there are none
+
+    def loaded(self) -> None:
+        """Nothing was."""
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+    def close(self) -> None:
+        """Nothing was joined."""
+
+    def __getattr__(self, name: str) -> Never:
+        raise RuntimeError(f"`{name}`: {NO_TABLES}")

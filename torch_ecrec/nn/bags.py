@@ -17,12 +17,12 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torch_ecrec.compat.torchrec import Ready
-from torch_ecrec.nn.columns import Columns
-from torch_ecrec.nn.kinds import Bags as UnshardedBags
 from torch_ecrec.nn.repeats import Repeats, check_repeats
 from torch_ecrec.nn.served import Context, ServedModule
 from torch_ecrec.nn.slices import Bags, Slice
 from torch_ecrec.nn.step import SparseStep
+from torch_ecrec.state_dicts.columns import Columns
+from torch_ecrec.state_dicts.kinds import Bags as UnshardedBags
 
 
 class _Pooled(LazyGetItemMixin[str, Tensor], Ready[KeyedTensor]):
@@ -33,8 +33,8 @@ class _Pooled(LazyGetItemMixin[str, Tensor], Ready[KeyedTensor]):
 class ErasureCodedEmbeddingBagCollection(ServedModule[KeyedTensor]):
     """An `EmbeddingBagCollection` whose tables are served by erasure-coded servers. Made by `ErasureCodedSharder`.
 
-    Returns a `KeyedTensor` with the keys and values of the unsharded module, in the order of `columns.py`. Arguments as
-    of `ServedModule`.
+    Returns a `KeyedTensor` with the keys and values of the unsharded module, in the order of
+    `state_dicts/columns.py`. Arguments as of `ServedModule`.
 
     Features may have batch sizes of their own, if the batch has inverse indices (`repeats.py`).
     """

@@ -29,9 +29,9 @@ from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingC
 
 from torch_ecrec.compat.torch import attached_optimizers
 from torch_ecrec.compat.torchrec import collection_of, inner_sharders
-from torch_ecrec.nn.kinds import COLLECTIONS, KINDS, Collection
 from torch_ecrec.nn.remapping import why_not_served
-from torch_ecrec.nn.unsharded import inside_of
+from torch_ecrec.state_dicts.kinds import COLLECTIONS, KINDS, Collection
+from torch_ecrec.state_dicts.unsharded import inside_of
 
 ERASURE_CODED = "erasure_coded"  # our sharding type
 UNPROTECTED = ("refuse", "snapshot", "allow", "reset")

@@ -45,11 +45,11 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torch_ecrec.compat.torch import has_state_dict_hooks
 from torch_ecrec.compat.torchrec import sharded_names
-from torch_ecrec.nn import optimizer_steps, values
-from torch_ecrec.nn.columns import Columns, Found
 from torch_ecrec.nn.local_shards import LocalShards, replicated_tables
-from torch_ecrec.nn.tensor_bytes import TensorsIn, TensorsOut, bytes_of
+from torch_ecrec.resume import optimizer_steps, values
+from torch_ecrec.resume.tensor_bytes import TensorsIn, TensorsOut, bytes_of
 from torch_ecrec.runtime import shared
+from torch_ecrec.state_dicts.columns import Columns, Found
 
 NUMBERS_MOST = 1 << 48  # of a header; the transport takes no larger ones
 _USUAL = {"state", "param_groups"}  # of an optimizer's state_dict

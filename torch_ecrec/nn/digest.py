@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from torch_ecrec.nn.backend import EmbeddingBackend
-from torch_ecrec.nn.tensor_bytes import TensorsOut, bytes_of
+from torch_ecrec.resume.tensor_bytes import TensorsOut, bytes_of
 
 CHUNK_BYTES = 4 << 20  # of records read at a time
 

@@ -22,11 +22,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torch_ecrec.compat.torch import own_buffers, transient_buffers
-from torch_ecrec.nn import values
-from torch_ecrec.nn.columns import Found
 from torch_ecrec.nn.dense import buffers_of, dense_parameters, meet_columns, part_of, unpack
-from torch_ecrec.nn.tensor_bytes import TensorsOut
 from torch_ecrec.records.positions import Bytes
+from torch_ecrec.resume import values
+from torch_ecrec.resume.tensor_bytes import TensorsOut
+from torch_ecrec.state_dicts.columns import Found
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from torch_ecrec.compat.torch import children_of, has_tensor_hooks, module_hooks, own_parameters
-from torch_ecrec.nn.kinds import Collection
-from torch_ecrec.nn.unsharded import configs_of, folder_of, weight_of
+from torch_ecrec.state_dicts.kinds import Collection
+from torch_ecrec.state_dicts.unsharded import configs_of, folder_of, weight_of
 
 _WAYS = ("max_norm", "padding_idx", "scale_grad_by_freq")  # of `nn.EmbeddingBag`, none of which TorchRec sets
 

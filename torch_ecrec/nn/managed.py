@@ -39,8 +39,8 @@ from torch_ecrec.nn.repeats import check_lengths
 from torch_ecrec.nn.served import Context, ServedModule, permuted
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.tables_state import CHUNK_BYTES
-from torch_ecrec.nn.unsharded import draw_weights
 from torch_ecrec.records.halves import numbers_of, records_of
+from torch_ecrec.state_dicts.unsharded import draw_weights
 
 Both = tuple[Any, Any]  # what the collection gives, and remapped ids or None; both to be waited for
 

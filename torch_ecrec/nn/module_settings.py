@@ -19,8 +19,8 @@ from torch import nn
 
 from torch_ecrec.compat.torch import own_parameters
 from torch_ecrec.nn.placeholder import TableParameter, are_trained
-from torch_ecrec.nn.random_states import GENERATORS, set_state_of, state_of
-from torch_ecrec.nn.values import decode, encode
+from torch_ecrec.resume.random_states import GENERATORS, set_state_of, state_of
+from torch_ecrec.resume.values import decode, encode
 
 _PLAIN = frozenset({bool, int, float, str})
 _USUAL = frozenset({dict, OrderedDict, set, list, tuple, type(None)})  # what hooks and the like are in

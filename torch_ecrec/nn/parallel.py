@@ -9,7 +9,7 @@ and checkpoints work.
 Subclassed, not imitated: TorchRec checks for its own class in many places.
 
 What is neither served nor data-parallel is refused where the model is built (`coverage.py`). A model without tables
-is TorchRec's own, and a warning says that nothing of it is kept (`no_tables.py`).
+is TorchRec's own, and a warning says that nothing of it is kept (`backend.py:NoTables`).
 """
 
 from __future__ import annotations
@@ -50,29 +50,28 @@ from torch_ecrec.compat.torch import (
 from torch_ecrec.compat.torchrec import ShardedAtAllPaths, is_data_parallel, trainers_of, wrapped_module
 from torch_ecrec.nn.attachment import Attachment
 from torch_ecrec.nn.attachment_checks import SCHEDULERS
-from torch_ecrec.nn.backend import EmbeddingBackend
-from torch_ecrec.nn.compiled import Compiled
+from torch_ecrec.nn.backend import NO_TABLES, EmbeddingBackend, NoTables
 from torch_ecrec.nn.coverage import Coverage, check_sharders, coverage_of, is_inside
 from torch_ecrec.nn.dense import DenseSnapshot
 from torch_ecrec.nn.digest import digest_of, parts_of_dense, parts_of_tables
-from torch_ecrec.nn.kinds import COLLECTIONS
 from torch_ecrec.nn.local_shards import LocalShards, data_parallel, shards_of
 from torch_ecrec.nn.lost_changes import check_lost_changes
 from torch_ecrec.nn.no_parameters import explain_empty_optimizers
-from torch_ecrec.nn.no_tables import NO_TABLES, NoTables
 from torch_ecrec.nn.processed import watch_batches
-from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.recorder import recorded, tell_unless_rehearsed
 from torch_ecrec.nn.reduce import OrderedMean
 from torch_ecrec.nn.served import show_tables
 from torch_ecrec.nn.sharder import all_table_specs, columns_of, job_names, output_dtypes, sharders_for
 from torch_ecrec.nn.step import SparseStep
-from torch_ecrec.nn.trainer_state import TrainerState, check_optimizers
-from torch_ecrec.nn.unsharded import configs_of
+from torch_ecrec.resume.compiled import Compiled
+from torch_ecrec.resume.reader import Reader, Stateful
+from torch_ecrec.resume.trainer_state import TrainerState, check_optimizers
 from torch_ecrec.runtime.checks import plain_copy, take_bool, take_int, take_str
 from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings
+from torch_ecrec.state_dicts.kinds import COLLECTIONS
+from torch_ecrec.state_dicts.unsharded import configs_of
 
 log = logging.getLogger(__name__)
 
@@ -224,8 +223,8 @@ class DistributedModelParallel(ShardedAtAllPaths):
                 of tables come back whether `fused_optimizer` is among them or not.
             lr_scheduler: those of the learning rates, of tables or not.
             reader: where batches come from. With `state_dict` and `load_state_dict` (torchdata's `StatefulDataLoader`
-                has them) it is put back by its state; else by drawing again (`reader.py` says how). Without a reader,
-                put each step into `with model.step(): ...` if its batch is drawn at random.
+                has them) it is put back by its state; else by drawing again (`resume/reader.py` says how).
+                Without a reader, put each step into `with model.step(): ...` if its batch is drawn at random.
             **stateful: anything else with `state_dict` and `load_state_dict`: counters, metrics, a gradient scaler.
 
         Returns:

@@ -29,14 +29,14 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from torch_ecrec.nn.backend import EmbeddingBackend
-from torch_ecrec.nn.checksum import checksum_of
 from torch_ecrec.nn.dense import Header, dense_parameters, own_of
-from torch_ecrec.nn.tensor_bytes import bytes_of
-from torch_ecrec.nn.trainer_state import COUNTERS, DIVISION, GROUPS
-from torch_ecrec.nn.values import decode
 from torch_ecrec.observe import trace
 from torch_ecrec.observe.rehearsed import is_marked, script_digest
 from torch_ecrec.observe.trace import Ended, Held, Kept, Resumed, Trained, Warned, Writer
+from torch_ecrec.resume.checksum import checksum_of
+from torch_ecrec.resume.tensor_bytes import bytes_of
+from torch_ecrec.resume.trainer_state import COUNTERS, DIVISION, GROUPS
+from torch_ecrec.resume.values import decode
 from torch_ecrec.spec.settings import record_folder, rehearsed_folder, restarts
 
 HOLD_LIMIT_S = 600.0

@@ -20,11 +20,11 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torch_ecrec.compat.torchrec import Ready
-from torch_ecrec.nn.columns import Columns
 from torch_ecrec.nn.repeats import Repeats, check_lengths, check_repeats, repeated
 from torch_ecrec.nn.served import Context, ServedModule
 from torch_ecrec.nn.slices import Bags, Slice
 from torch_ecrec.nn.step import SparseStep
+from torch_ecrec.state_dicts.columns import Columns
 
 
 @ShardedEmbeddingCollection.register  # `isinstance` in tests, pipelines and scripts
@@ -32,8 +32,8 @@ class ErasureCodedEmbeddingCollection(ServedModule[dict[str, JaggedTensor]]):
     """An `EmbeddingCollection` whose tables are served by erasure-coded servers. Made by `ErasureCodedSharder`.
 
     Returns a `JaggedTensor` for each feature, with the keys and values of the unsharded module, in the order of
-    `columns.py`. Arguments as of `ServedModule`. Where features have batch sizes of their own, each sample gets its
-    rows, as in TorchRec's sharded module; the unsharded one leaves them as they come (`repeats.py`).
+    `state_dicts/columns.py`. Arguments as of `ServedModule`. Where features have batch sizes of their own, each
+    sample gets its rows, as in TorchRec's sharded module; the unsharded one leaves them as they come (`repeats.py`).
     """
 
     def __init__(

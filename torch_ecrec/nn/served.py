@@ -41,9 +41,7 @@ from torchrec.sparse.jagged_tensor_validator import validate_keyed_jagged_tensor
 from torchrec.streamable import Multistreamable
 
 from torch_ecrec.compat.torch import OwnState, own_parameters
-from torch_ecrec.nn.columns import Columns
 from torch_ecrec.nn.dense import WithTables
-from torch_ecrec.nn.kinds import Collection
 from torch_ecrec.nn.lookup import PooledLookup
 from torch_ecrec.nn.pipelines import check_in_sync
 from torch_ecrec.nn.placeholder import StandIns, TableParameter, are_trained
@@ -52,7 +50,9 @@ from torch_ecrec.nn.slices import Bags, Slice, Table
 from torch_ecrec.nn.staging import HostIds, Staging
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.tables_state import ServerOptimizer, TablesState
-from torch_ecrec.nn.unsharded import configs_of, draw_weights, folder_of, is_default, pooling_of, weight_of
+from torch_ecrec.state_dicts.columns import Columns
+from torch_ecrec.state_dicts.kinds import Collection
+from torch_ecrec.state_dicts.unsharded import configs_of, draw_weights, folder_of, is_default, pooling_of, weight_of
 
 Output = TypeVar("Output")
 PIPELINED_MOST = 8  # batches that a pipeline has announced and not computed; TorchRec's have up to 3

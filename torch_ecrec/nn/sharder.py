@@ -45,8 +45,6 @@ from torchrec.modules.mc_embedding_modules import (
 from torch_ecrec.compat.torch import attached_optimizers
 from torch_ecrec.compat.torchrec import collection_of
 from torch_ecrec.nn.bags import ErasureCodedEmbeddingBagCollection, ErasureCodedFusedEmbeddingBagCollection
-from torch_ecrec.nn.columns import Columns
-from torch_ecrec.nn.kinds import COLLECTIONS, Collection
 from torch_ecrec.nn.managed import (
     ErasureCodedManagedCollisionEmbeddingBagCollection,
     ErasureCodedManagedCollisionEmbeddingCollection,
@@ -56,7 +54,10 @@ from torch_ecrec.nn.sequences import ErasureCodedEmbeddingCollection, ErasureCod
 from torch_ecrec.nn.slices import DTYPES
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.table_optimizers import is_named, optimizer_spec
-from torch_ecrec.nn.unsharded import (
+from torch_ecrec.spec.job import TableSpec
+from torch_ecrec.state_dicts.columns import Columns
+from torch_ecrec.state_dicts.kinds import COLLECTIONS, Collection
+from torch_ecrec.state_dicts.unsharded import (
     check_config,
     configs_of,
     inside_of,
@@ -65,7 +66,6 @@ from torch_ecrec.nn.unsharded import (
     weight_of,
     weights_of,
 )
-from torch_ecrec.spec.job import TableSpec
 
 
 def table_specs(
@@ -213,7 +213,7 @@ FORMS: dict[type[nn.Module], Callable[..., Any]] = {
     ManagedCollisionEmbeddingBagCollection: ErasureCodedManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection: ErasureCodedManagedCollisionEmbeddingCollection,
 }
-"""The sharded form of each kind of module that is served (`kinds.py`)."""
+"""The sharded form of each kind of module that is served (`state_dicts/kinds.py`)."""
 
 
 class _OfOneKind(ModuleSharder[Any]):

@@ -30,9 +30,9 @@ from torch_ecrec.compat.torch import backward_pass, queue_callback
 from torch_ecrec.errors import NonFiniteGradient
 from torch_ecrec.layout.routing import Parts
 from torch_ecrec.nn.backend import EmbeddingBackend
-from torch_ecrec.nn.shares import Shares
 from torch_ecrec.nn.slices import Table
 from torch_ecrec.runtime.checks import plain, shown
+from torch_ecrec.state_dicts.shares import Shares
 
 NAN_GRADIENTS = ("raise", "pass")
 

@@ -2,11 +2,11 @@
 
 A record of a table with D = 4 and row-wise Adagrad has the fields `weight`, 4 numbers, and `momentum1`, one. Both
 `state_dict` of the module and that of its optimizer are made of such fields, of which every trainer has its range of
-rows (`shares.py`): nobody holds a table whole. They are read and loaded in portions of `CHUNK_BYTES`.
+rows (`state_dicts/shares.py`): nobody holds a table whole. They are read and loaded in portions of `CHUNK_BYTES`.
 
 A load is a step of its own, of every trainer, in which each writes what it has of the table; before the first lookup or
 read of any module of the model it ends the loading of first weights (`SparseStep.open`). What is written into a state
-dict in place is loaded, too (`given.py`).
+dict in place is loaded, too (`state_dicts/given.py`).
 
 Shape legend: U rows, D embedding dim, C numbers of a field, W numbers of a record.
 """
@@ -23,15 +23,15 @@ from torch import Tensor
 from torchrec.optim.fused import FusedOptimizer
 
 from torch_ecrec.compat.torch import ShardedTensor
-from torch_ecrec.nn.columns import Columns
-from torch_ecrec.nn.given import GivenTensors, Place
-from torch_ecrec.nn.shares import Part, Shares, check_numbers, is_whole, parts_of, shape_of
 from torch_ecrec.nn.slices import Table
 from torch_ecrec.nn.step import SparseStep
-from torch_ecrec.nn.streamed import StreamedTable
-from torch_ecrec.nn.table_tensors import TableTensor, Tie
 from torch_ecrec.records.halves import records_of
 from torch_ecrec.records.schema import WEIGHT, Field
+from torch_ecrec.state_dicts.columns import Columns
+from torch_ecrec.state_dicts.given import GivenTensors, Place
+from torch_ecrec.state_dicts.shares import Part, Shares, check_numbers, is_whole, parts_of, shape_of
+from torch_ecrec.state_dicts.streamed import StreamedTable
+from torch_ecrec.state_dicts.table_tensors import TableTensor, Tie
 
 CHUNK_BYTES = 4 << 20  # of records read or loaded at a time
 
@@ -66,7 +66,7 @@ class TablesState:
         """A field of a table, (rows, C), or (rows,) if it has one number per row: this trainer's rows of it.
 
         The form that a state dict has at present (`SparseStep.form`) may be another, of which every trainer calls it:
-        "whole", all rows on trainer 0, and None on others; "streamed", nothing yet (`streamed.py`).
+        "whole", all rows on trainer 0, and None on others; "streamed", nothing yet (`state_dicts/streamed.py`).
         """
         self.step.open()
         if self.step.form != "sharded":

@@ -1,9 +1,9 @@
 """What a planner may choose from: TorchRec's ways to shard a table, and ours beside them.
 
 Our option has the sharding type `erasure_coded` and TorchRec's name for kernels that are not FBGEMM's. It has one shard
-for each trainer, of the rows that are the trainer's in a state dict (`nn/shares.py`); its storage is what is on its way
-in that trainer, and its time is that trainer's messages and pooling. What is on the servers is no trainer's: `Served`
-has it, and `report.py` shows it.
+for each trainer, of the rows that are the trainer's in a state dict (`state_dicts/shares.py`); its storage is what is
+on its way in that trainer, and its time is that trainer's messages and pooling. What is on the servers is no
+trainer's: `Served` has it, and `report.py` shows it.
 
 A collection is sharded as a whole, so all its tables are on the servers or none is (`sides_of`). Where constraints say
 otherwise for two tables of one, they are refused.
@@ -36,10 +36,10 @@ from torch_ecrec.compat.torchrec import ListedEnumerator
 from torch_ecrec.nn.coverage import ERASURE_CODED, UNPROTECTED, coverage_of, is_inside, several_sides
 from torch_ecrec.nn.outputs import as_output_dtype
 from torch_ecrec.nn.sharder import all_table_specs, job_names, output_dtypes
-from torch_ecrec.nn.unsharded import configs_of
 from torch_ecrec.planner.estimates import CALL_MS, Cost, Servers, cost_of
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import TableSpec
+from torch_ecrec.state_dicts.unsharded import configs_of
 
 KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
 

@@ -4,7 +4,8 @@
     a.momentum1    F32   (rows,)          optimizer state has TorchRec's names, one number a row, or as many as weights
 
 Names begin with the table's name in the job: the paths of modules in a model are not in a checkpoint, and neither are
-weights of the dense model. (`nn/dcp_export.py` writes both, for TorchRec: it knows what a snapshot of a model is.)
+weights of the dense model. (`checkpoint/dcp_export.py` writes both, for TorchRec: it knows what a snapshot of a model
+is.)
 
 The format is told in `tensor_file.py`. Rows are put into their place as they come: memory is a block, for tables of any
 size. The job is among the file's words, so that it can be imported again (`importing.py`).

@@ -37,7 +37,7 @@ Dense = Sequence[tuple[list[int], Bytes]]  # of each trainer: header, payload
 
 
 class Source(Protocol):
-    """Where tables come from: `TensorSource`, `nn/dcp_import.py:DcpSource`."""
+    """Where tables come from: `TensorSource`, `checkpoint/dcp_import.py:DcpSource`."""
 
     def rows(self, table: str, field: Field, first: int, last: int) -> Bytes | None:
         """Rows [first, last) of a field, (N, bytes of its numbers) uint8; None: they are zero.

@@ -32,17 +32,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from torch_ecrec.checkpoint.dcp_export import DESCRIPTION
+from torch_ecrec.checkpoint.dcp_metadata import place_within, read_metadata
 from torch_ecrec.compat.torch import FakeTensorMode, place_in_file
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.nn import imported
-from torch_ecrec.nn.columns import Found, found_in
-from torch_ecrec.nn.dcp_export import DESCRIPTION
-from torch_ecrec.nn.dcp_metadata import place_within, read_metadata
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.records.schema import Field
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import JobSpec
+from torch_ecrec.state_dicts.columns import Found, found_in
 from torch_ecrec.storage import exporting, importing
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.description import Description, find, is_below

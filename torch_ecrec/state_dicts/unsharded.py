@@ -18,8 +18,8 @@ from torchrec.modules.fused_embedding_modules import (
 )
 
 from torch_ecrec.compat.torchrec import COLLECTION
-from torch_ecrec.nn.kinds import KINDS, Collection
 from torch_ecrec.runtime.checks import plain_copy
+from torch_ecrec.state_dicts.kinds import KINDS, Collection
 
 _WEIGHTS = {DataType.FP32: "float32", DataType.FP16: "float16", DataType.BF16: "bfloat16"}
 _NOT_SERVED = (

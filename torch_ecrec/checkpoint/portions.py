@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from torch_ecrec.compat.torch import flatten_state_dict, set_element
 from torch_ecrec.nn.parallel import DistributedModelParallel
-from torch_ecrec.nn.shares import Part
-from torch_ecrec.nn.streamed import StreamedTable
+from torch_ecrec.state_dicts.shares import Part
+from torch_ecrec.state_dicts.streamed import StreamedTable
 
 Folder = str | os.PathLike[str]
 TAKEN = ("model", "optimizer")
@@ -83,8 +83,8 @@ def load(
     Raises:
         ValueError: a name in `more` is taken, the checkpoint lacks a table or has another size of it. Nothing was
             loaded then.
-        CheckpointError: features come in another order than the model's plan has them (`columns.py`). Nothing was
-            loaded either.
+        CheckpointError: features come in another order than the model's plan has them (`state_dicts/columns.py`).
+            Nothing was loaded either.
     """
     if (checkpoint_id is None) == (storage_reader is None):
         raise ValueError("one of `checkpoint_id` and `storage_reader` says where the checkpoint is")

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from torch_ecrec.compat.torch import version_of
-from torch_ecrec.nn.tensor_bytes import bytes_of
+from torch_ecrec.resume.tensor_bytes import bytes_of
 from torch_ecrec.runtime.byte_sums import sum_of_bytes
 
 WHOLE_BYTES = 16 << 20  # of a tensor that every look looks at as a whole

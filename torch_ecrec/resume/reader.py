@@ -35,11 +35,11 @@ from typing import Any, Protocol, runtime_checkable
 from torch.utils.data import DataLoader, IterableDataset
 
 from torch_ecrec.compat.torch import next_index_of, set_next_index
-from torch_ecrec.nn.altered import Watched, may_give_again, watched
-from torch_ecrec.nn.checksum import checksum_of, checksum_of_sums
-from torch_ecrec.nn.loop import Judge
-from torch_ecrec.nn.random_states import Generators, moved, random_states, set_random_states
-from torch_ecrec.nn.values import decode, encode
+from torch_ecrec.resume.altered import Watched, may_give_again, watched
+from torch_ecrec.resume.checksum import checksum_of, checksum_of_sums
+from torch_ecrec.resume.loop import Judge
+from torch_ecrec.resume.random_states import Generators, moved, random_states, set_random_states
+from torch_ecrec.resume.values import decode, encode
 from torch_ecrec.runtime.checks import take_int
 
 log = logging.getLogger(__name__)

@@ -22,9 +22,9 @@ from torch_ecrec.nn.coverage import Coverage, check_sharders, coverage_of
 from torch_ecrec.nn.dense import tables_of
 from torch_ecrec.nn.parallel import DistributedModelParallel
 from torch_ecrec.nn.sharder import all_table_specs, job_names
-from torch_ecrec.nn.unsharded import configs_of, weight_of
 from torch_ecrec.runtime.checks import require, take_int, take_str
 from torch_ecrec.spec.job import CodeSpec, JobSpec
+from torch_ecrec.state_dicts.unsharded import configs_of, weight_of
 from torch_ecrec.storage.description import Description
 
 

@@ -5,7 +5,7 @@ DCP asks a tensor which chunks of it are here (`__create_write_items__`), and fo
 
     rows 0 to 9 of a table, portions of 4 rows, two trainers: chunks [0, 4), [4, 5) and [5, 9), [9, 10)
 
-Whatever else is asked of it is refused by name. Loading has another way, `checkpoint.py`.
+Whatever else is asked of it is refused by name. Loading has another way, `checkpoint/portions.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from torch_ecrec.compat.torch import tensor_without_memory
-from torch_ecrec.nn.columns import noted
-from torch_ecrec.nn.table_tensors import Tie
+from torch_ecrec.state_dicts.columns import noted
+from torch_ecrec.state_dicts.table_tensors import Tie
 
 PORTION_BYTES = 32 << 20  # that a trainer holds at a time, twice while DCP writes it
 _ONE_AT_A_TIME = threading.Lock()  # DCP may write with several threads, and a session is of one

@@ -38,7 +38,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from torch_ecrec.nn.tensor_bytes import TensorsIn, TensorsOut, bytes_of, from_bytes, order_of
+from torch_ecrec.resume.tensor_bytes import TensorsIn, TensorsOut, bytes_of, from_bytes, order_of
 
 DEPTH_MOST = 100  # of containers within containers; also what ends a value that contains itself
 

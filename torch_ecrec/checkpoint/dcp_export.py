@@ -31,12 +31,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from torch_ecrec.errors import CheckpointError
-from torch_ecrec.nn import values
 from torch_ecrec.nn.dense import State, unpack
 from torch_ecrec.nn.slices import DTYPES
-from torch_ecrec.nn.streamed import StreamedTable
 from torch_ecrec.records.schema import WEIGHT, Field
+from torch_ecrec.resume import values
 from torch_ecrec.runtime.checks import require
+from torch_ecrec.state_dicts.streamed import StreamedTable
 from torch_ecrec.storage import exporting
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.description import Description

@@ -8,7 +8,7 @@ the model's fused optimizers, with their learning rates, and what gradients are 
 servers', which tables get gradients `ModuleSettings` keeps, and all else of a push is the job's.) What moves these
 numbers, a scheduler or a warm-up, counts for itself, and must be attached: `attachment_checks.py` sees to that.
 
-Does not hold the dense model (`dense.py` does) or the place in the reader (`reader.py`), and sends nothing.
+Does not hold the dense model (`nn/dense.py` does) or the place in the reader (`reader.py`), and sends nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from torch_ecrec.compat.torch import STEP_HOOKS
-from torch_ecrec.nn.random_states import GENERATORS, set_state_of, state_of
-from torch_ecrec.nn.reader import Stateful
-from torch_ecrec.nn.values import decode, encode
+from torch_ecrec.resume.random_states import GENERATORS, set_state_of, state_of
+from torch_ecrec.resume.reader import Stateful
+from torch_ecrec.resume.values import decode, encode
 
 log = logging.getLogger(__name__)
 

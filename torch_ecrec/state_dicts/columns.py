@@ -43,8 +43,8 @@ from torchrec.modules.embedding_modules import (
 
 from torch_ecrec.compat.torch import EnumerableShardingSpec, ShardMetadata, copy_attached
 from torch_ecrec.errors import CheckpointError
-from torch_ecrec.nn.kinds import Collection
-from torch_ecrec.nn.unsharded import configs_of, weight_of
+from torch_ecrec.state_dicts.kinds import Collection
+from torch_ecrec.state_dicts.unsharded import configs_of, weight_of
 
 log = logging.getLogger(__name__)
 

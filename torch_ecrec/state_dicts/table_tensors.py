@@ -29,7 +29,7 @@ from torch_ecrec.compat.torch import (
     write_item_of_shard,
     write_item_of_tensor,
 )
-from torch_ecrec.nn.columns import Columns, found_in, noted
+from torch_ecrec.state_dicts.columns import Columns, found_in, noted
 
 
 class Tie:

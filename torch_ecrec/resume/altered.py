@@ -24,7 +24,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
 
-from torch_ecrec.nn.checksum import parts_of, sums_of
+from torch_ecrec.resume.checksum import parts_of, sums_of
 
 
 def may_give_again(reader: object) -> bool:
