@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol
 
 from torch_ecrec.protocol.messages import OfMember, Placement
@@ -133,16 +133,18 @@ class Node:
     def run(self, action: Callable[..., object], *args: Any) -> None:
         """Runs `action` as this node, then does what it put into the outbox. Not reentrant."""
         self._lock.acquire()
-        self._run_and_release(action, *args)
+        for effect in self._turn(action, args):
+            effect()
 
     def run_if_idle(self, action: Callable[..., object], *args: Any) -> bool:
         """Like `run`, but does nothing and returns False while the node is busy."""
         idle = self._lock.acquire(blocking=False)
-        if idle:
-            self._run_and_release(action, *args)
+        for effect in self._turn(action, args) if idle else ():
+            effect()
         return idle
 
-    def _run_and_release(self, action: Callable[..., object], *args: Any) -> None:
+    def _turn(self, action: Callable[..., object], args: Sequence[Any]) -> list[Callable[[], None]]:
+        """Runs `action` and releases the lock, which is held; returns what is to be done outside."""
         self.turn_of = threading.get_native_id()
         try:
             action(*args)
@@ -150,8 +152,7 @@ class Node:
             effects = self._answers + self._outbox
             self._answers, self._outbox = [], []
             self._lock.release()
-        for effect in effects:
-            effect()
+        return effects
 
     # inside run ---------------------------------------------------------------------------------
 
