@@ -143,7 +143,6 @@ def both(running: Cluster) -> None:
     a_trainer_host_dies(running)
 
 
-@pytest.mark.smoke
 @pytest.mark.timeout(3 * LIMIT_S)
 @pytest.mark.parametrize("transport", ["sockets", pytest.param("rpc", marks=pytest.mark.slow)])
 def test_hosts_die_and_nothing_differs(transport: str, undisturbed: list[dict[str, Any]], tmp_path: Path) -> None:

@@ -151,12 +151,19 @@ def offenders(errors_of: Callable[[str, ast.Module], Iterable[object]], names: I
     return [f"{name}: {error}" for name in names for error in errors_of(name, trees()[name])]
 
 
+@functools.cache
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """All nodes of a tree: many rules look at each."""
+    return tuple(ast.walk(tree))
+
+
 def last_name(node: ast.AST) -> str | None:
     """`c` of `a.b.c`, and of `c`."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
 
 
-def imports(tree: ast.AST, for_types: bool = True) -> Iterator[tuple[str, int]]:
+@functools.cache
+def imports(tree: ast.AST, for_types: bool = True) -> tuple[tuple[str, int], ...]:
     """Everything a module may import, at whatever depth: (dotted name, line).
 
     `from a import b` yields `a.b`: b may be a module. Literal `import_module("a")` and `__import__("a")` count.
@@ -165,9 +172,13 @@ def imports(tree: ast.AST, for_types: bool = True) -> Iterator[tuple[str, int]]:
         tree: the module.
         for_types: include what stands under `if TYPE_CHECKING`.
     """
+    return tuple(_imports(tree, for_types))
+
+
+def _imports(tree: ast.AST, for_types: bool) -> Iterator[tuple[str, int]]:
     if not for_types and isinstance(tree, ast.If) and last_name(tree.test) == "TYPE_CHECKING":
         for statement in tree.orelse:
-            yield from imports(statement, for_types)
+            yield from _imports(statement, for_types)
         return
     if isinstance(tree, ast.Import):
         yield from ((alias.name, tree.lineno) for alias in tree.names)
@@ -179,7 +190,7 @@ def imports(tree: ast.AST, for_types: bool = True) -> Iterator[tuple[str, int]]:
             if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
                 yield argument.value, tree.lineno
     for node in ast.iter_child_nodes(tree):
-        yield from imports(node, for_types)
+        yield from _imports(node, for_types)
 
 
 def unit_of(dotted: str) -> str | None:
@@ -204,7 +215,7 @@ def names(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     """Attribute chains with the imported name spelled out: after `import torch.distributed as d`, `d.rpc` is
     `torch.distributed.rpc`. Scopes are not told apart."""
     bound: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 bound[alias.asname or alias.name.partition(".")[0]] = (
@@ -213,7 +224,7 @@ def names(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         parts: list[str] = []
         inner: ast.AST = node
         while isinstance(inner, ast.Attribute):
@@ -229,7 +240,7 @@ def environment_accesses(tree: ast.AST) -> Iterator[tuple[str, int]]:
     copy: the whole of it, unseen, for a child process (`{**os.environ, ...}`, `dict(os.environ, ...)`, `.copy()`, `|`).
     write: an item set or deleted, or `setdefault`, `update`, `pop`, `clear` as a statement. Anything else is a read.
     """
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    parents = {child: node for node in nodes(tree) for child in ast.iter_child_nodes(node)}
     for name, node in names(tree):
         line = getattr(node, "lineno", 0)
         if name in ("os.getenv", "os.getenvb"):
@@ -272,10 +283,10 @@ def uses_of_the_root(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
     The root loads nothing by itself, so the import alone means nothing. Passed on whole, it counts as `torch_ecrec.*`.
     """
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    aliases = [alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    parents = {child: node for node in nodes(tree) for child in ast.iter_child_nodes(node)}
+    aliases = [alias for node in nodes(tree) if isinstance(node, ast.Import) for alias in node.names]
     roots = {alias.asname or alias.name for alias in aliases if alias.name == "torch_ecrec"}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Name) and node.id in roots:
             parent = parents[node]
             yield f"torch_ecrec.{parent.attr if isinstance(parent, ast.Attribute) else '*'}", node.lineno
@@ -327,7 +338,7 @@ class OwnNames:
         self.all: set[str] = set()
         for tree in trees:
             self.all |= self._defined(tree)
-            for node in ast.walk(tree):
+            for node in nodes(tree):
                 if isinstance(node, ast.ClassDef):  # of two classes of one name, either has what both have
                     self._of_class.setdefault(node.name, set()).update(self._defined(node))
                     bases = {last_name(b.value if isinstance(b, ast.Subscript) else b) for b in node.bases}
@@ -399,7 +410,7 @@ def named_privately(trees: Iterable[ast.AST]) -> set[str]:
     for tree in trees:
         own = OwnNames([tree])
         found |= {name.rpartition(".")[2] for name, _ in _attributes(tree, own, "")}
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
                 found |= {node.value} if is_private(node.value) else set()
     return found
@@ -491,7 +502,7 @@ def test_no_import_cycle(for_types: bool) -> None:
 def writes_to(tree: ast.AST, names: Collection[str]) -> list[str]:
     """Assignments to fields of what has one of these names, made through whoever has it: `x.rule.applied = 3`."""
     found = []
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else [getattr(node, "target", None)]
         for target in targets if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete) else []:
             for inner in ast.walk(target) if target is not None else ():
@@ -514,7 +525,7 @@ def test_a_slot_and_its_parts_assign_their_own_fields() -> None:
 
 def protocols_of(tree: ast.AST) -> list[ast.ClassDef]:
     """The ports of a module: classes that are a `Protocol`."""
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for node in nodes(tree) if isinstance(node, ast.ClassDef)]
     return [one for one in classes if any(ast.unparse(base) in ("Protocol", "typing.Protocol") for base in one.bases)]
 
 
@@ -578,7 +589,7 @@ def test_only_the_seam_knows_private_names_of_other_packages() -> None:
 
 def plain_threads(tree: ast.AST) -> list[str]:
     """Threads whose end by an exception nobody hears of."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes(tree) if isinstance(node, ast.Call)]
     return [f"line {call.lineno}: {ast.unparse(call)[:60]}" for call in calls if last_name(call.func) == "Thread"]
 
 
