@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torchrec.distributed
 from fake_session import FakeSession
+from harness import Scenario, SimulatedCluster
 from models import (
     CPU,
     META,
@@ -45,7 +46,6 @@ from virtual_session import VirtualSession
 from torch_ecrec import DistributedModelParallel, checkpoint
 from torch_ecrec.nn import streamed, tables_state
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.testing import Scenario, SimulatedCluster
 
 pytestmark = pytest.mark.usefixtures("process_group")
 warnings.filterwarnings("ignore")

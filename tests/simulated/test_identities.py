@@ -12,6 +12,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from harness.membership import HELD_S, Center, VirtualProcess
 from router_harness import Process
 from test_lives import SCENARIOS, LifeFault, Lives, points, undisturbed
 from thinned import in_turns
@@ -20,7 +21,6 @@ from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.protocol import messages
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.testing.membership import HELD_S, Center, VirtualProcess
 
 OTHER_CODES = {"another code": CodeSpec(4, 2, 2), "another cluster": None, "another cluster, code": CodeSpec(4, 3, 1)}
 SECOND = ("second launch", "second launch, then a trainer dies")

@@ -19,6 +19,10 @@ import torch
 from captured import with_checkpoints
 from cut_runs import OVERWRITES, Patient
 from faults import THREE_TWO, TWO_ONE, oracle
+from harness import Scenario
+from harness.links import BEAT_S, COORDINATOR, ENDS_S, MEMBER_ENDS_S
+from harness.membership import HELD_S, Center, VirtualProcess
+from harness.scenario import Load
 from router_harness import Process
 
 from torch_ecrec.coordinator.router import Router
@@ -26,10 +30,6 @@ from torch_ecrec.layout import repair
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import Known, Placement, SlotPlace
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.testing import Scenario
-from torch_ecrec.testing.links import BEAT_S, COORDINATOR, ENDS_S, MEMBER_ENDS_S
-from torch_ecrec.testing.membership import HELD_S, Center, VirtualProcess
-from torch_ecrec.testing.scenario import Load
 from torch_ecrec.transport.reachability import SILENT_S
 
 LEASE_S, STANDS_S = 3.0, 1000.0
@@ -375,7 +375,7 @@ class Adverse(Patient):
         return named and bool(nodes) and all(node.placement for name, node in nodes if name not in self.network.dead)
 
     def _end_coordinator(self, down_s: float) -> None:
-        from torch_ecrec.testing import membership
+        from harness import membership
 
         before, membership.RESTART_S = membership.RESTART_S, down_s
         self.kill_coordinator()

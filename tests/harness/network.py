@@ -1,6 +1,6 @@
 """A network in one process on a virtual clock, with a fault at any chosen message.
 
-For the simulated cluster (`torch_ecrec.testing`): nodes are the real ones, only their `Port` differs. Nothing sleeps,
+For the simulated cluster (`simulation.py`): nodes are the real ones, only their `Port` differs. Nothing sleeps,
 nothing is concurrent; the order of events follows from the seed. Requests and answers travel unordered, with a random
 delay; messages to and from the coordinator travel in order on a `Line` (a TCP connection each), now and then slowly.
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from harness.network import EOF_S, Line, VirtualClock
 from torch_ecrec.coordinator.checkpointing import Ledger
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.router import Router
@@ -30,7 +31,6 @@ from torch_ecrec.protocol.bounds import Address
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.transport.liveness import ALIVE, GONE, UNREACHABLE
 from torch_ecrec.transport.liveness import PROBE_S as PROBED_S
-from torch_ecrec.transport.local import EOF_S, Line, VirtualClock
 
 Message = dict[str, Any]
 RESTART_S = 0.1  # from the end of a coordinator to the start of the next

@@ -18,10 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch_ecrec.coordinator.election import POLL_S, Begin, Candidate, EtcdPutBack, Standing
-from torch_ecrec.processes.leadership import Acting
-from torch_ecrec.testing.etcd import VirtualEtcd
-from torch_ecrec.testing.membership import (
+from harness.etcd import VirtualEtcd
+from harness.membership import (
     HELD_S,
     NOTICED_S,
     TICK_S,
@@ -30,6 +28,8 @@ from torch_ecrec.testing.membership import (
     VirtualConnection,
     VirtualProcess,
 )
+from torch_ecrec.coordinator.election import POLL_S, Begin, Candidate, EtcdPutBack, Standing
+from torch_ecrec.processes.leadership import Acting
 from torch_ecrec.transport.etcd import EtcdUnavailable, Leader, View
 from torch_ecrec.transport.whereabouts import LOOK_S, Elected, is_followed
 

@@ -23,6 +23,14 @@ import functools
 import random
 from collections.abc import Sequence
 
+from harness.checkpoints import Shelf
+from harness.membership import RESTART_S, ControlPlane, VirtualConnection, VirtualProcess
+from harness.network import Fault, LocalNetwork
+from harness.result import SimulationResult
+from harness.scenario import Scenario
+from harness.standbys import StandbyPlane
+from harness.trainer_scripts import TrainerScripts
+from harness.verification import Verifier, check_parity, origin_of
 from torch_ecrec.client.client import Client
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.layout import repair
@@ -32,14 +40,6 @@ from torch_ecrec.protocol.messages import SlotPlace
 from torch_ecrec.server.service import Host
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.testing.checkpoints import Shelf
-from torch_ecrec.testing.membership import RESTART_S, ControlPlane, VirtualConnection, VirtualProcess
-from torch_ecrec.testing.result import SimulationResult
-from torch_ecrec.testing.scenario import Scenario
-from torch_ecrec.testing.standbys import StandbyPlane
-from torch_ecrec.testing.trainer_scripts import TrainerScripts
-from torch_ecrec.testing.verification import Verifier, check_parity, origin_of
-from torch_ecrec.transport.local import Fault, LocalNetwork
 
 EVENT_LIMIT = 400_000
 ENDING_S = 0.02  # from a trainer's death to that of the others, at most; new ones start `RESTART_S` later

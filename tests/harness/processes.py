@@ -24,6 +24,20 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from harness.fingerprint import fingerprint
+from harness.result import SimulationResult
+from harness.scenario import (
+    NO_LEASE_S,
+    Scenario,
+    dense_after,
+    gradients_of,
+    load_all,
+    loss_of,
+    payload_of,
+    touched,
+)
+from harness.simulation import simulate
+from harness.verification import BOUNDS, parity_of, steps_kept
 from torch_ecrec.client.client import Client
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.suspicion import CUT_S
@@ -34,20 +48,6 @@ from torch_ecrec.protocol.wire import A, Answer, Ok, Outcome, Request, Unknown
 from torch_ecrec.server.service import Host
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.testing.fingerprint import fingerprint
-from torch_ecrec.testing.result import SimulationResult
-from torch_ecrec.testing.scenario import (
-    NO_LEASE_S,
-    Scenario,
-    dense_after,
-    gradients_of,
-    load_all,
-    loss_of,
-    payload_of,
-    touched,
-)
-from torch_ecrec.testing.simulation import simulate
-from torch_ecrec.testing.verification import BOUNDS, parity_of, steps_kept
 from torch_ecrec.transport.node import Node
 
 LATER_S = 1000.0  # any limit of the coordinator is over by then

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from harness.global_states import COORDINATOR, Budget, Draft, GlobalState
+from harness.local_states import LocalStates
+from harness.processes import Call, Center, Oracle, Server, Trainer
+from harness.scenario import Scenario
 from torch_ecrec.processes.member import join_message
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.testing.global_states import COORDINATOR, Budget, Draft, GlobalState
-from torch_ecrec.testing.local_states import LocalStates
-from torch_ecrec.testing.processes import Call, Center, Oracle, Server, Trainer
-from torch_ecrec.testing.scenario import Scenario
 
 Action = tuple[Any, ...]
 
