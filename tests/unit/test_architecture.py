@@ -80,6 +80,7 @@ PURE = {
     "torch_ecrec.records.savers",
     "torch_ecrec.client.client",
     "torch_ecrec.client.reads",
+    "torch_ecrec.protocol.membership",
     "torch_ecrec.protocol.waits",
     "torch_ecrec.protocol.pieces",
     "torch_ecrec.layout.repair",
