@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torchrec.distributed
 from fake_session import FakeSession
+from harness import Scenario, SimulatedCluster
 from models import (
     CPU,
     META,
@@ -46,7 +47,6 @@ from torch_ecrec import DistributedModelParallel, checkpoint
 from torch_ecrec.nn import tables_state
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.state_dicts import streamed
-from torch_ecrec.testing import Scenario, SimulatedCluster
 
 pytestmark = pytest.mark.usefixtures("process_group")
 warnings.filterwarnings("ignore")

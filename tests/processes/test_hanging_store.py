@@ -22,7 +22,8 @@ from torch_ecrec.errors import CheckpointError
 from torch_ecrec.observe.text import format_status
 from torch_ecrec.processes.children import Child as Process
 from torch_ecrec.processes.children import free_port
-from torch_ecrec.processes.member import join_message
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.membership import join_of
 from torch_ecrec.transport.control import request
 from torch_ecrec.transport.etcd import EtcdKeys, parse_place
 from torch_ecrec.transport.whereabouts import ask_status
@@ -75,8 +76,8 @@ def test_who_is_started_again_says_that_the_store_hangs_and_begins_once_it_answe
             assert server.poll() is None
             hangs.unlink()
             wait_until(lambda: " joined " in (tmp_path / "server.log").read_text(), LIMIT_S, "it is let in")
-        hello = {"role": "server", "code": {}, "birth": "b", "address": None, "domain": "here", "led": 0}
-        assert request("127.0.0.1", port, join_message(**hello), LIMIT_S)["type"] == "welcome", "it begins"
+        hello = messages.json_of(join_of("server", "b", os.getpid(), domain="here"))
+        assert request("127.0.0.1", port, hello, LIMIT_S)["type"] == "welcome", "it begins"
     assert "given no answer for 1 s: it hangs" in (tmp_path / "by hand.log").read_text()
 
 

@@ -31,6 +31,7 @@ from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.errors import ClusterError, ClusterUnavailable
 from torch_ecrec.processes.member import Member
 from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.membership import join_of
 from torch_ecrec.protocol.messages import BadMessage, Known
 from torch_ecrec.protocol.status import Report
 from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
@@ -424,7 +425,7 @@ def end_of_member(line: bytes, welcome: bool) -> BaseException:
     try:
         member = Member(
             settings,
-            {"role": "server"},
+            join_of("server", "one", 1),
             make_node=lambda name, port, code: Idle(name, port, 1.0),
             on_control=lambda message: None,
             on_end=ends.put,

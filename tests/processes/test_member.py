@@ -1,6 +1,7 @@
 """Joining: a member asks until a coordinator answers, whatever ends meanwhile."""
 
 import contextlib
+import os
 import queue
 import socket
 import threading
@@ -11,10 +12,10 @@ from typing import Any
 import pytest
 
 from torch_ecrec.errors import ClusterUnavailable, DataLoss, JoinRefused
-from torch_ecrec.processes import member as module
 from torch_ecrec.processes.member import Member
-from torch_ecrec.protocol import messages
-from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.protocol import membership, messages
+from torch_ecrec.protocol.membership import join_of
+from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.control import ControlServer, LineConnection
 from torch_ecrec.transport.node import COMPLAINTS, Node
@@ -62,7 +63,10 @@ class Coordinator:
         assert self.told.get(timeout=LIMIT_S)["type"] == "join"
 
 
-NOTHING = messages.Known(job=None, placement=None, era=0, frozen=False, resume_step=0, done=0, origin=None)
+SERVER = join_of("server", "one", os.getpid())
+JOB = JobSpec((TableSpec("a", rows=4, dim=1, low=0.0, high=1.0),), CodeSpec(3, 2, 1), 2)
+TRAINER = join_of("trainer", "one", os.getpid(), rank=0, job=JOB)
+NOTHING = messages.Known(job=JOB, placement=None, era=0, frozen=False, resume_step=0, done=0, origin=None)
 
 
 def join(
@@ -71,14 +75,13 @@ def join(
     make: Callable[..., Node] | None = None,
     on_end: Callable[[BaseException], None] = lambda error: None,
     on_control: Callable[[messages.FromCoordinator], None] = lambda word: None,
-    **hello: Any,
+    hello: messages.Join = SERVER,
 ) -> Member:
     settings = Settings(join=f"127.0.0.1:{coordinator.port}", give_up_s=give_up_s, shared_memory_bytes=0)
 
     def node(name: str, member: Member, code: CodeSpec) -> Node:
         return Node(name, member, 1.0)
 
-    hello = hello or {"role": "server", "code": {}}
     return Member(settings, hello, make or node, on_control=on_control, on_end=on_end, known=lambda: NOTHING)
 
 
@@ -259,16 +262,13 @@ class Deaf(Coordinator):
             self.heard.set()
 
 
-TRAINER = {"role": "trainer", "rank": 0, "job": None}
-
-
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_trainer_that_is_done_stays_until_that_was_heard(dies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connection ended before, or its coordinator did: who ends then is taken for lost."""
-    monkeypatch.setattr(module, "FAREWELL_S", LIMIT_S)
+    monkeypatch.setattr(membership, "FAREWELL_S", LIMIT_S)
     coordinator, ends = Deaf(dies), queue.Queue[BaseException]()
-    member = join(coordinator, on_end=ends.put, **TRAINER)
+    member = join(coordinator, on_end=ends.put, hello=TRAINER)
     closing = threading.Thread(target=member.close, daemon=True)
     closing.start()
     if dies:
@@ -289,7 +289,7 @@ def test_a_trainer_that_is_done_ends_in_the_end(how: str, caplog: pytest.LogCapt
 
     connections: list[LineConnection] = []
     coordinator, ends = Coordinator(on_join), queue.Queue[BaseException]()
-    member = join(coordinator, 0.5 if how == "nobody answers" else LIMIT_S, on_end=ends.put, **TRAINER)
+    member = join(coordinator, 0.5 if how == "nobody answers" else LIMIT_S, on_end=ends.put, hello=TRAINER)
     closing = threading.Thread(target=member.close, daemon=True)
     closing.start()
     while coordinator.told.get(timeout=LIMIT_S)["type"] != "leave":
@@ -325,7 +325,7 @@ def test_time_in_which_nothing_comes_back_is_no_time_in_which_there_is_no_coordi
     heard: queue.Queue[messages.FromCoordinator] = queue.Queue()
     ends: queue.Queue[BaseException] = queue.Queue()
     coordinator = Deaf(dies=False)
-    member = join(coordinator, give_up_s, on_end=ends.put, on_control=heard.put, **TRAINER)
+    member = join(coordinator, give_up_s, on_end=ends.put, on_control=heard.put, hello=TRAINER)
     coordinator.end()
     with nothing_comes_back(coordinator.port):
         stands = heard.get(timeout=LIMIT_S)
@@ -381,7 +381,7 @@ def test_a_coordinator_of_another_cluster_is_looked_at_for_so_long_and_no_longer
 @pytest.mark.usefixtures("threads")
 def test_a_last_word_of_the_connection_before_ends_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another leads, as is seen beside the connection, on which the one before still says "rejoined"."""
-    monkeypatch.setattr(module, "REJOIN_LEAST_S", 1.0)  # the word comes within that
+    monkeypatch.setattr(membership, "AGAIN_LEAST_S", 1.0)  # the word comes within that
     connections: queue.Queue[LineConnection] = queue.Queue()
 
     class Slow(Coordinator):
@@ -402,7 +402,7 @@ def test_a_last_word_of_the_connection_before_ends_no_search(monkeypatch: pytest
     found = connections.get(timeout=LIMIT_S)
     coordinator.server.call_soon(lambda: found.send({"type": "rejoined", "life": 1}))
     assert isinstance(words.get(timeout=LIMIT_S), messages.Rejoined)
-    assert ends.empty() and member._sought_s is None
+    assert ends.empty() and not member._rules.looks
     member.close()
     coordinator.end()
 
@@ -411,7 +411,7 @@ def test_where_nobody_looks_any_more_the_membership_ends(monkeypatch: pytest.Mon
     """What goes wrong in the thread that looks for a coordinator would vanish with that thread."""
     coordinator, ends = Coordinator(lambda connection, number: connection.send(WELCOME)), queue.Queue[BaseException]()
     member = join(coordinator, on_end=ends.put)
-    monkeypatch.setattr(member, "_rejoin", lambda reason: {}[reason])
+    monkeypatch.setattr(member, "_connect", lambda limit_s: {}[limit_s])
     member._on_closed("as ordered")
     assert isinstance(ends.get(timeout=LIMIT_S), KeyError)
     member.close()

@@ -28,8 +28,9 @@ from kept import Shelf
 
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.processes.children import Child as Process
-from torch_ecrec.processes.member import join_message
 from torch_ecrec.processes.supervisor import Supervisor
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.membership import join_of
 from torch_ecrec.protocol.status import Status
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.transport.control import request
@@ -258,7 +259,7 @@ def test_what_is_said_to_a_standby_is_not_heard_once_it_leads(
         assert first.expect("held") == "step 20"
         name, leads = running.leader()
         standbys = [other for other in running.processes if other.startswith("coordinator") and other != name]
-        old = join_message(role="server", birth="old", address=None, led=leads.revision)
+        old = messages.json_of(join_of("server", "old", os.getpid(), led=leads.revision))
         words = [old, {"type": "stop", "led": leads.revision}, {"type": "stop"}, {"type": "drain", "what": "server-0"}]
         for standby in standbys:
             place = json.loads(running.said(standby).splitlines()[0])["stands_by"]

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import pytest
 import torch
 from fake_session import FakeSession
+from harness import Scenario, SimulatedCluster
 from torch import Tensor
 from virtual_session import VirtualSession
 
@@ -22,7 +23,6 @@ from torch_ecrec.client.session import Session
 from torch_ecrec.nn.backend import EmbeddingBackend
 from torch_ecrec.nn.recorder import Recorded
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
-from torch_ecrec.testing import Scenario, SimulatedCluster
 
 JOB = JobSpec(
     (

@@ -2,7 +2,7 @@
 and whatever counts as a checkpoint has the bits of its step.
 
 The oracle of a checkpoint after step t is a run of t steps that nothing disturbs. Scribes and ledger are virtual
-(`testing/checkpoints.py`); all else is the real code. (How parts are stored: `tests/unit/test_storage_*.py`.)
+(`tests/harness/checkpoints.py`); all else is the real code. (How parts are stored: `tests/unit/test_storage_*.py`.)
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 from captured import PLAIN, POLICIES, Checkpointed, check, with_checkpoints
+from harness import Fault, SimulationResult
+from harness.network import CRASH_COORDINATOR
+from harness.scenario import Load
 from thinned import in_turns, thinned
 
 from torch_ecrec.coordinator.checkpointing import choose
@@ -25,9 +28,6 @@ from torch_ecrec.server import checkpoints as checkpoints_module
 from torch_ecrec.server.capture import Capture
 from torch_ecrec.server.service import Host
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.testing import Fault, SimulationResult
-from torch_ecrec.testing.scenario import Load
-from torch_ecrec.transport.local import CRASH_COORDINATOR
 
 
 def events(run: SimulationResult, kind: str) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import wait_until
+from harness import Scenario, SimulatedCluster, check_parity, small_tables
 from virtual_session import VirtualSession
 
 from torch_ecrec.client.client import Client
@@ -18,7 +19,6 @@ from torch_ecrec.protocol.messages import Placement, SlotPlace
 from torch_ecrec.protocol.wire import Malformed, Ok, Refused, Unknown
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.testing import Scenario, SimulatedCluster, check_parity, small_tables
 from torch_ecrec.transport.node import RETRY_S, Node
 
 

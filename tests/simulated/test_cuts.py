@@ -17,13 +17,13 @@ from collections.abc import Iterable
 import cut_runs
 import pytest
 from cut_runs import CRASHES, OFFSETS, SITUATIONS, Cut, Point, run_at
+from harness import simulation
+from harness.links import COORDINATOR
 
 from torch_ecrec.coordinator import departures
 from torch_ecrec.coordinator.placement import SlotTable
 from torch_ecrec.coordinator.suspicion import Suspicion
 from torch_ecrec.server import arriving
-from torch_ecrec.testing import simulation
-from torch_ecrec.testing.links import COORDINATOR
 
 PARTS = 8  # of each situation
 SOME = {False: 3_989, True: 99_991}  # one in so many, by default; with a crash. Primes: nothing is met in step

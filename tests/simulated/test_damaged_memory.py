@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness.scenario import Scenario
+from harness.simulation import SimulatedCluster, simulate
 
 from torch_ecrec.errors import MemoryDamaged
 from torch_ecrec.protocol import wire
 from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.testing.scenario import Scenario
-from torch_ecrec.testing.simulation import SimulatedCluster, simulate
 from torch_ecrec.transport.node import Node
 
 

@@ -28,6 +28,9 @@ from faults import (
     spread,
     sweep_loads,
 )
+from harness import Fault, Scenario, simulate
+from harness.network import CRASH_COORDINATOR, CRASHES
+from harness.scenario import LOADS, Load, small_tables
 from virtual_trainers import Kill, OnShelf, Trainers, TurnsSession, assert_same_after
 
 from torch_ecrec.client import loading
@@ -39,9 +42,6 @@ from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.testing import Fault, Scenario, simulate
-from torch_ecrec.testing.scenario import LOADS, Load, small_tables
-from torch_ecrec.transport.local import CRASH_COORDINATOR, CRASHES
 
 WRITERS = ("rows", "columns", "all", "first")
 FEW, MANY = 8, 24  # portions

@@ -2,10 +2,10 @@
 
 import mutations
 import pytest
+from harness import exploration
+from harness.exploration import Budget, Exploration, Violation
 
 from torch_ecrec.coordinator import departures
-from torch_ecrec.testing import exploration
-from torch_ecrec.testing.exploration import Budget, Exploration, Violation
 
 FOLDS = frozenset({"Fold of slot 0"})
 PUSHES = FOLDS | {"Push of trainer 1"}

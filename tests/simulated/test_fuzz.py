@@ -29,6 +29,8 @@ import torch
 import xxhash
 from conftest import wait_until
 from greeting import greet, hello_of
+from harness import Scenario, SimulatedCluster, half_tables, simulate, small_tables
+from harness.result import SimulationResult
 from junk import mutated, read, same
 
 from torch_ecrec.client.client import Client
@@ -41,8 +43,6 @@ from torch_ecrec.runtime import shared
 from torch_ecrec.server.service import Host
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.testing import Scenario, SimulatedCluster, half_tables, simulate, small_tables
-from torch_ecrec.testing.result import SimulationResult
 from torch_ecrec.transport.frames import DTYPES, HEADER, MAGIC, PACKED, Frame, FrameReader, is_between_hosts
 from torch_ecrec.transport.sockets import NO_NAME, SocketTransport
 from torch_ecrec.transport.timers import Timers

@@ -12,15 +12,15 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from harness.membership import HELD_S, Center, VirtualProcess
 from router_harness import Process
 from test_lives import SCENARIOS, LifeFault, Lives, points, undisturbed
 from thinned import in_turns
 
 from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.settings import ClusterSettings
-from torch_ecrec.protocol import messages
+from torch_ecrec.errors import JoinRefused
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.testing.membership import HELD_S, Center, VirtualProcess
 
 OTHER_CODES = {"another code": CodeSpec(4, 2, 2), "another cluster": None, "another cluster, code": CodeSpec(4, 3, 1)}
 SECOND = ("second launch", "second launch, then a trainer dies")
@@ -106,14 +106,14 @@ class Disturbed(Lives):
         assert process not in self.intruders, "the second launch trains"
         super().on_welcome(process)
 
-    def on_fatal(self, process: VirtualProcess, word: messages.Fatal | messages.Refused) -> None:
+    def on_over(self, process: VirtualProcess, error: BaseException) -> None:
         if process in self.intruders:
-            self.refusals.append(word.reason)
+            self.refusals.append(str(error))
             self.plane.end(process)
-        elif isinstance(word, messages.Refused) and process.role == "trainer":
+        elif isinstance(error, JoinRefused) and process.role == "trainer":
             self.kill(process)  # torchrun starts it again
         else:
-            super().on_fatal(process, word)
+            super().on_over(process, error)
 
     @property
     def strangers(self) -> int:
@@ -188,8 +188,9 @@ class AnotherEachTime(Lives):
     def _start_trainers(self) -> None:
         self.starts += 1
         super()._start_trainers()
-        for process in self.ranks:
-            process.launch, process.relaunched = f"launch {self.starts}", False
+
+    def launch(self) -> tuple[str, bool]:
+        return f"launch {self.starts}", False
 
 
 @EVERY

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from dependent_steps import begin, train
+from harness.membership import VirtualProcess
+from harness.scenario import small_tables
 from kept import random_records
 from thinned import in_turns
 from virtual_trainers import Kill, OnShelf, Trainers, TurnsSession
@@ -32,8 +34,6 @@ from torch_ecrec.records.schema import Field
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.storage import importing
 from torch_ecrec.storage.catalog import Catalog
-from torch_ecrec.testing.membership import VirtualProcess
-from torch_ecrec.testing.scenario import small_tables
 
 STEPS, TRAINERS = 5, 2
 JOB = JobSpec(small_tables(), CodeSpec(3, 2, 1), TRAINERS, 7)

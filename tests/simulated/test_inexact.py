@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from coordinator_harness import Harness, known, rejoin, told
+from harness import Scenario, SimulatedCluster
 
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.coordinator.state import ClusterState
@@ -17,7 +18,6 @@ from torch_ecrec.processes import coordination
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.bounds import INEXACT_MOST
 from torch_ecrec.protocol.status import Inexactness
-from torch_ecrec.testing import Scenario, SimulatedCluster
 
 RESET = "tables are as the script has made them"
 DAMAGED = {"slot": 1, "incarnation": 0, "what": "record", "places": [["a", 3, 0]], "count": 1, "step": 7}

@@ -1,6 +1,6 @@
 """Coordinators that stand by: the lead moves on at every message of whole runs, and comes back to who has led before.
 
-Router, election and coordinator are the real ones (`torch_ecrec/testing/standbys.py`). At a message the leader is
+Router, election and coordinator are the real ones (`tests/harness/standbys.py`). At a message the leader is
 killed, its host vanishes, it hangs, or it leaves the lead; a server may die before, with it or between; then the next
 leader goes likewise, and the lead is with the first one's port again, where words of members and of tools have waited
 since. The oracle is the undisturbed run, bit by bit: nobody is lost who lives, nobody fenced, no slot has two hosts, no
@@ -16,15 +16,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from harness import Scenario, SimulationResult
+from harness.links import COORDINATOR, Cut, Links
+from harness.membership import VirtualProcess
 from led_runs import BOTH, FORGETS, HOST, SERVER, Happening, LedRun, went
 from schedules import first_failure
 
 from torch_ecrec.coordinator.regathering import REGATHER_S
 from torch_ecrec.coordinator.router import Router
 from torch_ecrec.protocol import messages
-from torch_ecrec.testing import Scenario, SimulationResult
-from torch_ecrec.testing.links import COORDINATOR, Cut, Links
-from torch_ecrec.testing.membership import VirtualProcess
 from torch_ecrec.transport.reachability import SILENT_S
 
 SCENARIO = Scenario(steps=4, reborn=True, spares=2)

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from faults import TWO_ONE, oracle
+from harness import Scenario, SimulatedCluster, SimulationResult
+from harness.links import COORDINATOR, Cut, Links
 
 from torch_ecrec.coordinator import departures
 from torch_ecrec.coordinator.placement import SlotTable
 from torch_ecrec.coordinator.suspicion import Suspicion
-from torch_ecrec.testing import Scenario, SimulatedCluster, SimulationResult
-from torch_ecrec.testing.links import COORDINATOR, Cut, Links
 
 SCENARIO = Scenario(code=TWO_ONE, steps=3, spares=1)
 HOSTS = ["server-0", "server-1", "server-2"]

@@ -23,12 +23,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from harness import Scenario, SimulatedCluster, SimulationResult
+from harness.membership import VirtualConnection, VirtualProcess
+from harness.scenario import Load
 from thinned import in_turns
 
 from torch_ecrec.spec.job import CodeSpec, TableSpec
-from torch_ecrec.testing import Scenario, SimulatedCluster, SimulationResult
-from torch_ecrec.testing.membership import VirtualConnection, VirtualProcess
-from torch_ecrec.testing.scenario import Load
 
 RESETS = ("reset", "reset all", "reset all, probes late")
 STALLS = tuple(f"crash coordinator, deaf for {ms} ms" for ms in (20, 100))

@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 import torch
 from faults import CODES, THREE_TWO, WAYS, check, found, hunt_at, oracle, spread
+from harness import Fault, Scenario, SimulatedCluster, check_parity, simulate
+from harness.network import CRASH_COORDINATOR, CRASHES, LOSSES
+from harness.scenario import LOADS, Load
 from thinned import in_turns
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
@@ -27,9 +30,6 @@ from torch_ecrec.protocol import messages, step_rule
 from torch_ecrec.server import apply, snapshots
 from torch_ecrec.server import slot as slot_module
 from torch_ecrec.spec.job import CodeSpec, JobSpec
-from torch_ecrec.testing import Fault, Scenario, SimulatedCluster, check_parity, simulate
-from torch_ecrec.testing.scenario import LOADS, Load
-from torch_ecrec.transport.local import CRASH_COORDINATOR, CRASHES, LOSSES
 
 FEW = LOADS[1:4]  # a value for every row that they read, or the servers' own
 LOADING = Scenario(steps=1, spares=2, loads=FEW)

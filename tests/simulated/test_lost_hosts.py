@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from faults import undisturbed
+from harness import Scenario, SimulatedCluster
+from harness.simulation import SimulationResult
 
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.testing import Scenario, SimulatedCluster
-from torch_ecrec.testing.simulation import SimulationResult
 
 STEPS = 4
 EVERY, LOOK_EVERY = 31, 20  # events of a run between two moments that are tried; between two looks of the verifier

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 from faults import KINDS, TWO_ONE, WIDTHS, check, oracle, points, sweep
+from harness import Fault, Scenario, SimulatedCluster, simulation
+from harness.membership import VirtualProcess
+from harness.network import CRASHES
 from schedules import first_failure
 
 from torch_ecrec.server import arriving, handing
 from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
-from torch_ecrec.testing import Fault, Scenario, SimulatedCluster, simulation
-from torch_ecrec.testing.membership import VirtualProcess
-from torch_ecrec.transport.local import CRASHES
 
 LARGER = (TableSpec("a", rows=400, dim=3, low=-1.0, high=1.0, optimizer=OptimizerSpec("rowwise_adagrad", lr=0.1)),)
 OF_A_MOVE = ("FetchChanged", "Copy", "HandOver")

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from formulas import stepped, variants
+from harness import Scenario, simulate
+from harness.scenario import LOADS, Load, dense_after, gradients_of, loss_of, touched
 from thinned import thinned
 
 from torch_ecrec.protocol import wire
@@ -19,8 +21,6 @@ from torch_ecrec.records.merge import merge
 from torch_ecrec.records.optimizers import NAMES
 from torch_ecrec.server.apply import Applier
 from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
-from torch_ecrec.testing import Scenario, simulate
-from torch_ecrec.testing.scenario import LOADS, Load, dense_after, gradients_of, loss_of, touched
 
 STEPS = 5
 OVERWRITES = ((2, False, Load(0, 6, 19, change=True)), (3, True, Load(1, 0, 9, change=True)))  # after steps 2 and 3

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from coordinator_harness import Harness
+from harness import Scenario, SimulatedCluster, simulate
+from harness.membership import VirtualProcess
 
 from torch_ecrec.client.client import LOOK_MOST_S
 from torch_ecrec.observe.text import format_status
 from torch_ecrec.protocol import messages
-from torch_ecrec.testing import Scenario, SimulatedCluster, simulate
-from torch_ecrec.testing.membership import VirtualProcess
 
 LONG_S = 20.0
 SCENARIO = Scenario(steps=6)

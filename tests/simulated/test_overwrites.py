@@ -25,12 +25,12 @@ from faults import (
     sweep,
     sweep_loads,
 )
+from harness import Scenario, simulate, simulation
+from harness.network import CRASH_COORDINATOR
+from harness.scenario import Load, touched
 
 from torch_ecrec.client.client import Client
 from torch_ecrec.server.inbox import Inbox
-from torch_ecrec.testing import Scenario, simulate, simulation
-from torch_ecrec.testing.scenario import Load, touched
-from torch_ecrec.transport.local import CRASH_COORDINATOR
 
 BEFORE, WITHIN, AFTER = (0, True), (1, False), (1, True)  # the first step; one has ended, or has not
 OVERWRITES = (

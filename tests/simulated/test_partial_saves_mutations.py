@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import virtual_trainers
+from harness import checkpoints as shelves
 from partial_runs import Partial, check
 from schedules import first_failure
 from virtual_trainers import Kill
@@ -17,7 +18,6 @@ from virtual_trainers import Kill
 from torch_ecrec.records.captured import Captured
 from torch_ecrec.server.capture import Capture
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.testing import checkpoints as shelves
 
 pytestmark = pytest.mark.slow  # half a minute for a rule that is missed late
 EVENTS_MOST = 12_000  # of a run that ends, a fourth

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import Scenario, SimulatedCluster
 from torch import Tensor
 from virtual_session import VirtualSession
 
@@ -15,7 +16,6 @@ from torch_ecrec.planner.estimates import Cost, Servers, cost_of, largest_slot, 
 from torch_ecrec.processes.member import KINDS
 from torch_ecrec.protocol.status import SlotReport
 from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
-from torch_ecrec.testing import Scenario, SimulatedCluster
 
 TABLES = (
     TableSpec("users", 3001, 16, -1.0, 1.0, OptimizerSpec("rowwise_adagrad", 0.1)),

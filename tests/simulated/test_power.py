@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from harness import Scenario, SimulatedCluster, simulation
 from virtual_session import VirtualSession
 
 from examples import dlrm_criteo
@@ -24,7 +25,6 @@ from torch_ecrec.processes import launch
 from torch_ecrec.server.spoiling import SAID
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import SPOILS, Settings
-from torch_ecrec.testing import Scenario, SimulatedCluster, simulation
 
 STEPS, LATE = 400, 380
 LONG, LATE_IN_LONG = 1500, 1425

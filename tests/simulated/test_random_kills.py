@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 import torch
 from faults import SCHEDULES, WAYS, run_schedules, seeds_of
-
-from torch_ecrec.testing import Scenario, simulate
+from harness import Scenario, simulate
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import pytest
 from cut_runs import PLAIN, Patient
 from faults import oracle
-
-from torch_ecrec.testing import SimulationResult
-from torch_ecrec.testing.links import COORDINATOR, Cut, Links
+from harness import SimulationResult
+from harness.links import COORDINATOR, Cut, Links
 
 SCENARIO = dataclasses.replace(PLAIN, lease_s=10.0, steps=6)
 SERVERS = ("server-0", "server-1", "server-2")

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from dependent_steps import begin, train
+from harness.membership import VirtualProcess
+from harness.scenario import small_tables
 from thinned import in_turns
 from virtual_trainers import Kill, OnShelf, Trainers, TurnsSession, assert_same_after
 
@@ -23,8 +25,6 @@ from torch_ecrec.client.loading import Checkpoint
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import CodeSpec, JobSpec
-from torch_ecrec.testing.membership import VirtualProcess
-from torch_ecrec.testing.scenario import small_tables
 
 STEPS, TRAINERS = 9, 2
 JOB = JobSpec(small_tables(), CodeSpec(3, 2, 1), TRAINERS, 7)

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from dependent_steps import begin, train
+from harness.membership import VirtualProcess
+from harness.scenario import half_tables, small_tables
 from virtual_trainers import Kill, OnShelf, Trainers, TurnsSession, assert_same_after
 
 from torch_ecrec.client import loading
@@ -18,8 +20,6 @@ from torch_ecrec.client.client import Client
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
-from torch_ecrec.testing.membership import VirtualProcess
-from torch_ecrec.testing.scenario import half_tables, small_tables
 
 STEPS, TRAINERS = 6, 2
 ADAM, SGD = OptimizerSpec("adam", lr=0.1), OptimizerSpec("sgd", lr=0.1)

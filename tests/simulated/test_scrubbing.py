@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from flipped_runs import Flipped, name_of
+from harness.result import SimulationResult
+from harness.scenario import LOADS, Scenario, half_tables
+from harness.simulation import simulate
+from harness.verification import check_parity
 from thinned import in_turns
 
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.testing.result import SimulationResult
-from torch_ecrec.testing.scenario import LOADS, Scenario, half_tables
-from torch_ecrec.testing.simulation import simulate
-from torch_ecrec.testing.verification import check_parity
 
 CODES = (CodeSpec(3, 2, 1), CodeSpec(6, 2, 2), CodeSpec(5, 4, 1))
 OFTEN = tuple(range(100, 2000, 60))  # events

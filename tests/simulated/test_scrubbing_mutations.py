@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import test_scrubbing
 from flipped_runs import Flipped
+from harness import simulation
+from harness.scenario import LOADS, Scenario
 from schedules import first_failure
 
 from torch_ecrec.codec import seals
@@ -19,8 +21,6 @@ from torch_ecrec.durability.scrubber import Scrubber
 from torch_ecrec.protocol import wire
 from torch_ecrec.records.shard import Shard
 from torch_ecrec.server.slot import Slot
-from torch_ecrec.testing import simulation
-from torch_ecrec.testing.scenario import LOADS, Scenario
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 4.0  # virtual; a run that ends takes half of it

@@ -16,11 +16,11 @@ from collections.abc import Collection, Iterable
 import pytest
 import silence_runs
 from coordinator_harness import Harness
+from harness import SimulatedCluster
+from harness.links import BEAT_S, COORDINATOR, Links, Outage
 from silence_runs import PLAIN, SITUATIONS, Point, Watched, run_at
 
 from torch_ecrec.coordinator.silence import Silence
-from torch_ecrec.testing import SimulatedCluster
-from torch_ecrec.testing.links import BEAT_S, COORDINATOR, Links, Outage
 
 SOME, MORE = 49_999, 9_973  # one point in so many; primes: nothing is met in step
 

@@ -1,7 +1,7 @@
 """The protocol under faults, on the simulated cluster: every fault at every message of short runs.
 
 The oracle is the undisturbed run: every lookup, loss, record, optimizer state, dense value and last snapshot must be
-bit-equal to it, and the verifiers of `torch_ecrec.testing` must not speak. A fault counts only if it fired; one that
+bit-equal to it, and the verifiers of `tests/harness` must not speak. A fault counts only if it fired; one that
 may not (a trainer, a process that is dead, a loss beyond the contract) says so. Seeds are in the messages of failures.
 
 Random schedules are in `test_random_kills.py`, rules taken out in `test_mutations.py`.
@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from faults import CODES, IN_TURNS, THREE_TWO, TWO_ONE, WIDTHS, check, oracle, points, spread, sweep, undisturbed
+from harness import Fault, Scenario, SimulatedCluster, half_tables, simulate
+from harness.network import CRASH_COORDINATOR, CRASHES, LOSSES, Line
 from thinned import in_turns
 
 from torch_ecrec.durability import holdings, rebuild
@@ -24,8 +26,6 @@ from torch_ecrec.records.pages import HUGE_PAGE_BYTES, LEAST_BYTES
 from torch_ecrec.records.shard import Shard
 from torch_ecrec.server import service
 from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
-from torch_ecrec.testing import Fault, Scenario, SimulatedCluster, half_tables, simulate
-from torch_ecrec.transport.local import CRASH_COORDINATOR, CRASHES, LOSSES, Line
 
 # the undisturbed run ------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from coordinator_harness import Harness
+from harness import Scenario, SimulatedCluster
 
 from torch_ecrec.coordinator.slowness import WINDOW_S, WINDOWS, Slowness
 from torch_ecrec.observe.text import format_status
@@ -16,7 +17,6 @@ from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.status import Report, WaitedFor
 from torch_ecrec.protocol.waits import ServerWaits
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.testing import Scenario, SimulatedCluster
 
 BEAT_S = 1.0
 DELAYS_S = 0.02, 0.06  # of messages: a step takes a fifth of a second, and few make a virtual minute
@@ -27,8 +27,8 @@ LONG_S = NAMED_S + 2 * WINDOW_S  # in which who limps is named
 
 @pytest.fixture(autouse=True)
 def slow_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_ecrec.transport.local.DELAY_S", DELAYS_S)
-    monkeypatch.setattr("torch_ecrec.transport.local.LATE_S", DELAYS_S)
+    monkeypatch.setattr("harness.network.DELAY_S", DELAYS_S)
+    monkeypatch.setattr("harness.network.LATE_S", DELAYS_S)
 
 
 class Limping(dict[str, Callable[..., None]]):

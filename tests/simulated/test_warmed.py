@@ -12,14 +12,14 @@ import sys
 import forked
 from captured import PLAIN, Checkpointed, with_checkpoints
 from cut_runs import SITUATIONS
+from harness import Scenario, SimulatedCluster, simulation
+from harness.scenario import LOADS, half_tables
 from numba.core.dispatcher import Dispatcher
 
 from torch_ecrec.processes import launch
 from torch_ecrec.records.optimizers import NAMES
 from torch_ecrec.server import arriving
 from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
-from torch_ecrec.testing import Scenario, SimulatedCluster, simulation
-from torch_ecrec.testing.scenario import LOADS, half_tables
 
 
 def signatures() -> dict[str, set[str]]:

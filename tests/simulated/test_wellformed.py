@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from harness import Scenario, SimulatedCluster
 from junk import plain
 
 from torch_ecrec.client.client import Client
@@ -17,7 +18,6 @@ from torch_ecrec.protocol.messages import Placement, SlotPlace
 from torch_ecrec.protocol.wire import Ok, Refused, Unknown
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.testing import Scenario, SimulatedCluster
 from torch_ecrec.transport import complaints
 from torch_ecrec.transport.node import Node
 

@@ -19,17 +19,19 @@ import torch
 from captured import with_checkpoints
 from cut_runs import OVERWRITES, Patient
 from faults import THREE_TWO, TWO_ONE, oracle
+from harness import Scenario
+from harness.links import BEAT_S, COORDINATOR, ENDS_S, MEMBER_ENDS_S
+from harness.membership import HELD_S, Center, VirtualProcess
+from harness.scenario import Load
 from router_harness import Process
 
 from torch_ecrec.coordinator.router import Router
+from torch_ecrec.errors import JoinRefused
 from torch_ecrec.layout import repair
 from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.membership import join_of
 from torch_ecrec.protocol.messages import Known, Placement, SlotPlace
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.testing import Scenario
-from torch_ecrec.testing.links import BEAT_S, COORDINATOR, ENDS_S, MEMBER_ENDS_S
-from torch_ecrec.testing.membership import HELD_S, Center, VirtualProcess
-from torch_ecrec.testing.scenario import Load
 from torch_ecrec.transport.reachability import SILENT_S
 
 LEASE_S, STANDS_S = 3.0, 1000.0
@@ -327,14 +329,20 @@ class Adverse(Patient):
         """A server of an earlier cluster of this job, which stood still as that ended, looks for its coordinator."""
         servers, names = range(self.scenario.code.slots), (f"server-{i}" for i in range(self.scenario.code.slots))
         there = tuple(SlotPlace(name, 0, True) for name in names)
-        one = VirtualProcess("server", -1, len(self.plane.processes), None, name=f"server-{slot}", run="of before")
-        one.code = dataclasses.asdict(self.scenario.code)
-        one.roster = messages.Roster(1, {f"server-{i}": "here" for i in servers})
+        number = len(self.plane.processes)
+        one = VirtualProcess(join_of("server", f"process {number}", number), number, self.now_s)
+        one.rules.step(self.now_s)
+        one.rules.connected(self.now_s)
+        welcome = messages.Welcome(f"server-{slot}", self.scenario.code, False, 0, "sockets", "of before")
+        one.rules.heard(messages.json_of(welcome))
+        one.rules.built(welcome.name)
+        one.rules.heard(messages.json_of(messages.Roster(1, {f"server-{i}": "here" for i in servers})))
+        one.rules.closed("its cluster has ended")
+        one.rules.take()
         lives, placement = [0 for _ in servers], Placement(1, there)
         about = {"placement": placement, "origin": 0, "whole": [(slot, 0)], "incarnations": lives}
         self.before[one] = msgspec.structs.replace(NOTHING, job=self.scenario.job, **about)
-        self.plane.processes.append(one)
-        self.plane.connect(one)
+        self.plane.add(one)
 
     def silent(self, since_s: float = 0.0) -> set[int | str]:
         return {one for one, s in [*self.off.items(), *self.frozen.items()] if self.now_s - s >= since_s}
@@ -375,7 +383,7 @@ class Adverse(Patient):
         return named and bool(nodes) and all(node.placement for name, node in nodes if name not in self.network.dead)
 
     def _end_coordinator(self, down_s: float) -> None:
-        from torch_ecrec.testing import membership
+        from harness import membership
 
         before, membership.RESTART_S = membership.RESTART_S, down_s
         self.kill_coordinator()
@@ -461,11 +469,11 @@ class Adverse(Patient):
             return msgspec.structs.replace(NOTHING, job=process.job)
         return super().known(process)
 
-    def on_fatal(self, process: VirtualProcess, word: messages.Fatal | messages.Refused) -> None:
+    def on_over(self, process: VirtualProcess, error: BaseException) -> None:
         if process in self.intruders:
             self.plane.end(process)
-            if isinstance(word, messages.Refused):
-                self.refusals.append(word.reason)
+            if isinstance(error, JoinRefused):
+                self.refusals.append(str(error))
             else:
                 self._intrude(process.rank)
         elif process in self.before:
@@ -476,10 +484,10 @@ class Adverse(Patient):
                 self.start_server(process)
             else:
                 self._on_trainer_crash()
-        elif isinstance(word, messages.Refused) and process.role == "trainer":
+        elif isinstance(error, JoinRefused) and process.role == "trainer":
             self.kill(process)
         else:
-            super().on_fatal(process, word)
+            super().on_over(process, error)
 
     def _run_trainers(self) -> bool:
         def waits(rank: int) -> bool:

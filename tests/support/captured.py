@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from harness import Fault, Scenario, SimulatedCluster, SimulationResult, simulate
 
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
-from torch_ecrec.testing import Fault, Scenario, SimulatedCluster, SimulationResult, simulate
 
 PLAIN = Scenario(steps=24, touch=0.1, spares=2, reborn=True, trainers_return=True)
 POLICIES = ("full", "consecutive", "one-shot")

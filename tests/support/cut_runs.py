@@ -14,11 +14,10 @@ from dataclasses import dataclass
 
 from captured import Checkpointed, check_result, with_checkpoints
 from faults import THREE_TWO, TWO_ONE, oracle
-
-from torch_ecrec.testing import Fault, Scenario, SimulatedCluster, SimulationResult
-from torch_ecrec.testing.links import COORDINATOR, Cut, Links
-from torch_ecrec.testing.scenario import Load
-from torch_ecrec.transport.local import CRASH_COORDINATOR
+from harness import Fault, Scenario, SimulatedCluster, SimulationResult
+from harness.links import COORDINATOR, Cut, Links
+from harness.network import CRASH_COORDINATOR
+from harness.scenario import Load
 
 LEASE_S, STANDS_S = 3.0, 8.0
 BLIP_S, LONG_S = 0.4, 3.0  # before anybody complains; after somebody was fenced

@@ -17,8 +17,9 @@ import copy
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
+from harness.etcd import VirtualEtcd
+
 from torch_ecrec.coordinator.election import Begin, Candidate, EtcdPutBack, Grant, Look, Renew, Standing, Take
-from torch_ecrec.testing.etcd import VirtualEtcd
 from torch_ecrec.transport.etcd import EtcdUnavailable, View
 
 TTL = 2  # ticks of a lease

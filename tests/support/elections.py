@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from harness.etcd import VirtualEtcd
+
 from torch_ecrec.coordinator.election import Begin, Candidate, EtcdPutBack, Standing
-from torch_ecrec.testing.etcd import VirtualEtcd
 from torch_ecrec.transport.etcd import EtcdUnavailable, View
 
 TTL_S = 2

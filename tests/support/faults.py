@@ -5,11 +5,11 @@ import functools
 from collections import Counter
 
 import pytest
+from harness import Fault, Scenario, SimulationResult, half_tables, simulate, small_tables
+from harness.network import CRASH_COORDINATOR, CRASHES, FAULTS, LOSSES
 from thinned import in_turns
 
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.testing import Fault, Scenario, SimulationResult, half_tables, simulate, small_tables
-from torch_ecrec.transport.local import CRASH_COORDINATOR, CRASHES, FAULTS, LOSSES
 
 TWO_ONE = CodeSpec(3, 2, 1)
 THREE_TWO = CodeSpec(5, 3, 2)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from harness.scenario import Scenario
+from harness.simulation import SimulatedCluster
 
 from torch_ecrec.server.slot import Slot
-from torch_ecrec.testing.scenario import Scenario
-from torch_ecrec.testing.simulation import SimulatedCluster
 
 SCRUB_EVERY_S = 0.003  # virtual: a message takes about as long
 SCRUB_BYTES = 200

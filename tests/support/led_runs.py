@@ -15,14 +15,15 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from harness import Scenario, SimulatedCluster, SimulationResult
+from harness.links import BEAT_S
+from harness.membership import VirtualConnection, VirtualProcess
+from harness.standbys import AGAIN_S, FASTER, TTL_S, Standby, StandbyPlane
+
 from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.succession import UNKNOWN_HOST
 from torch_ecrec.coordinator.suspicion import SILENT_LEAST_S
 from torch_ecrec.protocol import messages
-from torch_ecrec.testing import Scenario, SimulatedCluster, SimulationResult
-from torch_ecrec.testing.links import BEAT_S
-from torch_ecrec.testing.membership import VirtualConnection, VirtualProcess
-from torch_ecrec.testing.standbys import AGAIN_S, FASTER, TTL_S, Standby, StandbyPlane
 
 LONG = 1 << 30  # later than any message: once nothing is under way
 HUNG_S = 2.5 * TTL_S / FASTER  # until after another leads

@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from dependent_steps import begin, train
+from harness.membership import VirtualConnection, VirtualProcess
+from harness.network import Fault
+from harness.scenario import small_tables
 from virtual_trainers import Kill, OnShelf, Told, Trainers, TurnsSession
 
 from torch_ecrec.client.client import Client
@@ -24,9 +27,6 @@ from torch_ecrec.records import merge
 from torch_ecrec.records.shard import Shard
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.testing.membership import VirtualConnection, VirtualProcess
-from torch_ecrec.testing.scenario import small_tables
-from torch_ecrec.transport.local import Fault
 
 STEPS, TRAINERS = 12, 2
 JOB = JobSpec(small_tables(), CodeSpec(3, 2, 1), TRAINERS, 7)

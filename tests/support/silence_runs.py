@@ -14,10 +14,10 @@ from itertools import chain, combinations
 
 from cut_runs import Patient
 from faults import THREE_TWO, TWO_ONE, oracle
+from harness import Fault, Scenario, SimulatedCluster, SimulationResult
+from harness.links import COORDINATOR, Links, Outage
 
 from torch_ecrec.layout import repair
-from torch_ecrec.testing import Fault, Scenario, SimulatedCluster, SimulationResult
-from torch_ecrec.testing.links import COORDINATOR, Links, Outage
 
 LEASE_S, STANDS_S = 3.0, 60.0
 PLAIN = Scenario(code=TWO_ONE, steps=3, spares=1, lease_s=LEASE_S, standstill_s=STANDS_S, trainers_return=True)

@@ -1,7 +1,8 @@
 """A session over the simulated cluster, for what blocks: it waits by letting virtual time pass."""
 
+from harness import SimulatedCluster
+
 from torch_ecrec.client.session import Session
-from torch_ecrec.testing import SimulatedCluster
 
 
 class VirtualSession(Session):

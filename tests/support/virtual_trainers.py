@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from harness import Scenario, SimulatedCluster, check_parity
+from harness.checkpoints import Shelf
+from harness.membership import VirtualProcess
 from torch import Tensor
 from turns import Turns, one_process
 
@@ -21,9 +24,6 @@ from torch_ecrec.client.session import Session
 from torch_ecrec.coordinator.checkpointing import Finished
 from torch_ecrec.protocol.wire import Snapshot
 from torch_ecrec.spec.job import CodeSpec, JobSpec
-from torch_ecrec.testing import Scenario, SimulatedCluster, check_parity
-from torch_ecrec.testing.checkpoints import Shelf
-from torch_ecrec.testing.membership import VirtualProcess
 
 EVENTS_MOST = 50_000
 

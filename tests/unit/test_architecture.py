@@ -76,8 +76,6 @@ RPC_SEAMS = {RPC_SEAM, "torch_ecrec.compat.rpc"}
 
 # Names with an underscore that the standard library documents.
 DOCUMENTED = {"_exit", "_getframe", "_current_frames", "_fields"}
-# Who looks into its own objects by the names of their fields, given as text: they are none of other packages'.
-FIELDS_AS_TEXT = {"torch_ecrec.testing.fingerprint"}
 
 PURE = {
     "torch_ecrec.overhead.model",
@@ -85,6 +83,7 @@ PURE = {
     "torch_ecrec.records.savers",
     "torch_ecrec.client.client",
     "torch_ecrec.client.reads",
+    "torch_ecrec.protocol.membership",
     "torch_ecrec.protocol.waits",
     "torch_ecrec.protocol.pieces",
     "torch_ecrec.layout.repair",
@@ -370,17 +369,17 @@ class OwnNames:
         return found
 
 
-def private_names(tree: ast.AST, own: OwnNames, texts: bool = True) -> list[str]:
-    """Names of other packages that they promise nobody: imported, asked for of an object, or given as text.
+def private_names(tree: ast.AST, own: OwnNames) -> list[str]:
+    """Names of other packages that they promise nobody: imported, asked for of an object, or given as text
+    (`getattr(module, "_lookups")`).
 
     Args:
         tree: the module.
         own: what is ours.
-        texts: look at texts, too: `getattr(module, "_lookups")`.
     """
     found = [f"line {line}: {name}" for name, line in imports(tree) if not _is_ours(name) and is_private(name)]
     found += [f"line {line}: {name}" for name, line in _attributes(tree, own, "")]
-    for node in ast.walk(tree) if texts else ():
+    for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             dotted = re.fullmatch(r"[a-z]\w*(\.\w+)+", node.value) and not _is_ours(node.value)
             if (node.value in own.foreign or dotted) and is_private(node.value):
@@ -473,7 +472,7 @@ def test_the_tables_name_what_exists() -> None:
     units = {unit_of(name) for name in MODULES} | {"__init__", "examples"}
     assert set(RANKS) == units
     assert units >= ENVIRONMENT_PASSERS
-    assert {ENVIRONMENT_READER, *RPC_SEAMS, *FIELDS_AS_TEXT} | set(ENVIRONMENT_EXCEPTIONS) <= set(MODULES)
+    assert {ENVIRONMENT_READER, *RPC_SEAMS} | set(ENVIRONMENT_EXCEPTIONS) <= set(MODULES)
     assert rpc_lines(trees()[RPC_SEAM]), "the seam itself"
 
 
@@ -581,7 +580,7 @@ def test_only_the_seam_knows_rpc() -> None:
 
 def test_only_the_seam_knows_private_names_of_other_packages() -> None:
     def errors_of(name: str, tree: ast.Module) -> list[str]:
-        return [] if name in seam() else private_names(tree, own(), name not in FIELDS_AS_TEXT)
+        return [] if name in seam() else private_names(tree, own())
 
     assert not offenders(errors_of)
     assert {"_modules", "_version", "_lookups", "_locator_classes", "_optimizer_classes"} <= own().foreign
@@ -626,6 +625,22 @@ def test_modules_are_documented() -> None:
 
 def test_no_vague_name() -> None:
     assert not offenders(lambda name, _: VAGUE & {part.strip("_") for part in name.split(".")})
+
+
+def test_the_simulated_cluster_is_for_tests_alone() -> None:
+    """It is not installed, so that nothing of the package may need it."""
+
+    def errors_of(_: str, tree: ast.Module) -> list[str]:
+        return [f"line {line}: {name}" for name, line in imports(tree) if name.partition(".")[0] == "harness"]
+
+    assert not offenders(errors_of)
+    of_harness = sorted((ROOT / "tests" / "harness").glob("*.py"))
+    assert of_harness
+    for path in of_harness:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        docstring = ast.get_docstring(tree)
+        assert docstring and len(docstring.splitlines()) <= 40, path
+        assert not [name for name, _ in imports(tree) if name.startswith(".")], path
 
 
 # --- the rules find what breaks them ---------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import pytest
 from election_states import TTL, State, explore, go_on, led
+from harness.etcd import VirtualEtcd
 
 from torch_ecrec.coordinator import election
 from torch_ecrec.coordinator.election import Candidate, Renew
-from torch_ecrec.testing.etcd import VirtualEtcd
 from torch_ecrec.transport.etcd import Run
 
 

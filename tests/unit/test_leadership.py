@@ -7,12 +7,12 @@ import time
 
 import pytest
 from conftest import wait_until
+from harness.etcd import VirtualEtcd
 
 from torch_ecrec.coordinator.election import RENEWS, EtcdPutBack, Standing
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.processes import leadership
 from torch_ecrec.processes.leadership import Office
-from torch_ecrec.testing.etcd import VirtualEtcd
 from torch_ecrec.transport.etcd import EtcdUnavailable, Run
 
 LIMIT_S = 60.0

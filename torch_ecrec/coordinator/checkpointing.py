@@ -87,7 +87,7 @@ Restorable = tuple[messages.Restored, JobSpec]
 class Ledger(Protocol):
     """Writes manifests, and removes what is not wanted any more; beside the coordinator, in its own time.
 
-    `processes/scribe.py:FileLedger` does it in a store, `testing/checkpoints.py:Shelf` in memory.
+    `processes/scribe.py:FileLedger` does it in a store, `tests/harness/checkpoints.py:Shelf` in memory.
     """
 
     def commit(self, finished: Finished, done: Callable[[str | None, bool], None]) -> None:

@@ -50,7 +50,7 @@ class EtcdPutBack(ClusterError):
 
 
 class Keys(Protocol):
-    """What etcd has of a cluster: `transport/etcd.py:EtcdKeys`, `testing/standbys.py:Keys`."""
+    """What etcd has of a cluster: `transport/etcd.py:EtcdKeys`, `tests/harness/etcd.py:VirtualEtcd`."""
 
     def look(self) -> View: ...
 

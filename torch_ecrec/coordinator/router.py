@@ -53,7 +53,7 @@ WHY_LOST = "its connection ended, and its process is gone"
 
 
 class Peer(Protocol):
-    """A connection: `transport/control.py:LineConnection`, `testing/membership.py:VirtualConnection`."""
+    """A connection: `transport/control.py:LineConnection`, `tests/harness/membership.py:VirtualConnection`."""
 
     @property
     def peer(self) -> str:

@@ -11,8 +11,8 @@ process that asks is gone, so is the fork server; what becomes of the children i
 When the fork server dies they live on; nobody then learns their exit codes (`UNKNOWN`), and the next start makes
 another. So it does where one hangs: does not answer, and does not compute.
 
-Python's own `multiprocessing.forkserver` will not do: each of its children runs the script of the process that asked once
-more, and a cluster starts from any user's script, with or without `if __name__ == "__main__"`.
+Python's own `multiprocessing.forkserver` will not do: each of its children runs the script of the process that asked
+once more, and a cluster starts from any user's script, with or without `if __name__ == "__main__"`.
 
 On the way there: the number of the request, with five files: what to run (JSON), the folder, standard input, output and
 error. On the way back, one of `_STARTED` (a pid and the request, with a pidfd), `_FAILED` (an errno and the request)

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +40,7 @@ from torch_ecrec.processes.restoring import StoredCheckpoint
 from torch_ecrec.processes.scribe import FileScribe
 from torch_ecrec.processes.supervisor import Supervisor, await_trainers
 from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.membership import join_of
 from torch_ecrec.protocol.status import Gathering, Report
 from torch_ecrec.runtime import allocator, byte_sums, unlocked
 from torch_ecrec.runtime.lifetime import end_at_once, end_if_it_hangs, ends_within, freeze, on_signals
@@ -124,7 +126,13 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
 
     member = Member(
         settings,
-        {"role": "server", "code": code or {}, "domain": settings.failure_domain or socket.gethostname()},
+        join_of(
+            "server",
+            uuid.uuid4().hex,
+            os.getpid(),
+            code=messages.WantedCode(**(code or {})),
+            domain=settings.failure_domain or socket.gethostname(),
+        ),
         make,
         on_control=on_control,
         on_end=ends.put,
@@ -242,7 +250,7 @@ class _Trainer:
         """Raises what `Member` raises."""
         Member(
             self._settings,
-            {"role": "trainer", "rank": self._trainer, "job": self._job.to_json(), **_start_of(self._settings)},
+            self._join(),
             self._make,
             on_control=lambda word: self._sessions[0].on_control(word),
             on_end=self._on_end,
@@ -253,6 +261,24 @@ class _Trainer:
             _joined.add(self._settings.join)
         atexit.register(self._at_exit)
         return self._sessions[0]
+
+    def _join(self) -> messages.Join:
+        """What it says to join, with which start of the trainers this is; see `coordinator/launches.py`.
+
+        A launch that the user has named has no count of its starts: whoever says its word again may take its place.
+        """
+        settings = self._settings
+        launch = settings.launch or torchrun_launch()
+        return join_of(
+            "trainer",
+            uuid.uuid4().hex,
+            os.getpid(),
+            rank=self._trainer,
+            job=self._job,
+            launch=launch if len(launch) <= LAUNCH_MOST else hashlib.sha256(launch.encode()).hexdigest(),
+            relaunched=bool(settings.launch) or restarts() > 0,
+            again=bool(settings.again),
+        )
 
     def _at_exit(self) -> None:
         """Nobody has closed the session. After an exception it counts as lost: all are started again then."""
@@ -290,17 +316,6 @@ class _Trainer:
         if isinstance(error, (TrainersLost, DataLoss, Fenced)):
             told = lambda: bool(sessions) and sessions[0].told  # noqa: E731
             end_if_it_hangs(self._thread, told, ABORT_S, str(error), error.exit_code)
-
-
-def _start_of(settings: Settings) -> dict[str, object]:
-    """Which start of the trainers this is; see `coordinator/launches.py`.
-
-    A launch that the user has named has no count of its starts: whoever says its word again may take its place.
-    """
-    launch = settings.launch or torchrun_launch()
-    short = launch if len(launch) <= LAUNCH_MOST else hashlib.sha256(launch.encode()).hexdigest()
-    relaunched = bool(settings.launch) or restarts() > 0
-    return {"launch": short, "relaunched": relaunched, "again": bool(settings.again)}
 
 
 _joined: set[str] = set()  # named clusters that this process is a trainer of

@@ -1,41 +1,36 @@
 """A server or trainer process in the cluster: control connection, heartbeats, transport, and the node they carry.
 
-`Member` joins the coordinator, builds its node (a `Host` or a `Client`) once it has a name, says how it is called,
-tells its transport who is there (`messages.Roster`), and hands the node everything else. It is its node's real `Port`.
+`Member` drives `protocol/membership.py:Membership`, which has the rules of joining, looking for the coordinator again
+and leaving: it has the threads, the sockets and the clock. It builds its node (a `Host` or a `Client`) once it has a
+name, says how it is called, tells its transport who is there (`messages.Roster`), and hands the node everything else.
+It is its node's real `Port`.
 
-The end of its connection is the end of nothing: it connects again and rejoins. The same coordinator knows it by its
-`birth`, and that its process lives by its `SignOfLife`; the next one takes what it says. Either answers "rejoined",
-upon which it says again what may not have arrived. What the coordinator sends is converted by
-`messages.from_coordinator`: nonsense ends the membership with `ClusterUnavailable`, which says what came. A coordinator
-of another cluster ("other_cluster") is none: the member says so, keeps what it has, and goes on looking for its own.
+The coordinator knows a member again by its `birth`, and that its process lives by its `SignOfLife`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import os
+import math
 import threading
 import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec.structs import replace
 
-from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, Fenced, JoinRefused, TrainersLost
+from torch_ecrec.errors import ClusterError, ClusterUnavailable
 from torch_ecrec.processes.heartbeats import Heartbeats
-from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.build import own_build
-from torch_ecrec.protocol.messages import BadMessage
+from torch_ecrec.protocol import membership, messages
+from torch_ecrec.protocol.membership import Membership, Wait
 from torch_ecrec.protocol.status import Report
 from torch_ecrec.protocol.wire import A, Outcome, Request
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.spec.settings import STANDS_S, Settings
+from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.calls import Transport
-from torch_ecrec.transport.control import NO_SECRET, ControlClient, NoAnswer
+from torch_ecrec.transport.control import ControlClient, NoAnswer
 from torch_ecrec.transport.etcd import Leader
 from torch_ecrec.transport.liveness import SignOfLife
 from torch_ecrec.transport.node import COMPLAINTS, Node
@@ -46,9 +41,6 @@ from torch_ecrec.transport.timers import Timers
 from torch_ecrec.transport.whereabouts import follow, reach, whereabouts
 
 log = logging.getLogger(__name__)
-
-CLOSE_S = 1.0  # how long a server that ends waits for a connection to say so
-FAREWELL_S = 30.0  # how long a trainer that is done stays for the coordinator, or the next one, to hear it
 
 TRANSPORTS: dict[str, type[Transport]] = {"sockets": SocketTransport, "rpc": RpcTransport}  # `config.TRANSPORTS`
 
@@ -70,11 +62,7 @@ KINDS = {
     "Handed": "rebuild",
 }
 
-
 SAY_FIRST_S, SAY_AGAIN_S = 1.0, 5.0  # that there is no coordinator yet
-REJOIN_LEAST_S, REJOIN_MOST_S = 0.05, 1.0  # between two attempts to join, where connections end at once
-LOOK_S, LOOK_PART = 10.0, 0.25  # whether anybody answers there, is looked at so often, and in such parts of `give_up_s`
-ENDS: dict[str, type[ClusterError]] = {"data_loss": DataLoss, "trainers_lost": TrainersLost, "fenced": Fenced}
 
 
 class Member:
@@ -82,7 +70,7 @@ class Member:
 
     Args:
         settings: `settings.join` names the coordinator.
-        hello: what this process says of itself: role, and rank and job for a trainer.
+        join: what this process says of itself; see `membership.join_of`. Its address is added.
         make_node: builds the node, given its name, its port and the cluster's code parameters.
         on_control: gets the coordinator's messages that are not about membership.
         on_end: called once when the cluster ends for this process, with the reason.
@@ -101,7 +89,7 @@ class Member:
     def __init__(
         self,
         settings: Settings,
-        hello: dict[str, Any],
+        join: messages.Join,
         make_node: Callable[[str, Member, CodeSpec], Node],
         on_control: Callable[[messages.FromCoordinator], None],
         on_end: Callable[[BaseException], None],
@@ -112,83 +100,48 @@ class Member:
             raise ValueError("no cluster named: `settings.join` (TORCH_ECREC_JOIN) must be HOST:PORT or etcd://...")
         self.settings, self._on_control, self._on_end = settings, on_control, on_end
         self._make_node, self._known = make_node, known
-        self.name = ""
-        self.restarted = False  # a trainer: the cluster has trained before
-        self.restored: messages.Restored | None = None  # the checkpoint that the cluster began with
-        self._inexact: list[tuple[int, str]] = []  # what has made the run so, as it was told
         self.transport: Transport | None = None
         self._timers = Timers(self.on_error)
-        self._answered = threading.Event()  # or the connection has ended
-        self._failure: Exception | None = None  # why it cannot join
-        self._gone = self._waits = ""  # before it has answered: why the connection ended; why it waits, as it says
-        self._ended = self._leaving = False
-        self._lock = threading.Lock()  # guards _ended and _leaving
-        self._over = threading.Event()  # the membership
-        self._parted = threading.Event()  # the coordinator has heard that this trainer is done, or all has ended
-        self._roster: messages.Roster | None = None  # the newest that it was told
         self._telling = threading.RLock()  # guards _control: one connection follows another between two messages
-        self._connected, self._cut = threading.Event(), threading.Event()
-        self._why_cut = ""
-        self._sought_s: float | None = None  # since when it looks for its coordinator; None: it is with it
-        self._sought_for_s = settings.give_up_s  # so long; time in which nothing comes back from there does not count
-        self._hears_nothing = False  # as it looks
-        self._stranger = ""  # whom it found last, if that was another cluster's
-        self._beats = Heartbeats(settings, self._timers, lambda: self.node, self.on_error)
         self._control: ControlClient | None = None
+        self._changed = threading.Condition()  # guards _rules and _leader; nothing else is done meanwhile
+        self._rules = Membership(join, settings.join, membership.pace_of(settings), time.monotonic())
         self._leader: Leader | None = None  # whom the last connection is with
+        self._over = threading.Event()  # the membership
         self._sign: SignOfLife | None = None
-        self._hello = {**hello, "birth": uuid.uuid4().hex}
+        self._beats = Heartbeats(settings, self._timers, lambda: self.node, self.on_error)
         try:
             self._where = whereabouts(settings.join)
             follow(self._where, self._over, self._connected_with, self._on_closed, self.on_error)
+            self._say_missing(time.monotonic(), SAY_FIRST_S)
             transport = self._join()
         except BaseException:
             self.close()
             raise
-        Worker(self._stay_connected, "rejoin", self.on_error).start()
+        Worker(lambda: self._pursue(lambda: False), "rejoin", self.on_error).start()
         figures = lambda: figures_of(transport, report())  # noqa: E731
         self._beats.begin(self.tell, transport.unreachable, figures, self._sign)
 
     def _join(self) -> Transport:
-        """Asks until a coordinator answers: one that ends meanwhile is replaced, as for a member that has joined."""
-        limit_s = self.settings.give_up_s
-        deadline_s = time.monotonic() + limit_s
-        where = f"the coordinator at {self.settings.join}"
-        left_s, pause_s, gone = limit_s, REJOIN_LEAST_S, ""
-        self._say_missing(time.monotonic(), SAY_FIRST_S)
-        while True:
-            try:
-                control = self._connect(left_s)
-            except NotProved as error:
-                raise JoinRefused(str(error)) from error
-            except ClusterUnavailable as error:
-                if not gone:
-                    raise
-                raise ClusterUnavailable(f"{where} ended ({gone}), and none came within {limit_s:g} s") from error
-            self._control = control
-            self._connected.set()
-            if self._sign is None:
-                secret_at(control.local_host)  # where it is about to listen
-                self._sign = _sign_of_life(control.local_host)
-                self._hello["address"] = list(self._sign.address) if self._sign is not None else None
-            control.send(join_message(**self._hello))
-            if not self._answered.wait(max(deadline_s - time.monotonic(), 0.0)):
-                raise ClusterUnavailable(f"{where} did not answer in {limit_s:g} s{self._waits}")
-            if self._failure is not None:
-                raise self._failure
-            if self.transport is not None:
-                return self.transport
-            gone = self._gone
-            if time.monotonic() + pause_s > deadline_s:
-                raise ClusterUnavailable(f"{where} ended before it answered: {gone}")
-            log.warning("%s is gone before it answered (%s); joins again", where, gone)
-            control.close()  # nothing of it comes any more
-            self._answered.clear()
-            self._cut.clear()
-            self._gone = self._waits = ""
-            time.sleep(pause_s)  # nothing else to do: whoever listens there now may end each connection at once
-            pause_s = min(2 * pause_s, REJOIN_MOST_S)
-            left_s = max(deadline_s - time.monotonic(), 0.0)
+        self._pursue(lambda: self._rules.is_joined)
+        if self._rules.failure is not None:
+            raise self._rules.failure
+        assert self.transport is not None
+        return self.transport
+
+    @property
+    def name(self) -> str:
+        return self._rules.name
+
+    @property
+    def restarted(self) -> bool:
+        """A trainer: the cluster has trained before."""
+        return self._rules.restarted
+
+    @property
+    def restored(self) -> messages.Restored | None:
+        """The checkpoint that the cluster began with."""
+        return self._rules.restored
 
     def _say_missing(self, since_s: float, delay_s: float) -> None:
         """As long as there is no coordinator, who looks at the log hears what is waited for, and what starts it."""
@@ -227,211 +180,139 @@ class Member:
         return time.monotonic()
 
     def tell(self, word: messages.OfMember) -> None:
+        self._say(word)
+
+    def _say(self, word: messages.OfMember | messages.Join | messages.Rejoin) -> None:
         with self._telling:
             assert self._control is not None
             self._control.send(messages.json_of(word))
 
-    # the coordinator ----------------------------------------------------------------------------
+    # what is next -------------------------------------------------------------------------------
 
-    def _connect(self, limit_s: float) -> ControlClient:
+    def _pursue(self, done: Callable[[], bool]) -> None:
+        """Does what the rules say is next, until then or until the membership is over."""
+        while True:
+            with self._changed:
+                now_s = time.monotonic()
+                step = self._rules.step(now_s)
+                effects = self._rules.take()
+                over = self._rules.is_over
+                if not (effects or over or done()) and isinstance(step, Wait):
+                    self._changed.wait(None if math.isinf(step.until_s) else step.until_s - now_s)
+                    continue
+            self._perform(effects)
+            if over:
+                self._over.set()
+            if over or done():
+                return
+            if not isinstance(step, Wait):
+                self._connect(step.limit_s)
+
+    def _connect(self, limit_s: float) -> None:
+        """Finds the coordinator, or the one that was started in its place, and says who is there."""
+
         def connect(leader: Leader, seconds: float) -> ControlClient:
             return ControlClient(*leader.address, self._on_message, self._on_closed, seconds, self._on_nonsense)
 
-        control, leader = reach(self._where, limit_s, connect)
-        self._leader, self._hello["led"] = leader, leader.revision
-        return control
+        try:
+            control, leader = reach(self._where, limit_s, connect)
+        except ClusterUnavailable as error:
+            why, silent, stranger = error, isinstance(error, NoAnswer), isinstance(error, NotProved)
+            self._let(lambda rules: rules.missed(time.monotonic(), why, silent, stranger))
+            return
+        with self._telling:  # what is told from now on follows on the new connection, what was told before is known
+            known = self._known() if self._rules.is_joined else None
+            before, self._control = self._control, control
+            with self._changed:
+                self._leader = leader
+            if self._sign is None and known is None:
+                self._listen(control.local_host)
+            self._let(lambda rules: rules.connected(time.monotonic(), leader.revision, known))
+            if known is not None and self.transport is not None:
+                self.tell(messages.Beat(unreachable=self.transport.unreachable()))  # there are heartbeats
+        if before is not None:
+            before.close()
+        if self._rules.is_over:  # `close` may have seen the one before
+            control.close()
+
+    def _listen(self, host: str) -> None:
+        """Where the coordinator can ask whether this process lives, once its connection has ended."""
+        secret_at(host)  # where it is about to listen
+        try:
+            self._sign = SignOfLife(host)
+        except OSError as error:
+            log.warning(
+                "cannot listen at %s (%s): the end of the control connection will count as this process's", host, error
+            )
+            return
+        address = self._sign.address
+        self._let(lambda rules: rules.listens_at(address))
 
     def _connected_with(self) -> Leader | None:
-        return self._leader if self._connected.is_set() else None
+        with self._changed:
+            return self._leader if self._rules.is_connected else None
+
+    # what happens -------------------------------------------------------------------------------
+
+    def _let(self, event: Callable[[Membership], None]) -> None:
+        """Tells the rules what has happened, and does what they say."""
+        with self._changed:
+            event(self._rules)
+            effects, over = self._rules.take(), self._rules.is_over
+            self._changed.notify_all()
+        self._perform(effects)
+        if over:
+            self._over.set()
+
+    def _perform(self, effects: list[membership.Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, membership.Say):
+                self._say(effect.word)
+            elif isinstance(effect, membership.SayLeave):
+                self.tell(messages.Leave(figures_of(self.transport)))
+            elif isinstance(effect, membership.Tell):
+                self._on_control(effect.word)
+            elif isinstance(effect, membership.Build):
+                self._build(effect.welcome)
+            elif isinstance(effect, membership.Follow):
+                self._follow(effect.roster)
+            elif isinstance(effect, membership.Note):
+                log.log(effect.level, "%s", effect.text)
+            elif isinstance(effect, membership.Close):
+                if self._control is not None:
+                    self._control.close()
+            elif self._rules.failure is None:  # else it is raised where the process joins
+                self._on_end(effect.error)
+
+    def _build(self, welcome: messages.Welcome) -> None:
+        self.node = self._make_node(self.name, self, welcome.code)
+        kind = TRANSPORTS[welcome.transport]
+        shared.enable(self.settings.shared_memory_bytes if kind is SocketTransport else 0)
+        assert self._control is not None  # it was welcomed there
+        transport = self.transport = kind(self.name, self.node.handle, self._control.local_host, self.on_error)
+        self._let(lambda rules: rules.built(transport.endpoint))
+
+    def _follow(self, roster: messages.Roster) -> None:
+        assert self.transport is not None
+        try:
+            self.transport.follow(roster.version, roster.endpoints)
+        except ValueError as error:
+            self._on_nonsense(f"the coordinator sent what cannot be: roster: {error}")
 
     def _on_message(self, message: dict[str, Any]) -> None:
         try:
-            self._take(messages.from_coordinator(message))
-        except BadMessage as error:
-            self._on_nonsense(f"the coordinator sent what cannot be: {error}")
+            self._let(lambda rules: rules.heard(message))
         except Exception as error:  # the seam: it is raised where the process joins, or ends its membership
-            (self.on_error if self._answered.is_set() else self._fail_to_join)(error)
-
-    def _take(self, word: messages.FromCoordinator) -> None:
-        if isinstance(word, messages.Welcome):
-            self._take_welcome(word)
-        elif isinstance(word, messages.Refused):
-            if self._answered.is_set() and word.kind == "other_build":  # of a coordinator started in place of ours
-                self.end(JoinRefused(f"the coordinator at {self.settings.join} takes it for no member: {word.reason}"))
-                return
-            if self._over.is_set():
-                return
-            if self._answered.is_set():  # a message, not the membership
-                log.error("%s: the coordinator refused a message: %s", self.name, word.reason)
-                return
-            if word.kind == NO_SECRET:
-                self._fail_to_join(JoinRefused(f"the coordinator at {self.settings.join} {word.reason}"))
-                return
-            refusal = DataLoss if word.kind == "data_loss" else JoinRefused
-            self._fail_to_join(refusal(f"refused by the cluster at {self.settings.join}: {word.reason}"))
-        elif isinstance(word, messages.Waits):
-            self._waits = f": {word.reason}"
-            log.warning("waits until the cluster at %s lets it in: %s", self.settings.join, word.reason)
-        elif isinstance(word, messages.Fatal):
-            error = ENDS.get(word.kind, ClusterUnavailable)(word.reason)
-            self.end(error) if self._answered.is_set() else self._fail_to_join(error)
-        elif self.transport is None:
-            raise BadMessage(f"{type(word).__name__}: before a welcome")
-        elif isinstance(word, messages.KnownInexact):
-            self._inexact = word.known
-        elif isinstance(word, messages.Roster):
-            self._take_roster(self.transport, word)
-        elif isinstance(word, messages.OtherCluster):
-            self._turn_away(word)
-        else:
-            if isinstance(word, messages.Job):
-                self._run = word.run
-            if isinstance(word, messages.Rejoined):
-                self._life, self._sought_s, self._stranger = word.life, None, ""
-                if self._leaving:
-                    self._say_leave()
-            elif isinstance(word, messages.Left) and self._leaving and self._hello.get("rank") in word.trainers:
-                self._parted.set()
-            self._on_control(word)
-
-    def _take_welcome(self, word: messages.Welcome) -> None:
-        if self.transport is not None:
-            raise BadMessage("welcome: said before")
-        self.name, self.restarted, self.restored, self._run = word.name, word.restarted, word.restored, word.run
-        self._code, self._life = dataclasses.asdict(word.code), word.life
-        self.node = self._make_node(self.name, self, word.code)
-        kind = TRANSPORTS[word.transport]
-        shared.enable(self.settings.shared_memory_bytes if kind is SocketTransport else 0)
-        assert self._control is not None  # it was welcomed there
-        self.transport = kind(self.name, self.node.handle, self._control.local_host, self.on_error)
-        self.tell(messages.Listens(self.transport.endpoint))
-        self._answered.set()
-
-    def _take_roster(self, transport: Transport, word: messages.Roster) -> None:
-        """Raises BadMessage: this member is not in it, or nobody can be called so."""
-        if self.name not in word.endpoints:
-            raise BadMessage(f"roster: {self.name} must be in it, got {', '.join(word.endpoints)}")
-        if self._roster is not None and word.version <= self._roster.version:
-            return  # it was told before
-        try:
-            transport.follow(word.version, word.endpoints)
-        except ValueError as error:
-            raise BadMessage(f"roster: {error}") from error
-        self._roster = word
-
-    def _turn_away(self, word: messages.OtherCluster) -> None:
-        """Whoever leads there is not the coordinator of this member's cluster."""
-        code = word.code
-        stranger = f"the coordinator at {self.settings.join} is of another cluster: {word.reason}"
-        if stranger != self._stranger:
-            log.error(
-                "%s: %s. It leads %s, (k, r) = (%d, %d) on %d slots; this member is of %s, (%d, %d) on %d slots, keeps"
-                " what it has, and looks for its own for %g s",
-                *(self.name, stranger, word.run, code.k, code.r, code.slots),
-                *(self._run, self._code["k"], self._code["r"], self._code["slots"], self.settings.give_up_s),
-            )
-        self._stranger = stranger
-        if self._control is not None:
-            self._control.close()
-        self._on_closed(stranger)
+            if self._rules.is_joined:
+                self.on_error(error)
+            else:
+                self.end(error)
 
     def _on_nonsense(self, reason: str) -> None:
-        """What arrived is no message of this protocol: whoever sent it is not the coordinator of this cluster."""
-        (self.end if self._answered.is_set() else self._fail_to_join)(ClusterUnavailable(reason))
+        self._let(lambda rules: rules.nonsense(reason))
 
     def _on_closed(self, reason: str) -> None:
-        self._why_cut = reason
-        self._connected.clear()
-        self._cut.set()
-        if self.transport is None:
-            self._gone = self._gone or reason
-            self._answered.set()
-
-    def _fail_to_join(self, error: Exception) -> None:
-        self._failure = self._failure or error
-        self._answered.set()
-
-    def _stay_connected(self) -> None:
-        while True:
-            self._cut.wait()
-            self._cut.clear()
-            with self._lock:
-                if self._ended:
-                    return
-            self._rejoin(self._why_cut)
-
-    def _rejoin(self, reason: str) -> None:
-        """Finds the coordinator again, or the one that is started in its place, and tells it what is known here."""
-        since_s = self._sought_s  # a last word on the connection before may end that search, not this one
-        if since_s is None:
-            since_s = self._sought_s = time.monotonic()
-            self._sought_for_s = self.settings.give_up_s
-            log.warning("%s: no connection with the coordinator (%s); goes on, and looks for it", self.name, reason)
-        else:  # whoever is there may end each connection at once
-            self._over.wait(REJOIN_MOST_S if self._stranger else REJOIN_LEAST_S)
-        give_up_s, stands_s = self.settings.give_up_s, self.settings.standstill_s or STANDS_S
-        while True:
-            for_s, silent = time.monotonic() - since_s, False
-            try:
-                if for_s < self._sought_for_s:
-                    control = self._connect(min(LOOK_S, LOOK_PART * give_up_s))
-                    break
-            except ClusterUnavailable as error:
-                for_s, silent = time.monotonic() - since_s, isinstance(error, NoAnswer)
-                if isinstance(error, NotProved):  # another cluster's, or a mistake: our own may come yet
-                    if str(error) != self._stranger:
-                        log.error("%s: %s; keeps what it has, and looks for its own", self.name, error)
-                    self._stranger = str(error)
-                    self._over.wait(REJOIN_MOST_S)
-            self._note_silence(silent and for_s < stands_s, stands_s - for_s)
-            if self._hears_nothing:
-                self._sought_for_s = for_s + give_up_s
-            elif for_s >= (give_up_s if silent else self._sought_for_s):
-                why = f"the coordinator is gone ({self._stranger or reason}), and none came within {give_up_s:g} s"
-                self.end(ClusterUnavailable(why))
-            if self._over.is_set():
-                return
-        self._note_silence(False, 0.0)
-        assert self.transport is not None
-        with self._telling:  # what is told from now on follows on the new connection, what was told before is known
-            message = rejoin_message(
-                self._known(),
-                hello=self._hello,
-                name=self.name,
-                code=self._code,
-                life=self._life,
-                endpoint=self.transport.endpoint,
-                roster=self._roster,
-                restored=self.restored,
-                run=self._run,
-                inexact=self._inexact,
-            )
-            before, self._control = self._control, control
-            with self._lock:
-                ended = self._ended
-            if not ended:
-                control.send(message)
-                control.send(
-                    messages.json_of(messages.Beat(unreachable=self.transport.unreachable()))
-                )  # there are heartbeats
-        if before is not None:
-            before.close()
-        if ended:
-            control.close()
-        elif not self._cut.is_set():
-            self._connected.set()
-
-    def _note_silence(self, is_so: bool, left_s: float) -> None:
-        """Whether nothing comes back from where the coordinator was: perhaps it is this process that is cut off, and a
-        trainer has patience, as with members that the coordinator says are silent."""
-        if is_so == self._hears_nothing:
-            return
-        self._hears_nothing = is_so
-        if is_so:
-            log.warning("%s: nothing comes back from there; goes on looking, for %.0f s at most", self.name, left_s)
-        if self._hello["role"] == "trainer":
-            names = ["the coordinator, of which nothing is heard"] if is_so else []
-            self._on_control(messages.Stands(names, left_s if is_so else None))
+        self._let(lambda rules: rules.closed(reason))
 
     def bytes_sent(self) -> dict[str, int]:
         """Bytes of tensors sent so far, by kind: lookup, push, fold, rebuild, snapshot, other."""
@@ -446,45 +327,22 @@ class Member:
         self.end(error)
 
     def end(self, error: BaseException) -> None:
-        with self._lock:
-            if self._ended:
-                return
-            self._ended = True
-            leaving = self._leaving
-        self._over.set()
-        self._parted.set()
-        if not leaving:  # one that is done need not know
-            self._on_end(error)
+        self._let(lambda rules: rules.end(error))
 
     def close(self) -> None:
-        """Leaves. Idempotent.
-
-        The end of a trainer that is not known to be done is a loss: it stays until it is told that it was heard, on
-        whichever connection and by whichever coordinator, for `FAREWELL_S` at most.
-        """
-        with self._lock:
-            ended, self._leaving = self._ended, True
-        if self.transport is not None:
-            if not ended and self._hello["role"] == "server":
-                self._connected.wait(CLOSE_S)  # it may be just coming back
-            self._say_leave()
-            limit_s = min(FAREWELL_S, self.settings.give_up_s)
-            if not ended and self._hello["role"] == "trainer" and not self._parted.wait(limit_s):
-                log.warning("%s: no coordinator has heard within %g s that it is done", self.name, limit_s)
-        with self._lock:
-            self._ended = True
-        self._over.set()
+        """Leaves; see `Membership.leave`. Idempotent."""
+        stays_s: list[float] = []
+        self._let(lambda rules: stays_s.append(rules.leave()))
+        with self._changed:
+            self._changed.wait_for(lambda: self._rules.has_parted, stays_s[0])
+        self._let(lambda rules: rules.part())
         self._beats.timers.close()
         self._timers.close()
         if self.transport is not None:
             self.transport.close()
-        self._cut.set()
         for one in (self._control, self._sign):
             if one is not None:
                 one.close()
-
-    def _say_leave(self) -> None:
-        self.tell(messages.Leave(figures_of(self.transport)))
 
 
 def figures_of(transport: Transport | None, report: Report | None = None) -> Report:
@@ -505,66 +363,6 @@ def by_kind(bytes_sent: Mapping[str, int]) -> dict[str, int]:
     for name, size in bytes_sent.items():
         kinds[KINDS.get(name, "other")] += size
     return kinds
-
-
-def join_message(**hello: Any) -> dict[str, Any]:
-    """What a process says to join; `hello`: its role, and what else the coordinator wants to know of one."""
-    build = own_build()
-    return {"type": "join", "version": build.version, "messages": build.messages, "pid": os.getpid(), **hello}
-
-
-def rejoin_message(
-    known: messages.Known,
-    *,
-    hello: Mapping[str, Any],
-    name: str,
-    code: Mapping[str, Any],
-    life: int,
-    endpoint: str,
-    roster: messages.Roster | None,
-    restored: messages.Restored | None,
-    run: str,
-    inexact: Sequence[tuple[int, str]] = (),
-) -> dict[str, Any]:
-    """What a member tells a coordinator that it has lost for a moment, or that was started again.
-
-    Args:
-        known: what its node knows (`Host.known`, `Client.known`).
-        hello: what it said when it joined: role, birth, address, `led` of this coordinator, a trainer's rank.
-        name, code: as it was told.
-        life: of the coordinator before, as it said.
-        endpoint: how it is called.
-        roster: the newest that it was told.
-        restored: the checkpoint that the cluster began with.
-        run, inexact: as it was told.
-    """
-    of_process = {name: value for name, value in hello.items() if name not in ("job", "code")}  # as it knows them now
-    return {
-        **join_message(**of_process),
-        "type": "rejoin",
-        "name": name,
-        "code": code,
-        "life": life,
-        "endpoint": endpoint,
-        "roster": 0 if roster is None else roster.version,
-        "world": [] if roster is None else list(roster.endpoints),
-        "addresses": {} if roster is None else {member: list(at) for member, at in roster.addresses.items()},
-        "restored": None if restored is None else messages.json_of(restored),
-        "run": run,
-        "inexact": list(inexact),
-        "known": messages.json_of(known),
-    }
-
-
-def _sign_of_life(host: str) -> SignOfLife | None:
-    """Where the coordinator can ask whether this process lives, once its connection has ended."""
-    try:
-        return SignOfLife(host)
-    except OSError as error:
-        log.warning(
-            "cannot listen at %s (%s): the end of the control connection will count as this process's", host, error
-        )
-        return None
 
 
 def exit_code_of(error: BaseException) -> int:

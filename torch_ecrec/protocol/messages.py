@@ -124,7 +124,7 @@ class ForLeader(Said, frozen=True, kw_only=True):
     led: Version = 0
 
 
-class Entering(ForLeader, frozen=True, kw_only=True):
+class Entering(ForLeader, frozen=True, kw_only=True, omit_defaults=True):
     """Base of `join` and `rejoin`: who is there.
 
     Attributes:
@@ -450,6 +450,9 @@ class Welcome(Said, frozen=True, tag="welcome"):
     transport: TransportName
     run: Run
     restored: Restored | None = None
+
+
+NO_SECRET = "no_secret"  # the kind of a refusal: who joins does not know the cluster's
 
 
 class Refused(Said, frozen=True, tag="refused"):

@@ -22,7 +22,8 @@ from torch_ecrec.transport.node import Node, Port
 class Scribe(Protocol):
     """Writes parts of checkpoints, beside the protocol: what it is given to call, it calls inside `Node.run`.
 
-    `processes/scribe.py:FileScribe` writes them to a store, that of `testing/checkpoints.py` on virtual time.
+    `processes/scribe.py:FileScribe` writes them to a store, that of
+    `tests/harness/checkpoints.py` on virtual time.
     """
 
     def write(
@@ -51,7 +52,8 @@ class Scribe(Protocol):
 class CheckpointReader(Protocol):
     """Reads checkpoints, beside the protocol: what it is given to call, it calls inside `Node.run`.
 
-    `processes/part_reader.py:FileReader` reads them from a store, that of `testing/checkpoints.py` on virtual time.
+    `processes/part_reader.py:FileReader` reads them from a store, that of
+    `tests/harness/checkpoints.py` on virtual time.
     """
 
     def read(

@@ -46,6 +46,7 @@ from typing import Any
 import msgspec
 
 from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.protocol.messages import NO_SECRET
 from torch_ecrec.runtime.addresses import family_of, text_of
 from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.runtime.threads import Worker, log_error
@@ -85,7 +86,6 @@ ATTEMPT_S = 1.0  # for a connection; then it is asked for anew: left alone, the 
 RETRY_LEAST_S, RETRY_MOST_S = 0.02, 0.5
 
 
-NO_SECRET = "no_secret"  # the kind of a refusal
 SECRET_SET = "TORCH_ECREC_SECRET or TORCH_ECREC_SECRET_FILE"
 WANTS_SECRET = f"is of a cluster with a secret, which this process does not know: set {SECRET_SET}"
 

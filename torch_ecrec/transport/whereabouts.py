@@ -66,7 +66,7 @@ class Named:
 
 
 class Record(Protocol):
-    """What etcd has of who leads: `transport/etcd.py:EtcdKeys`, `testing/standbys.py:Keys`."""
+    """What etcd has of who leads: `transport/etcd.py:EtcdKeys`, `tests/harness/etcd.py:VirtualEtcd`."""
 
     def look(self) -> View: ...
 

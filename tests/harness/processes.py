@@ -24,19 +24,9 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from torch_ecrec.client.client import Client
-from torch_ecrec.coordinator.coordinator import Coordinator
-from torch_ecrec.coordinator.suspicion import CUT_S
-from torch_ecrec.layout.stripes import Layout
-from torch_ecrec.processes.member import join_message, rejoin_message
-from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.wire import A, Answer, Ok, Outcome, Request, Unknown
-from torch_ecrec.server.service import Host
-from torch_ecrec.server.slot import Slot
-from torch_ecrec.spec.settings import Settings
-from torch_ecrec.testing.fingerprint import fingerprint
-from torch_ecrec.testing.result import SimulationResult
-from torch_ecrec.testing.scenario import (
+from harness.fingerprint import fingerprint
+from harness.result import SimulationResult
+from harness.scenario import (
     NO_LEASE_S,
     Scenario,
     dense_after,
@@ -46,10 +36,21 @@ from torch_ecrec.testing.scenario import (
     payload_of,
     touched,
 )
-from torch_ecrec.testing.simulation import simulate
-from torch_ecrec.testing.verification import BOUNDS, parity_of, steps_kept
+from harness.simulation import simulate
+from harness.verification import BOUNDS, parity_of, steps_kept
+from torch_ecrec.client.client import Client
+from torch_ecrec.coordinator.coordinator import Coordinator
+from torch_ecrec.coordinator.suspicion import CUT_S
+from torch_ecrec.layout.stripes import Layout
+from torch_ecrec.protocol import membership, messages
+from torch_ecrec.protocol.membership import Membership, Pace, join_of
+from torch_ecrec.protocol.wire import A, Answer, Ok, Outcome, Request, Unknown
+from torch_ecrec.server.service import Host
+from torch_ecrec.server.slot import Slot
+from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.node import Node
 
+PACE = Pace(give_up_s=120.0, stands_s=3600.0, least_s=0.0, most_s=0.0)  # no time passes for a member
 LATER_S = 1000.0  # any limit of the coordinator is over by then
 
 
@@ -98,10 +99,16 @@ class Process:
         self.out: list[tuple[Any, ...]] = []
         self.calls: dict[str, tuple[str, Callable[[Outcome[Any]], None]]] = {}  # token -> who was asked, what then
         self.timers: list[Callable[[], None]] = []
-        self.roster: messages.Roster | None = None
-        self.life = 0  # of the coordinator, as it said
-        self.code: dict[str, Any] = {}  # likewise
+        self.ended = False
         self.node: Node
+        self.rules: Membership  # of a member; it is about to be welcomed
+
+    def join(self, join: messages.Join) -> None:
+        """It has said that it wants to be a member."""
+        self.rules = Membership(join, "the address", PACE, 0.0)
+        self.rules.step(0.0)
+        self.rules.connected(0.0)
+        self.rules.take()
 
     # Port
     def call(self, peer: str, request: Request[A], timeout_s: float, done: Callable[[Outcome[A]], None]) -> None:
@@ -143,34 +150,33 @@ class Process:
             action()
 
     def on_told(self, message: dict[str, Any]) -> None:
-        word = messages.from_coordinator(message)
-        if isinstance(word, (messages.Welcome, messages.Rejoined)):
-            self.life = word.life
-        if isinstance(word, messages.Welcome):
-            self.code = message["code"]
-            self.tell(messages.Listens(self.name))
-        if isinstance(word, messages.Roster):
-            self.roster = word
-        else:
-            self.on_control(word)
+        self.rules.heard(message)
+        self._do()
+
+    def _do(self) -> None:
+        """What the rules of its membership say is to be done. Nothing is waited for here, and nothing is noted."""
+        for effect in self.rules.take():
+            if isinstance(effect, membership.Say):
+                self.out.append(("tell", messages.json_of(effect.word)))
+            elif isinstance(effect, membership.Build):
+                self.rules.built(self.name)
+                self._do()
+            elif isinstance(effect, membership.Tell):
+                self.on_control(effect.word)
+            elif isinstance(effect, membership.End):
+                self.ended = True
+            else:
+                assert isinstance(effect, (membership.Follow, membership.Note)), effect
 
     def on_control(self, word: messages.FromCoordinator) -> None:
         raise NotImplementedError
 
     def on_rejoin(self, _: None) -> None:
         """Tells a coordinator that was started again what it knows."""
-        rejoin = rejoin_message(
-            self.known(),
-            hello={"role": self.role, "rank": self.rank, "birth": self.name},
-            name=self.name,
-            code=self.code,
-            life=self.life,
-            endpoint=self.name,
-            roster=self.roster,
-            restored=None,
-            run="run",
-        )
-        self.out.append(("tell", rejoin))
+        self.rules.closed("eof")
+        assert isinstance(self.rules.step(0.0), membership.Connect)
+        self.rules.connected(0.0, known=self.known())
+        self._do()
 
     def known(self) -> messages.Known:
         raise NotImplementedError
@@ -178,7 +184,7 @@ class Process:
     @property
     def over(self) -> bool:
         """It was told to end."""
-        return False
+        return self.ended
 
 
 class Server(Process):
@@ -188,18 +194,13 @@ class Server(Process):
         super().__init__(name, "server")
         self.node: Host = Host(name, self, settings)
         self._oracle = oracle
-        self.ended = False
+        self.join(join_of("server", "one", 0))
 
     def on_control(self, word: messages.FromCoordinator) -> None:
-        self.ended |= isinstance(word, messages.Fatal)
         self.node.on_control(word)
 
     def known(self) -> messages.Known:
         return self.node.known()
-
-    @property
-    def over(self) -> bool:
-        return self.ended
 
     def check(self) -> None:
         """I1 to I4 of what is here: it follows from the undisturbed run alone. Raises AssertionError."""
@@ -254,7 +255,7 @@ class Trainer(Process):
         self.losses: dict[int, dict[int, float]] = {}
         self.dense = 1.0
         self.phase: tuple[str, int] = "placement", 0
-        self.ended = False
+        self.join(join_of("trainer", "one", 0, rank=rank, job=scenario.job))
         self.script = self._script()
         self.ready = next(self.script)
 
@@ -267,7 +268,6 @@ class Trainer(Process):
                 self.phase = "done", self._scenario.steps
 
     def on_control(self, word: messages.FromCoordinator) -> None:
-        self.ended |= isinstance(word, messages.Fatal)
         self.node.on_control(word)
 
     def on_loss(self, what: tuple[int, int, float]) -> None:
@@ -276,10 +276,6 @@ class Trainer(Process):
 
     def known(self) -> messages.Known:
         return self.node.known()
-
-    @property
-    def over(self) -> bool:
-        return self.ended
 
     def _script(self) -> Iterator[Callable[[], bool]]:
         """Yields conditions to wait for, as the simulated cluster's trainers do."""
@@ -338,9 +334,7 @@ class Center(Process):
             announce=lambda event: None,
         )
 
-    def on_join(self, message: dict[str, Any]) -> None:
-        join = messages.from_member(message)
-        assert isinstance(join, messages.Join)
+    def on_join(self, join: messages.Join) -> None:
         refusal = self.core.refusal(join)
         assert refusal is None, refusal
         name = self.core.name_for(join)
@@ -350,7 +344,7 @@ class Center(Process):
     def on_start(self, _: None) -> None:
         """All trainers join, in the order of their ranks."""
         for rank in range(self.scenario.trainers):
-            self.on_join(join_message(role="trainer", rank=rank, birth="one", job=self.scenario.job.to_json()))
+            self.on_join(join_of("trainer", "one", 0, rank=rank, job=self.scenario.job))
 
     def on_heard(self, what: tuple[str, dict[str, Any]]) -> None:
         name, word = what[0], messages.from_member(what[1])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_ecrec.processes.member import join_message
+from harness.global_states import COORDINATOR, Budget, Draft, GlobalState
+from harness.local_states import LocalStates
+from harness.processes import Call, Center, Oracle, Server, Trainer
+from harness.scenario import Scenario
+from torch_ecrec.protocol.membership import join_of
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.testing.global_states import COORDINATOR, Budget, Draft, GlobalState
-from torch_ecrec.testing.local_states import LocalStates
-from torch_ecrec.testing.processes import Call, Center, Oracle, Server, Trainer
-from torch_ecrec.testing.scenario import Scenario
 
 Action = tuple[Any, ...]
 
@@ -36,7 +36,7 @@ class Transitions:
         draft = Draft(GlobalState((), (), (), (), self.budget, 0))
         self._start_coordinator(draft)
         for _ in range(scenario.code.slots + scenario.spares):
-            self._at(draft, COORDINATOR, "join", join_message(role="server", birth="one"), 0)
+            self._at(draft, COORDINATOR, "join", join_of("server", "one", 0), 0)
         self._at(draft, COORDINATOR, "start", None, 0)
         return self._all_words_heard(draft.finish())
 
@@ -181,7 +181,7 @@ class Transitions:
             self._end(draft, [name], takes_along=False)
             if COORDINATOR in draft.processes:  # as a new one, on the same host
                 known = set(draft.processes)
-                self._at(draft, COORDINATOR, "join", join_message(role="server", birth="one"), 0)
+                self._at(draft, COORDINATOR, "join", join_of("server", "one", 0), 0)
                 for heir in set(draft.processes) - known:
                     ends = {name: heir}
                     draft.cuts |= {(ends.get(one, one), ends.get(other, other)) for one, other in draft.cuts}

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from harness.network import VirtualClock
 from torch_ecrec.coordinator.checkpointing import Finished, Restorable, run_of
 from torch_ecrec.coordinator.partial import layouts_of
 from torch_ecrec.protocol import messages
@@ -26,7 +27,6 @@ from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.server.capture import Portion
 from torch_ecrec.server.process import CheckpointReader, Scribe
 from torch_ecrec.spec.job import JobSpec, SlabSpec
-from torch_ecrec.transport.local import VirtualClock
 from torch_ecrec.transport.node import Node
 
 WRITE_S = (0.0002, 0.006)  # of one portion

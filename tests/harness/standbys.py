@@ -18,10 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch_ecrec.coordinator.election import POLL_S, Begin, Candidate, EtcdPutBack, Standing
-from torch_ecrec.processes.leadership import Acting
-from torch_ecrec.testing.etcd import VirtualEtcd
-from torch_ecrec.testing.membership import (
+from harness.etcd import VirtualEtcd
+from harness.membership import (
     HELD_S,
     NOTICED_S,
     TICK_S,
@@ -30,12 +28,16 @@ from torch_ecrec.testing.membership import (
     VirtualConnection,
     VirtualProcess,
 )
+from torch_ecrec.coordinator.election import POLL_S, Begin, Candidate, EtcdPutBack, Standing
+from torch_ecrec.processes.leadership import Acting
+from torch_ecrec.protocol.membership import join_of
 from torch_ecrec.transport.etcd import EtcdUnavailable, Leader, View
 from torch_ecrec.transport.whereabouts import LOOK_S, Elected, is_followed
 
 FASTER = 20
 TTL_S = 2
 AGAIN_S = 0.001  # from the end of one that was followed to its standing by again, in the same process
+TOOL = 50_000  # the number of a tool's process, which is no member
 ASKED_S = 0.5  # how long a tool waits for an answer
 
 
@@ -128,6 +130,7 @@ class StandbyPlane(ControlPlane):
         self.leaderships = 0
         self.on_leadership: Callable[[Standby], None] = lambda center: None
         self._looks: dict[int, Elected] = {}
+        self._found: dict[int, Leader | None] = {}
         self._leaders: dict[VirtualConnection, Leader] = {}
         self._before_s = 0.0  # of etcd's time has passed before the cluster's begins
         self.starts(0)
@@ -189,17 +192,19 @@ class StandbyPlane(ControlPlane):
 
     def find(self, process: VirtualProcess) -> Center | None:
         """Who leads, as etcd says; None: nobody, or nobody listens there."""
-        leader = self.look_of(process.number).look()
-        center = None if leader is None else self.ports[leader.address[1]]
-        if leader is not None:
-            process.led = leader.revision
-        return center
+        leader = self._found[process.number] = self.look_of(process.number).look()
+        return None if leader is None else self.ports[leader.address[1]]
+
+    def led(self, process: VirtualProcess) -> int:
+        leader = self._found[process.number]
+        assert leader is not None
+        return leader.revision
 
     def connection_with(self, center: Center, process: VirtualProcess) -> VirtualConnection:
         assert isinstance(center, Standby)
         connection = super().connection_with(center, process)
         center.connections.append(connection)
-        self._leaders[connection] = Leader(("", center.number), process.led)
+        self._leaders[connection] = Leader(("", center.number), self.led(process))
         return connection
 
     def _follow(self) -> None:
@@ -210,7 +215,7 @@ class StandbyPlane(ControlPlane):
                 continue
             if is_followed(self._leaders[connection], self.look_of(process.number).look()):
                 connection.left()
-                self.connect(process)
+                self.lose(process, "another leads now")
         self.clock.later(LOOK_S / FASTER, self._follow)
 
     # tools --------------------------------------------------------------------------------------
@@ -225,7 +230,8 @@ class StandbyPlane(ControlPlane):
         center = None if leader is None else self.ports[leader.address[1]]
         if leader is None or center is None:
             return None
-        tool = VirtualProcess("tool", -1, -1, None, dead=True, led=leader.revision)
+        tool = VirtualProcess(join_of("server", "a tool", 0), TOOL, self.clock.now_s)
+        tool.dead, self._found[TOOL] = True, leader
         connection = self.connection_with(center, tool)
         connection.say({**word, "led": leader.revision})
         self.clock.later(ASKED_S, connection.left)

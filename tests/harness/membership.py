@@ -4,8 +4,9 @@
     process = plane.start("server")         # connects, joins; `handlers.on_welcome` follows
     plane.reset([process.connection])       # both sides notice, a moment later, each in its own time
 
-A `VirtualProcess` does on its side what `member.Member` does in a real one: it joins, or joins again if it had not read
-its name when the connection ended; it rejoins, skips rosters that are older than its own, and ends when told to.
+A `VirtualProcess` has the real rules of a member (`protocol/membership.py:Membership`), which the plane drives as
+`processes/member.py:Member` does in a real process; only the pauses between two attempts are shorter, as a step takes
+milliseconds here.
 A connection is a `Line` each way: in order, now and then slow. What is under way when it is reset never arrives; what a
 process said before it died may. A probe's answer says whether the process was alive when the probe arrived.
 
@@ -15,22 +16,25 @@ Every message that is sent is counted, from 0; `Handlers.on_sent` is called afte
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
+from harness.network import EOF_S, Line, VirtualClock
 from torch_ecrec.coordinator.checkpointing import Ledger
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.settings import ClusterSettings
-from torch_ecrec.processes.member import join_message, rejoin_message
-from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.bounds import Address
+from torch_ecrec.errors import ClusterError, ClusterUnavailable
+from torch_ecrec.protocol import membership, messages
+from torch_ecrec.protocol.bounds import Address, Role
+from torch_ecrec.protocol.membership import Connect, Membership, Pace, join_of
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.transport.liveness import ALIVE, GONE, UNREACHABLE
 from torch_ecrec.transport.liveness import PROBE_S as PROBED_S
-from torch_ecrec.transport.local import EOF_S, Line, VirtualClock
 
 Message = dict[str, Any]
 RESTART_S = 0.1  # from the end of a coordinator to the start of the next
@@ -41,52 +45,66 @@ NOTICED_S = (0.0005, 0.03)  # until a side notices that its connection was reset
 PROBE_S = (0.0002, 0.004)  # until a probe arrives, and until its answer does
 LATE_PROBE_S = (0.05, 0.9)
 TRY_AGAIN_S = 0.02
-STRANGER_S = 0.1  # after it has found a coordinator of another cluster
+PACE = Pace(give_up_s=120.0, stands_s=3600.0, least_s=0.0, most_s=0.1)  # pauses of `BACK_S` come before
 TICK_S = 0.5
 
 
-@dataclass(eq=False)
 class VirtualProcess:
     """A server or trainer process, as far as its membership goes.
 
-    Attributes:
+    Args:
+        join: what it says to join.
         number: which process of the simulation it is.
-        name: "" until it was welcomed.
-        life: of the coordinator, as it said.
-        roster: the newest that it was told.
-        restored: the checkpoint that the cluster began with.
-        run, inexact: as it was told.
-        restarted: a trainer: the cluster has trained before, as the coordinator said.
+        now_s: when it starts.
+        predecessor: one on whose host it runs; None: it has one of its own.
+
+    Attributes:
+        rules: the real ones of a member.
+        connection: the one it has; None: none.
         dead: it has ended.
-        led: since when the coordinator leads that it has looked for last; 0: there is one alone.
-        domain: of a server; see `coordinator/domains.py`.
-        launch, relaunched, again: of a trainer; see `messages.Entering`.
         strangers: so often did it find a coordinator of another cluster.
         waits: why it is not let in yet, as it was told.
     """
 
-    role: str
-    rank: int
-    number: int
-    job: JobSpec | None
-    name: str = ""
-    life: int = 0
-    code: Message = field(default_factory=dict)
-    roster: messages.Roster | None = None
-    restarted: bool = False
-    restored: messages.Restored | None = None
-    run: str = ""
-    inexact: list[tuple[int, str]] = field(default_factory=list)
-    dead: bool = False
-    led: int = 0
-    connection: VirtualConnection | None = None
-    predecessor: VirtualProcess | None = None
-    domain: str = ""
-    launch: str = ""
-    relaunched: bool = False
-    again: bool = False
-    strangers: int = 0
-    waits: list[str] = field(default_factory=list)
+    def __init__(
+        self, join: messages.Join, number: int, now_s: float, predecessor: VirtualProcess | None = None
+    ) -> None:
+        self.number, self.predecessor = number, predecessor
+        address = f"10.0.{self.machine >> 8}.{self.machine & 255}", 1 + number
+        self.rules = Membership(msgspec.structs.replace(join, address=address), "the address", PACE, now_s)
+        self.connection: VirtualConnection | None = None
+        self.dead = False
+        self.strangers = 0
+        self.waits: list[str] = []
+
+    @property
+    def role(self) -> str:
+        return self.rules.join.role
+
+    @property
+    def rank(self) -> int:
+        return self.rules.join.rank
+
+    @property
+    def job(self) -> JobSpec | None:
+        return self.rules.join.job
+
+    @property
+    def domain(self) -> str:
+        return self.rules.join.domain
+
+    @property
+    def name(self) -> str:
+        """ "" until it was welcomed."""
+        return self.rules.name
+
+    @property
+    def restarted(self) -> bool:
+        return self.rules.restarted
+
+    @property
+    def restored(self) -> messages.Restored | None:
+        return self.rules.restored
 
     @property
     def host(self) -> str:
@@ -98,20 +116,6 @@ class VirtualProcess:
         """The same as a number."""
         return self.number if self.predecessor is None else self.predecessor.machine
 
-    @property
-    def hello(self) -> Message:
-        hello: Message = {
-            "role": self.role,
-            "birth": f"process {self.number}",
-            "address": [f"10.0.{self.machine >> 8}.{self.machine & 255}", 1 + self.number],
-            "domain": self.domain,
-            "led": self.led,
-        }
-        if self.job is None:
-            return hello
-        start = {"launch": self.launch, "relaunched": self.relaunched, "again": self.again}
-        return {**hello, **start, "rank": self.rank, "job": self.job.to_json()}
-
 
 class Handlers(Protocol):
     """What the cluster does with what a process is told, and what it knows of one."""
@@ -122,8 +126,8 @@ class Handlers(Protocol):
     def on_control(self, process: VirtualProcess, word: messages.FromCoordinator) -> None:
         """For its node."""
 
-    def on_fatal(self, process: VirtualProcess, word: messages.Fatal | messages.Refused) -> None:
-        """It is told to end, and why."""
+    def on_over(self, process: VirtualProcess, error: BaseException) -> None:
+        """Its membership has ended, or it could not join; or the coordinator refused a message of its."""
 
     def known(self, process: VirtualProcess) -> messages.Known:
         """What its node tells a coordinator that it rejoins."""
@@ -217,7 +221,7 @@ class VirtualConnection:
     def noticed_by_process(self) -> None:
         if self.process.connection is self and not self.process.dead:
             self.process.connection = None
-            self.plane.clock.later(self.plane.random.uniform(*BACK_S), lambda: self.plane.connect(self.process))
+            self.plane.clock.later(self.plane.random.uniform(*BACK_S), lambda: self.plane.lose(self.process))
         self.open = False
 
 
@@ -323,7 +327,7 @@ class ControlPlane:
 
     def start(
         self,
-        role: str,
+        role: Role,
         rank: int = -1,
         job: JobSpec | None = None,
         predecessor: VirtualProcess | None = None,
@@ -339,37 +343,78 @@ class ControlPlane:
             domain: of a server, what it says of that.
             launch, relaunched, again: of a trainer, what it says of its start.
         """
-        process = VirtualProcess(role, rank, len(self.processes), job, predecessor=predecessor, domain=domain)
-        process.launch, process.relaunched, process.again = launch, relaunched, again
+        number = len(self.processes)
+        join = join_of(
+            role,
+            f"process {number}",
+            number,
+            rank=rank,
+            job=job,
+            domain=domain,
+            launch=launch,
+            relaunched=relaunched,
+            again=again,
+        )
+        return self.add(VirtualProcess(join, number, self.clock.now_s, predecessor))
+
+    def add(self, process: VirtualProcess) -> VirtualProcess:
+        """It is there, and looks for a coordinator."""
         self.processes.append(process)
-        self.connect(process)
+        self._go_on(process)
         return process
 
-    def connect(self, process: VirtualProcess) -> None:
-        """It has no connection: it tries until there is a coordinator, and says who it is."""
-        if process.dead or process.connection is not None:
+    def _go_on(self, process: VirtualProcess) -> None:
+        """Does what its rules say is to be done, and is next."""
+        if process.dead:
+            return
+        step, now_s = process.rules.step(self.clock.now_s), self.clock.now_s
+        self._do(process)
+        if isinstance(step, Connect):
+            self._try(process, now_s + step.limit_s)
+        elif step.until_s < math.inf and not process.dead:
+            self.clock.later(step.until_s - now_s, lambda: self._go_on(process))
+
+    def _try(self, process: VirtualProcess, until_s: float) -> None:
+        """It tries to connect, again and again."""
+        if process.dead:
             return
         center = self.find(process) if self._is_open(process) else None
-        if center is None:
-            self.clock.later(TRY_AGAIN_S, lambda: self.connect(process))
+        if center is not None:
+            process.connection = self.connection_with(center, process)
+            known = self.handlers.known(process) if process.rules.is_joined else None
+            process.rules.connected(self.clock.now_s, self.led(process), known)
+        elif self.clock.now_s < until_s:
+            self.clock.later(TRY_AGAIN_S, lambda: self._try(process, until_s))
             return
-        process.connection = self.connection_with(center, process)
-        if not process.name:
-            process.connection.say(join_message(**process.hello))
-            return
-        rejoin = rejoin_message(
-            self.handlers.known(process),
-            hello=process.hello,
-            name=process.name,
-            code=process.code,
-            life=process.life,
-            endpoint=process.name,
-            roster=process.roster,
-            restored=process.restored,
-            run=process.run,
-            inexact=process.inexact,
-        )
-        process.connection.say(rejoin)
+        else:
+            error = ClusterUnavailable("nobody is there")
+            process.rules.missed(self.clock.now_s, error, silent=not self._is_open(process))
+        self._go_on(process)
+
+    def lose(self, process: VirtualProcess, why: str = "eof") -> None:
+        """It sees that its connection has ended, if it has no other by now."""
+        if process.connection is None and process.rules.is_connected:
+            process.rules.closed(why)
+            self._go_on(process)
+
+    def _do(self, process: VirtualProcess) -> None:
+        for effect in process.rules.take():
+            if isinstance(effect, membership.Say):
+                self._say(process, effect.word)
+            elif isinstance(effect, membership.SayLeave):
+                self._say(process, messages.Leave())
+            elif isinstance(effect, membership.Build):
+                self.handlers.on_welcome(process)
+                process.rules.built(process.name)
+                self._do(process)
+            elif isinstance(effect, membership.Tell):
+                self.handlers.on_control(process, effect.word)
+            elif isinstance(effect, membership.Close):
+                process.connection = None
+            elif isinstance(effect, membership.End):
+                self.handlers.on_over(process, effect.error)
+            elif isinstance(effect, membership.Note) and effect.refused:
+                self.handlers.on_over(process, ClusterError(effect.text))
 
     def find(self, process: VirtualProcess) -> Center | None:
         """Where a process finds a coordinator that it can connect with."""
@@ -384,8 +429,15 @@ class ControlPlane:
         """Both ways: what a connection needs to begin."""
         return self.passes(process, True) and self.passes(process, False)
 
+    def led(self, process: VirtualProcess) -> int:
+        """Since when the coordinator leads that it has found; 0: there is one alone."""
+        return 0
+
     def tell(self, process: VirtualProcess, word: messages.OfMember) -> None:
         """What a process wants to say is lost while it has no connection."""
+        self._say(process, word)
+
+    def _say(self, process: VirtualProcess, word: messages.OfMember | messages.Join | messages.Rejoin) -> None:
         if process.connection is not None and not process.dead:
             process.connection.say(messages.json_of(word))
 
@@ -398,7 +450,8 @@ class ControlPlane:
 
     def leave(self, process: VirtualProcess) -> None:
         """It is told to end, says so, and ends."""
-        self.tell(process, messages.Leave())
+        process.rules.leave()
+        self._do(process)
         self.end(process)
 
     def deliver(self, connection: VirtualConnection, message: Message) -> None:
@@ -406,32 +459,12 @@ class ControlPlane:
         process = connection.process
         if not connection.open or process.dead or process.connection is not connection:
             return
-        word = messages.from_coordinator(message)
-        if isinstance(word, messages.Welcome):
-            assert not process.name, f"{process.name} was welcomed twice"
-            process.name, process.life, process.code = word.name, word.life, message["code"]
-            process.restarted, process.restored, process.run = word.restarted, word.restored, word.run
-            self.handlers.on_welcome(process)
-            self.tell(process, messages.Listens(process.name))
-        elif isinstance(word, messages.Roster):
-            if process.roster is None or word.version > process.roster.version:
-                process.roster = word
-        elif isinstance(word, messages.Waits):
-            process.waits.append(word.reason)
-        elif isinstance(word, messages.OtherCluster):
-            process.strangers += 1
-            process.connection = None
-            self.clock.later(STRANGER_S, lambda: self.connect(process))
-        elif isinstance(word, messages.KnownInexact):
-            process.inexact = word.known
-        elif isinstance(word, (messages.Fatal, messages.Refused)):
-            self.handlers.on_fatal(process, word)
-        else:
-            if isinstance(word, messages.Rejoined):
-                process.life = word.life
-            elif isinstance(word, messages.Job):
-                process.run = word.run
-            self.handlers.on_control(process, word)
+        process.strangers += message["type"] == "other_cluster"
+        if message["type"] == "waits":
+            process.waits.append(message["reason"])
+        process.rules.heard(message)
+        self._do(process)
+        self._go_on(process)
 
     # faults -------------------------------------------------------------------------------------
 
@@ -459,6 +492,6 @@ class ControlPlane:
             self.clock.later(HELD_S, self._let_in)
             for process in self.processes:
                 if not process.dead:
-                    self.clock.later(self.random.uniform(0.0, REJOIN_S), lambda p=process: self.connect(p))  # type: ignore[misc]
+                    self.clock.later(self.random.uniform(0.0, REJOIN_S), lambda p=process: self.lose(p))  # type: ignore[misc]
 
         self.clock.later(RESTART_S, start)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from harness.network import LATE
 from torch_ecrec.client.client import Client
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.settings import ClusterSettings
@@ -18,7 +19,6 @@ from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.records.halves import numbers_of, records_of
 from torch_ecrec.records.schema import Schema
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
-from torch_ecrec.transport.local import LATE
 
 NO_LEASE_S = 1e9
 
@@ -123,13 +123,13 @@ class Scenario:
         late: how often a request or an answer takes much longer than others.
         touch: how many of all rows a trainer touches in a step, as a share.
         verify_every: how many events lie between two looks of the verifiers.
-        checkpoint: which checkpoints are written (`testing/checkpoints.py`).
+        checkpoint: which checkpoints are written (`tests/harness/checkpoints.py`).
         domains: failure domains of server processes, in the order in which they start, again and again.
         restore: the checkpoint that the cluster begins with, and the job that it is of.
-        lease_s: who was silent for so long is lost. For clusters with heartbeats (`testing/links.py`).
+        lease_s: who was silent for so long is lost. For clusters with heartbeats (`tests/harness/links.py`).
         standstill_s: how long training stands for members that are silent; see `ClusterSettings`.
         drain_slow: see `ClusterSettings`.
-        coordinators: of several, one leads and the others stand by (`testing/standbys.py`); one is started again.
+        coordinators: of several, one leads and the others stand by (`tests/harness/standbys.py`); one is started again.
     """
 
     code: CodeSpec = CodeSpec(slots=3, k=2, r=1)

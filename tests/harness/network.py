@@ -1,6 +1,6 @@
 """A network in one process on a virtual clock, with a fault at any chosen message.
 
-For the simulated cluster (`torch_ecrec.testing`): nodes are the real ones, only their `Port` differs. Nothing sleeps,
+For the simulated cluster (`simulation.py`): nodes are the real ones, only their `Port` differs. Nothing sleeps,
 nothing is concurrent; the order of events follows from the seed. Requests and answers travel unordered, with a random
 delay; messages to and from the coordinator travel in order on a `Line` (a TCP connection each), now and then slowly.
 
@@ -73,8 +73,12 @@ class VirtualClock:
         self._count = 0
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
+        self.at(self.now_s + delay_s, action)
+
+    def at(self, time_s: float, action: Callable[[], None]) -> None:
+        """Events of one time happen in the order in which they were given."""
         self._count += 1
-        heapq.heappush(self._events, (self.now_s + delay_s, self._count, action))
+        heapq.heappush(self._events, (time_s, self._count, action))
 
     def advance(self) -> bool:
         """Does the next event; false if there is none."""
@@ -96,7 +100,7 @@ class Line:
         slow = self._random.random() < SLOW_LINE
         delay_s = self._random.uniform(*(SLOW_LINE_S if slow else LINE_S))
         self._last_s = max(self._last_s, self._clock.now_s + delay_s)
-        self._clock.later(self._last_s - self._clock.now_s, action)
+        self._clock.at(self._last_s, action)  # a delay would be rounded, and could let one overtake the one before
 
 
 @dataclass

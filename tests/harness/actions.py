@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations, product
 
-from torch_ecrec.testing.global_states import COORDINATOR, GlobalState
-from torch_ecrec.testing.local_states import LocalStates
-from torch_ecrec.testing.scenario import Scenario
-from torch_ecrec.testing.transitions import Action
+from harness.global_states import COORDINATOR, GlobalState
+from harness.local_states import LocalStates
+from harness.scenario import Scenario
+from harness.transitions import Action
 
 
 class Actions:

@@ -23,8 +23,17 @@ import functools
 import random
 from collections.abc import Sequence
 
+from harness.checkpoints import Shelf
+from harness.membership import RESTART_S, ControlPlane, VirtualConnection, VirtualProcess
+from harness.network import Fault, LocalNetwork
+from harness.result import SimulationResult
+from harness.scenario import Scenario
+from harness.standbys import StandbyPlane
+from harness.trainer_scripts import TrainerScripts
+from harness.verification import Verifier, check_parity, origin_of
 from torch_ecrec.client.client import Client
 from torch_ecrec.coordinator.coordinator import Coordinator
+from torch_ecrec.errors import Fenced, TrainersLost
 from torch_ecrec.layout import repair
 from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.protocol import messages
@@ -32,14 +41,6 @@ from torch_ecrec.protocol.messages import SlotPlace
 from torch_ecrec.server.service import Host
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.testing.checkpoints import Shelf
-from torch_ecrec.testing.membership import RESTART_S, ControlPlane, VirtualConnection, VirtualProcess
-from torch_ecrec.testing.result import SimulationResult
-from torch_ecrec.testing.scenario import Scenario
-from torch_ecrec.testing.standbys import StandbyPlane
-from torch_ecrec.testing.trainer_scripts import TrainerScripts
-from torch_ecrec.testing.verification import Verifier, check_parity, origin_of
-from torch_ecrec.transport.local import Fault, LocalNetwork
 
 EVENT_LIMIT = 400_000
 ENDING_S = 0.02  # from a trainer's death to that of the others, at most; new ones start `RESTART_S` later
@@ -129,11 +130,14 @@ class SimulatedCluster:
     def _start_trainers(self) -> None:
         """All of them, as torchrun does."""
         self.ending = False
-        job = self.scenario.job
-        relaunched = self.run.trainer_kills > 0
-        start = functools.partial(self.plane.start, "trainer", job=job, launch="launch", relaunched=relaunched)
+        job, (launch, relaunched) = self.scenario.job, self.launch()
+        start = functools.partial(self.plane.start, "trainer", job=job, launch=launch, relaunched=relaunched)
         self.ranks = [start(i) for i in range(self.scenario.trainers)]
         self.scripts.begin()
+
+    def launch(self) -> tuple[str, bool]:
+        """What the trainers that start now say of their launch, and whether it has started its trainers before."""
+        return "launch", self.run.trainer_kills > 0
 
     def known(self, process: VirtualProcess) -> messages.Known:
         """What its node tells a coordinator that it rejoins."""
@@ -164,9 +168,9 @@ class SimulatedCluster:
         elif name in self.clients:
             self.clients[name].on_control(word)
 
-    def on_fatal(self, process: VirtualProcess, word: messages.Fatal | messages.Refused) -> None:
-        """It is told to end. Who came too late, and has been taken for lost, joins as another."""
-        if word.kind == "fenced":
+    def on_over(self, process: VirtualProcess, error: BaseException) -> None:
+        """Its membership has ended. Who came too late, and has been taken for lost, joins as another."""
+        if isinstance(error, Fenced):
             self.run.fenced += 1
             self.plane.end(process)
             self.network.dead.add(process.name)
@@ -174,10 +178,10 @@ class SimulatedCluster:
                 self.start_server(process)
             else:
                 self._on_trainer_crash()
-        elif word.kind == "trainers_lost":
+        elif isinstance(error, TrainersLost):
             self.kill(process)
         else:
-            self.run.fatal = word.reason
+            self.run.fatal = str(error)
 
     def on_sent(self, number: int, connection: VirtualConnection) -> None:
         """Message `number` of the control channel is on its way: nothing happens, unless a test says so."""

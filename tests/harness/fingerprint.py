@@ -48,6 +48,8 @@ IGNORED: Mapping[str, frozenset[str]] = {
     "Rebuild": frozenset({"unpaid_bytes"}),
     # how far it has looked, and what was used since: words for people say so, nothing else
     "Scrubber": frozenset({"_used", "_kind", "_next", "scrubbed_bytes", "rounds", "damaged", "mended"}),
+    # the same in all states of a process
+    "Membership": frozenset({"join", "pace"}),
     # where it sends, what it announces, when it was called last, when it heard of a member last: leases end
     # when they are told to; which process a member is, its name says
     "Coordinator": frozenset({"_send", "_announce", "_gathering"}),

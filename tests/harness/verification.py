@@ -10,13 +10,13 @@ from typing import TypeGuard
 
 import numpy as np
 
+from harness.scenario import Scenario
 from torch_ecrec.client.client import Client
 from torch_ecrec.layout.stripes import StripeGroup
 from torch_ecrec.protocol.messages import SlotPlace
 from torch_ecrec.server.checkpoints import PINNED_STEPS
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.testing.scenario import Scenario
 
 WINDOW = Settings().window_steps
 BOUNDS = {  # in steps: what a slot or a trainer keeps at most

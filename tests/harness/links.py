@@ -24,10 +24,10 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from harness.membership import VirtualProcess
+from harness.result import SimulationResult
+from harness.simulation import SimulatedCluster
 from torch_ecrec.protocol import messages
-from torch_ecrec.testing.membership import VirtualProcess
-from torch_ecrec.testing.result import SimulationResult
-from torch_ecrec.testing.simulation import SimulatedCluster
 from torch_ecrec.transport.control import UNANSWERED_BY_COORDINATOR_S, UNANSWERED_S
 from torch_ecrec.transport.reachability import SILENT_S
 

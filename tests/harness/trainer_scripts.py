@@ -7,11 +7,8 @@ from typing import Any
 
 import torch
 
-from torch_ecrec.client.client import Client
-from torch_ecrec.layout.routing import Parts, Route
-from torch_ecrec.protocol import wire
-from torch_ecrec.testing.result import SimulationResult
-from torch_ecrec.testing.scenario import (
+from harness.result import SimulationResult
+from harness.scenario import (
     Load,
     Scenario,
     dense_after,
@@ -22,6 +19,9 @@ from torch_ecrec.testing.scenario import (
     payload_of,
     touched,
 )
+from torch_ecrec.client.client import Client
+from torch_ecrec.layout.routing import Parts, Route
+from torch_ecrec.protocol import wire
 
 
 class TrainerScripts:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from harness.scenario import Scenario
 from torch_ecrec.server.slot import Slot
-from torch_ecrec.testing.scenario import Scenario
 
 
 @dataclass

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_ecrec.testing.fingerprint import fingerprint
-from torch_ecrec.testing.global_states import Table
-from torch_ecrec.testing.processes import Call, Center, Process, Server, Trainer
+from harness.fingerprint import fingerprint
+from harness.global_states import Table
+from harness.processes import Call, Center, Process, Server, Trainer
 
 LIVE_PROCESSES = 4000  # kept as they are, so that not every one is made again
 

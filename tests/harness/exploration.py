@@ -1,7 +1,7 @@
 """Every order of messages, and every moment of a crash, of a very small cluster: all of its states, each one checked.
 
-    python -m torch_ecrec.testing.exploration                       # all of `EXPLORATIONS`: minutes
-    python -m torch_ecrec.testing.exploration --steps 1 --server-crashes 1 --free Push,Fold,Attach --limit 1000000
+    python -m harness.exploration                       # all of `EXPLORATIONS`: minutes
+    python -m harness.exploration --steps 1 --server-crashes 1 --free Push,Fold,Attach --limit 1000000
 
 The core is the real one (`processes.py`). A process is a machine: what it does follows from its state and the event.
 So a cluster's state is a tuple of numbers (the state of each process, what is under way), what an event does to a
@@ -44,15 +44,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from harness.actions import Actions
+from harness.global_states import COORDINATOR, Budget, GlobalState
+from harness.local_states import LocalStates
+from harness.pair_checks import check_client, check_slots
+from harness.processes import Oracle
+from harness.scenario import Load, Scenario
+from harness.transitions import Action, Transitions
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
-from torch_ecrec.testing.actions import Actions
-from torch_ecrec.testing.global_states import COORDINATOR, Budget, GlobalState
-from torch_ecrec.testing.local_states import LocalStates
-from torch_ecrec.testing.pair_checks import check_client, check_slots
-from torch_ecrec.testing.processes import Oracle
-from torch_ecrec.testing.scenario import Load, Scenario
-from torch_ecrec.testing.transitions import Action, Transitions
 
 
 def tiny(steps: int, loads: int = 0) -> Scenario:
@@ -270,9 +270,7 @@ def explore(exploration: Exploration, limit: int = 10**9, seconds: float = 1e9) 
 
 def arguments() -> argparse.Namespace:
     assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        prog="python -m torch_ecrec.testing.exploration", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m harness.exploration", description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--loads", type=int, default=0, choices=(0, 1, 2), help="steps that load initial values")
     parser.add_argument("--server-crashes", type=int, default=0)
