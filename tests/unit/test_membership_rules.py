@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from torch_ecrec.errors import ClusterUnavailable, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.protocol import membership, messages
+from torch_ecrec.protocol.bounds import NO_SECRET
 from torch_ecrec.protocol.membership import (
     Build,
     Close,
