@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from torch_ecrec.errors import ClusterUnavailable, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.protocol import membership, messages
+from torch_ecrec.protocol.bounds import NO_SECRET
 from torch_ecrec.protocol.membership import (
     Build,
     Close,
@@ -132,7 +133,7 @@ def test_a_coordinator_that_does_not_answer_is_given_up_and_what_it_waits_for_is
     [
         (messages.Refused("refused", "as ordered"), JoinRefused, "refused by the cluster at there:1: as ordered"),
         (messages.Refused("data_loss", "as ordered"), DataLoss, "refused by the cluster at there:1: as ordered"),
-        (messages.Refused(messages.NO_SECRET, "has one"), JoinRefused, "the coordinator at there:1 has one"),
+        (messages.Refused(NO_SECRET, "has one"), JoinRefused, "the coordinator at there:1 has one"),
         (messages.Fatal("stopped", "as ordered"), ClusterUnavailable, "as ordered"),
         (messages.Loaded(3), ClusterUnavailable, "the coordinator sent what cannot be: Loaded: before a welcome"),
     ],

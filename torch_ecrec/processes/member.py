@@ -291,6 +291,8 @@ class Member:
         assert self._control is not None  # it was welcomed there
         transport = self.transport = kind(self.name, self.node.handle, self._control.local_host, self.on_error)
         self._let(lambda rules: rules.built(transport.endpoint))
+        if self._over.is_set():  # it took too long, and `close` may not have seen the transport
+            transport.close()
 
     def _follow(self, roster: messages.Roster) -> None:
         assert self.transport is not None

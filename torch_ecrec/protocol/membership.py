@@ -40,7 +40,7 @@ from msgspec.structs import replace
 
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.bounds import Address, Role
+from torch_ecrec.protocol.bounds import NO_SECRET, Address, Role
 from torch_ecrec.protocol.build import own_build
 from torch_ecrec.protocol.messages import BadMessage
 from torch_ecrec.spec.job import CodeSpec, JobSpec
@@ -508,7 +508,7 @@ class Membership:
                 self.end(JoinRefused(f"{self._where} takes it for no member: {word.reason}"))
             elif not self.is_over:  # a message, not the membership
                 self._note(logging.ERROR, f"{self.name}: the coordinator refused a message: {word.reason}", True)
-        elif word.kind == messages.NO_SECRET:
+        elif word.kind == NO_SECRET:
             self.end(JoinRefused(f"{self._where} {word.reason}"))
         else:
             refusal = DataLoss if word.kind == "data_loss" else JoinRefused

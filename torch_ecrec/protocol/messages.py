@@ -452,9 +452,6 @@ class Welcome(Said, frozen=True, tag="welcome"):
     restored: Restored | None = None
 
 
-NO_SECRET = "no_secret"  # the kind of a refusal: who joins does not know the cluster's
-
-
 class Refused(Said, frozen=True, tag="refused"):
     """Kinds: `refused`, a message counts for nothing; `other_build`, no message of that process will count; else why a
     join is refused.

@@ -46,7 +46,7 @@ from typing import Any
 import msgspec
 
 from torch_ecrec.errors import ClusterUnavailable
-from torch_ecrec.protocol.messages import NO_SECRET
+from torch_ecrec.protocol.bounds import NO_SECRET
 from torch_ecrec.runtime.addresses import family_of, text_of
 from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.runtime.threads import Worker, log_error
