@@ -337,7 +337,8 @@ class Member:
         self._let(lambda rules: stays_s.append(rules.leave()))
         with self._changed:
             self._changed.wait_for(lambda: self._rules.has_parted, stays_s[0])
-        self._let(lambda rules: rules.part())
+        with self._telling:  # what another thread is saying is said before
+            self._let(lambda rules: rules.part())
         self._beats.timers.close()
         self._timers.close()
         if self.transport is not None:
