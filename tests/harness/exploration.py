@@ -1,6 +1,6 @@
 """Every order of messages, and every moment of a crash, of a very small cluster: all of its states, each one checked.
 
-    python -m harness.exploration                       # all of `EXPLORATIONS`: minutes
+    cd tests; python -m harness.exploration             # all of `EXPLORATIONS`: minutes
     python -m harness.exploration --steps 1 --server-crashes 1 --free Push,Fold,Attach --limit 1000000
 
 The core is the real one (`processes.py`). A process is a machine: what it does follows from its state and the event.

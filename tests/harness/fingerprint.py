@@ -49,7 +49,7 @@ IGNORED: Mapping[str, frozenset[str]] = {
     # how far it has looked, and what was used since: words for people say so, nothing else
     "Scrubber": frozenset({"_used", "_kind", "_next", "scrubbed_bytes", "rounds", "damaged", "mended"}),
     # the same in all states of a process
-    "Membership": frozenset({"join", "pace"}),
+    "Membership": frozenset({"join", "pace", "_where", "_named"}),
     # where it sends, what it announces, when it was called last, when it heard of a member last: leases end
     # when they are told to; which process a member is, its name says
     "Coordinator": frozenset({"_send", "_announce", "_gathering"}),

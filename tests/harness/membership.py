@@ -372,7 +372,7 @@ class ControlPlane:
         if isinstance(step, Connect):
             self._try(process, now_s + step.limit_s)
         elif step.until_s < math.inf and not process.dead:
-            self.clock.later(step.until_s - now_s, lambda: self._go_on(process))
+            self.clock.at(step.until_s, lambda: self._go_on(process))
 
     def _try(self, process: VirtualProcess, until_s: float) -> None:
         """It tries to connect, again and again."""

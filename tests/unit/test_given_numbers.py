@@ -134,8 +134,6 @@ _INNER = {
     "Merged",
     "Field",
     "Schema",
-    "Fault",
-    "LocalNetwork",
 }
 """Records that look at what they are made of, and are made of what others have taken."""
 

@@ -291,6 +291,8 @@ class Member:
         assert self._control is not None  # it was welcomed there
         transport = self.transport = kind(self.name, self.node.handle, self._control.local_host, self.on_error)
         self._let(lambda rules: rules.built(transport.endpoint))
+        if self._over.is_set():  # it took too long, and `close` may not have seen the transport
+            transport.close()
 
     def _follow(self, roster: messages.Roster) -> None:
         assert self.transport is not None
@@ -335,7 +337,8 @@ class Member:
         self._let(lambda rules: stays_s.append(rules.leave()))
         with self._changed:
             self._changed.wait_for(lambda: self._rules.has_parted, stays_s[0])
-        self._let(lambda rules: rules.part())
+        with self._telling:  # what another thread is saying is said before
+            self._let(lambda rules: rules.part())
         self._beats.timers.close()
         self._timers.close()
         if self.transport is not None:

@@ -18,7 +18,7 @@ FIGURES_MOST = 40  # in a progress report
 TEXT_MOST = 200
 PLACES_MOST = 100  # that are named of what is damaged
 SHOWN_MOST = 200  # characters of a reason
-NO_SECRET = "no_secret"  # the kind of a refusal: who joins does not know the cluster's secret
+NO_SECRET = "no_secret"  # the kind of a refusal that a connection says by itself: here, where nothing loads torch
 
 Count = Annotated[int, Meta(ge=0, le=COUNT_MOST)]
 Version = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # what a coordinator says: above what members have told it
