@@ -17,9 +17,8 @@ from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.storage.ahead import read_ahead
 from torch_ecrec.storage.catalog import Catalog
-from torch_ecrec.storage.manifest import Manifest
 from torch_ecrec.storage.restoring import records_of, require_same_model
-from torch_ecrec.storage.saves import Save, Saves
+from torch_ecrec.storage.saves import Saves
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +118,7 @@ def slot_records(renewal: Renewal, job: JobSpec, slot: int) -> Iterator[tuple[in
     catalog = Catalog(renewal.url)
     manifest = catalog.read(renewal.folder)
     saves = Saves(catalog.location).on(renewal.folder, [name for name, _ in renewal.saves])
-    read: list[Manifest | Save] = [*catalog.chain(manifest), *saves]
+    read = [*catalog.chain(manifest), *saves]
     for one in read:
         require_same_model(one, job)
     layouts = [layout_of(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs]
