@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import gc
 import hashlib
 import logging
@@ -29,13 +30,13 @@ from types import TracebackType
 from torch_ecrec import codec, records
 from torch_ecrec.client import pooling
 from torch_ecrec.client.client import Client
-from torch_ecrec.client.session import Session
+from torch_ecrec.client.session import Beginning, Session
 from torch_ecrec.errors import ClusterError, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.layout import routing, stripes
 from torch_ecrec.observe.text import format_gathering
 from torch_ecrec.processes.member import Member, exit_code_of
 from torch_ecrec.processes.part_reader import FileReader
-from torch_ecrec.processes.restoring import StoredCheckpoint
+from torch_ecrec.processes.restoring import dense_model
 from torch_ecrec.processes.scribe import FileScribe
 from torch_ecrec.processes.supervisor import Supervisor, await_trainers
 from torch_ecrec.protocol import messages
@@ -262,8 +263,10 @@ class _Trainer:
     def _make(self, name: str, member: Member, code: CodeSpec) -> Node:
         agreed = JobSpec(self._job.tables, code, self._job.trainers, self._job.seed)
         client = Client(name, member, agreed, self._trainer, self._settings, self._snapshot_every)
-        checkpoint = None if member.restored is None else StoredCheckpoint(member.restored)
-        session = Session(client, member.tell, lambda: self._close(member), member.restarted, checkpoint)
+        restored, begins = member.restored, None
+        if restored is not None:
+            begins = Beginning(restored.done, functools.partial(dense_model, restored))
+        session = Session(client, member.tell, lambda: self._close(member), member.restarted, begins)
         self._sessions.append(session)
         session.look_out()
         return client

@@ -23,7 +23,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, Fenced, JoinRefused, TrainersLost
+from torch_ecrec.errors import (
+    CheckpointError,
+    ClusterError,
+    ClusterUnavailable,
+    DataLoss,
+    Fenced,
+    JoinRefused,
+    TrainersLost,
+)
 from torch_ecrec.processes.heartbeats import Heartbeats
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.build import own_build
@@ -74,7 +82,12 @@ KINDS = {
 SAY_FIRST_S, SAY_AGAIN_S = 1.0, 5.0  # that there is no coordinator yet
 REJOIN_LEAST_S, REJOIN_MOST_S = 0.05, 1.0  # between two attempts to join, where connections end at once
 LOOK_S, LOOK_PART = 10.0, 0.25  # whether anybody answers there, is looked at so often, and in such parts of `give_up_s`
-ENDS: dict[str, type[ClusterError]] = {"data_loss": DataLoss, "trainers_lost": TrainersLost, "fenced": Fenced}
+ENDS: dict[str, type[ClusterError]] = {
+    "data_loss": DataLoss,
+    "checkpoint": CheckpointError,
+    "trainers_lost": TrainersLost,
+    "fenced": Fenced,
+}
 
 
 class Member:

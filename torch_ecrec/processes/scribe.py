@@ -19,6 +19,7 @@ from typing import Any
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.checkpointing import Finished, Restorable, attempt_of, run_of
 from torch_ecrec.errors import CheckpointError
+from torch_ecrec.processes.restoring import restored_of
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.runtime.threads import Worker, log_error
@@ -359,8 +360,7 @@ class FileLedger:
                 for catalog, manifest in self._candidates(run, began_with):
                     why = _fault_of(catalog, manifest, looking.beat if read else None)
                     if not why:
-                        restored = messages.Restored(catalog.url, manifest.id, manifest.done)
-                        looking.end((restored, manifest.spec), "")
+                        looking.end((restored_of(catalog, manifest), manifest.spec), "")
                         return
                     log.warning("checkpoint %s is passed over: %s", manifest.id, why)
             except Exception as error:  # this thread has no caller
