@@ -181,3 +181,12 @@ def test_where_not_all_know_that_it_has_ended_trainers_begin_again() -> None:
     after = next_one(before, **{"server-1": {"placement": early}})
     assert not after.core.restores and after.core.origin == 0 and after.core.going_back is not None
     assert told(after, "trainer-0", "fatal")[-1]["kind"] == "trainers_lost"
+
+
+def test_that_weights_are_rounded_is_told_to_all_and_shown() -> None:
+    h = Harness()
+    rounded = Restored("memory://somewhere", "000000000010-a-1-1", 10, inexact="rounded to 4 bits")
+    h = Harness(restore=(rounded, h.job)).start()
+    assert told(h, "trainer-1", "known_inexact")[-1]["known"] == [[10, "rounded to 4 bits"]]
+    assert [(one.step, one.what) for one in h.core.status(h.now_s).inexact] == [(10, "rounded to 4 bits")]
+    assert [event["what"] for event in h.events if event["event"] == "not_exact"] == ["rounded to 4 bits"]
