@@ -31,7 +31,7 @@ from torch_ecrec.layout.routing import Parts, Route, arrange
 from torch_ecrec.observe.text import format_gathering, trainers_named
 from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.status import Gathering, Report, WaitedFor
-from torch_ecrec.records.quantised import restore
+from torch_ecrec.records.quantised import unpack
 from torch_ecrec.runtime.lifetime import belongs_here
 
 log = logging.getLogger(__name__)
@@ -245,7 +245,7 @@ class Session:
         lookup = functools.partial(self.client.lookup, int8=int8)
         weights: list[Parts] = self._run_and_wait(lookup, self._route(rows), what=what)
         if int8:
-            return [[torch.from_numpy(restore(part_UB.numpy())) for part_UB in parts] for parts in weights]
+            return [[torch.from_numpy(unpack(part_UB.numpy())) for part_UB in parts] for parts in weights]
         return weights
 
     def look_ahead(self, rows: Sequence[Tensor]) -> None:

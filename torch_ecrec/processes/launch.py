@@ -46,7 +46,7 @@ from torch_ecrec.runtime.lifetime import end_at_once, end_if_it_hangs, ends_with
 from torch_ecrec.server.service import Host
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import LAUNCH_MOST, Settings, loss_mark, restarts, torchrun_launch
-from torch_ecrec.storage import quantised, row_ids, seen
+from torch_ecrec.storage import row_ids, seen
 from torch_ecrec.transport.node import Node
 from torch_ecrec.transport.whereabouts import status_of
 
@@ -71,7 +71,6 @@ def warm() -> None:
     routing.warm()
     pooling.warm()
     records.warm()
-    quantised.warm()
     row_ids.warm()
     seen.warm()
     byte_sums.warm()

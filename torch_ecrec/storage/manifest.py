@@ -47,7 +47,8 @@ class Encoding(Struct, frozen=True, forbid_unknown_fields=True):
     """How records are written.
 
     Attributes:
-        bits: of a weight, where rows are quantised (`quantised.py`); 0: weights are exact. Optimizer state always is.
+        bits: of a weight, where rows are quantised (`records/quantised.py`); 0: weights are exact. Optimizer state is
+            always exact.
         zstd: level of compression of every block, 1 (fast) to 22; 0: none.
     """
 
