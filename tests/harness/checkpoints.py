@@ -49,7 +49,9 @@ class Shelf:
         parts: (folder, slot) -> what was written last under that name.
         counts: those that count, in their order; `saves`: prioritised saves that were written whole.
         begun: (slot, life) of those that began anew -> the prioritised saves that it has read, oldest first.
-        failing: says whether the next write fails, and why.
+        failing: says whether the next write, or read, fails, and why.
+        hangs: what fails may be there later.
+        others: folder -> records of checkpoints of other runs, of each slab (rows, B) uint8.
     """
 
     def __init__(self, clock: VirtualClock, seed: int, job: JobSpec) -> None:
@@ -59,6 +61,8 @@ class Shelf:
         self.counts: list[Finished] = []
         self.saves: list[Finished] = []
         self.begun: dict[tuple[int, int], list[str]] = {}
+        self.hangs = False
+        self.others: dict[str, list[torch.Tensor]] = {}
         self.writes = 0
         self.failing: Callable[[int], str] = lambda write: ""
         self.on_write: Callable[[int, str], None] = lambda write, what: None
@@ -156,14 +160,15 @@ class _VirtualReader:
         slot: int,
         take: Callable[[int, Positions, Bytes], None],
         done: Callable[[], None],
-        failed: Callable[[str], None],
+        failed: Callable[[str, bool], None],
     ) -> _VirtualWriting:
         """See `CheckpointReader`. A slab at a time."""
         reading = _VirtualWriting()
         names = [name for name, _ in renewal.saves]
         life = next(life for other, life, _ in renewal.lives if other == slot)
         self._shelf.begun[slot, life] = names
-        records = self._shelf.records(job, self._shelf.find(renewal.folder), names)
+        if (records := self._shelf.others.get(renewal.folder, [])) == []:
+            records = self._shelf.records(job, self._shelf.find(renewal.folder), names)
         slabs = list(enumerate(layouts_of(job.code, job)))
 
         def go_on(reason: str) -> None:
@@ -172,7 +177,7 @@ class _VirtualReader:
 
         def go_on_inside(reason: str) -> None:
             if reason:
-                failed(reason)
+                failed(reason, self._shelf.hangs)
             elif not slabs:
                 done()
             else:

@@ -94,6 +94,7 @@ class SimulatedCluster:
         self.ending = False  # a trainer died: the others are being ended, and all started again
         self.random_coordinator_kills = scenario.random_coordinator_kills
         self.placed: list[SlotPlace] = []  # as the coordinator knew them last
+        self._restores = False  # likewise
         self.servers_started = 0
         for _ in range(scenario.code.slots + scenario.spares):
             self.start_server()
@@ -110,8 +111,14 @@ class SimulatedCluster:
     @property
     def slots_known(self) -> list[SlotPlace]:
         """The coordinator's placement, or that of the one before while it does not know."""
-        self.placed = self.coordinator.slots or self.placed
+        if self.coordinator.slots:
+            self.placed, self._restores = self.coordinator.slots, self.coordinator.restores
         return self.placed
+
+    @property
+    def restores(self) -> bool:
+        """As the coordinator said last: slots get their records of the checkpoint that the cluster begins with."""
+        return bool(self.slots_known) and self._restores
 
     def kill_coordinator(self) -> None:
         """It is gone, and another one comes soon, which knows nothing."""
@@ -207,6 +214,8 @@ class SimulatedCluster:
         if name not in self.hosts:
             return False
         placed = enumerate(self.slots_known)
+        if self.restores:  # who is lost reads the checkpoint elsewhere
+            return True
         gone = {i for i, p in placed if not p.healthy or p.server in self.network.dead or p.server == name}
         return not any(repair.unrecoverable_bases(layout, gone) for layout in self.layouts)
 

@@ -33,13 +33,11 @@ from harness.network import CRASH_COORDINATOR, CRASHES
 from harness.scenario import LOADS, Load, small_tables
 from virtual_trainers import Kill, OnShelf, Trainers, TurnsSession, assert_same_after
 
-from torch_ecrec.client import loading
 from torch_ecrec.client.client import Client
 from torch_ecrec.client.session import Session
 from torch_ecrec.coordinator import going_back
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings
 
@@ -210,11 +208,6 @@ STEPS, TRAINERS = 4, 2
 JOB = JobSpec(small_tables(), CodeSpec(3, 2, 1), TRAINERS, 7)
 
 
-@pytest.fixture(autouse=True)
-def small_portions(monkeypatch):
-    monkeypatch.setattr(loading, "LOAD_BYTES", 7 * 16)
-
-
 def loading_script(seen, rank, session: TurnsSession):
     """Has initial values of its own, reads, loads all tables twice in portions, each trainer its rows, and trains."""
     dense, first = begin(rank, session, torch.ones(1, dtype=torch.float64))
@@ -258,14 +251,9 @@ class LoadingEarly(Trainers):
     """Trainers with such a script, over real sessions; `checkpoint`: that the cluster begins with."""
 
     def __init__(self, checkpoint=None, **more):
-        self._checkpoint, self.seen = checkpoint, {}
-        if checkpoint is not None:
-            more["restore"] = Restored("memory://shelf", "shelf", checkpoint.done), JOB
+        self.seen = {}
         script = restored_script if checkpoint is not None else loading_script
-        super().__init__(JOB, functools.partial(script, self.seen), **more)
-
-    def session_of(self, client, process):
-        return TurnsSession(client, lambda message: None, lambda: None, process.restarted, self._checkpoint)
+        super().__init__(JOB, functools.partial(script, self.seen), begins=checkpoint, **more)
 
 
 def restored_script(seen, rank, session: TurnsSession):
@@ -317,7 +305,8 @@ PAUSES = (0, 9, 35)  # messages between two that are lost
 def test_sessions_of_trainers_that_are_lost(who, restored, every):
     """A script that was started again does what it did at first: its session does not tell it that values are there."""
     right, became = undisturbed(restored), Counter()
-    for turn, at in enumerate(range(20, len(right.network.sent), every)):
+    apart = max(1, every * 2 // 3) if restored else every
+    for turn, at in enumerate(range(20, len(right.network.sent), apart)):
         for later in PAUSES if every == 1 and len(LOST[who]) > 1 else PAUSES[turn % 3 :][:1]:
             kills = [Kill(name, which, at + later * i) for i, (name, which) in enumerate(LOST[who])]
             run = LoadingEarly(written() if restored else None, kills=kills, spares=2, reborn=True)
@@ -326,7 +315,8 @@ def test_sessions_of_trainers_that_are_lost(who, restored, every):
             assert_same_after(run, right, CHECKPOINT_AT if restored else 0)
             became["fired"] += len(run.fired) == len(kills)
             became["lives"] += run.lives
-            became["anew"] += run.seen["anew"] > 0
+            anew = all(place.incarnation for place in run.coordinator.slots) if restored else run.seen["anew"] > 0
+            became["anew"] += anew
     print(dict(became))
     assert became["lives"] > became["fired"] > 5 and became["anew"] > 3
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from coordinator_harness import Harness, durable, go_back, known, reach, rejoin, told
 
-from torch_ecrec.protocol.messages import Restored
-
 
 def test_lost_trainers_are_awaited_while_the_servers_go_back() -> None:
     h = Harness().start()
@@ -163,19 +161,6 @@ def test_trainers_that_left_are_done_and_new_ones_go_on_from_there() -> None:
     assert h.core.fatal is None and h.core.era == 0
     h.trainer(0, again=True)
     assert h.core.era == 1 and h.core.going_back is not None
-
-
-def test_others_hear_of_any_trainer_that_leaves_without_its_share_of_a_checkpoint() -> None:
-    """Each loads a share of it, and the others wait for that."""
-    h = Harness()
-    begins = (Restored("memory://somewhere", "000000000010-a-1-1", 10), h.job)
-    for loaded in (False, True):
-        restoring = Harness(restore=begins).start()
-        if loaded:
-            restoring.say("trainer-0", type="loaded", origin=7)
-        restoring.say("trainer-1", type="leave")
-        reasons = [message["reason"] for message in told(restoring, "trainer-0", "fatal")]
-        assert reasons == ([] if loaded else ["trainer-1 left before it had loaded its share of the checkpoint"])
 
 
 def test_others_hear_of_trainer_0_that_leaves_without_loading() -> None:

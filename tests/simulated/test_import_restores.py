@@ -17,16 +17,16 @@ import torch
 from dependent_steps import begin, train
 from harness.membership import VirtualProcess
 from harness.scenario import small_tables
-from kept import random_records
+from kept import random_records, read_by_slots
 from thinned import in_turns
-from virtual_trainers import Kill, OnShelf, Trainers, TurnsSession
+from virtual_trainers import Kill, Trainers, TurnsSession
 
-from torch_ecrec.client import loading
 from torch_ecrec.client.client import Client
+from torch_ecrec.client.session import Beginning
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.checkpointing import Restorable
 from torch_ecrec.layout.stripes import layout_of
-from torch_ecrec.processes.restoring import StoredCheckpoint
+from torch_ecrec.processes.restoring import dense_model
 from torch_ecrec.processes.scribe import FileLedger
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.records.positions import Bytes
@@ -43,7 +43,6 @@ CODES = [CodeSpec(3, 2, 1), CodeSpec(5, 3, 2), CodeSpec(2, 1, 1)]
 
 @pytest.fixture(autouse=True)
 def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "LOAD_BYTES", 7 * 16)
     monkeypatch.setattr(importing, "PORTION_BYTES", 5 * 16)
 
 
@@ -63,14 +62,23 @@ class FromMemory:
         return found
 
 
+class Imported:
+    """What was imported, as those read it who begin with it: servers records, trainers the dense model."""
+
+    def __init__(self, restored: Restored) -> None:
+        self.restored, self.done = restored, restored.done
+        self.beginning = Beginning(restored.done, functools.partial(dense_model, restored))
+        self.records = [torch.from_numpy(records_RB) for records_RB in read_by_slots(restored, JOB)[0]]
+
+
 @functools.cache
-def imported() -> StoredCheckpoint:
+def imported() -> Imported:
     url = "memory://imported"
     layouts = [layout_of(JOB.code.slots, JOB.code.k, JOB.code.parities, slab.rows) for slab in JOB.slabs]
     dense = np.frombuffer(np.float64(DENSE).tobytes(), np.uint8)
     parts = [([0], dense)] * TRAINERS
     manifest = importing.write(Catalog(url), JOB, FromMemory(), parts, lambda slab, rows: layouts[slab].locate(rows)[0])
-    return StoredCheckpoint(Restored(url, manifest.id, 0))
+    return Imported(Restored(url, manifest.id, 0))
 
 
 def script(rank: int, session: TurnsSession) -> None:
@@ -87,11 +95,11 @@ class Restoring(Trainers):
     """Trainers of a cluster that begins with it."""
 
     def __init__(self, code: CodeSpec, **more: Any) -> None:
-        begins = Restored("memory://imported", imported()._restored.folder, 0), JOB
-        super().__init__(JOB, script, code=code, restore=begins, **more)
+        super().__init__(JOB, script, code=code, restore=(imported().restored, JOB), **more)
+        self.shelf.others[imported().restored.folder] = imported().records
 
-    def session_of(self, client: Client, process: VirtualProcess) -> TurnsSession:
-        return TurnsSession(client, lambda message: None, lambda: None, process.restarted, imported())
+    def checkpoint_of(self, folder: str) -> Any:
+        return imported() if folder == imported().restored.folder else super().checkpoint_of(folder)
 
 
 @functools.cache
@@ -143,7 +151,7 @@ def sweep(code: CodeSpec, every: int, *lost: tuple[str, int]) -> Counter[str]:
 
 @pytest.mark.parametrize("who", LOST)
 def test_somebody_is_lost_at_messages_of_it(who: str) -> None:
-    fired = sweep(CodeSpec(3, 2, 1), 29, *LOST[who])
+    fired = sweep(CodeSpec(3, 2, 1), 17, *LOST[who])
     assert all(fired[name] > 5 for name, _ in LOST[who]), fired
 
 
@@ -168,7 +176,7 @@ def somebody_elses() -> str:
     parts = [([0], np.zeros(8, np.uint8))] * TRAINERS
     catalog = Catalog("memory://imported")
     other = importing.write(catalog, JOB, Nothing(), parts, lambda slab, rows: layouts[slab].locate(rows)[0])
-    assert catalog.newest().id == other.id != imported()._restored.folder
+    assert catalog.newest().id == other.id != imported().restored.folder
     return other.id
 
 
@@ -190,6 +198,7 @@ class Beyond(Restoring):
         again: dict[str, Any] = {"every_steps": own_after, "beyond": "checkpoint", "again_s": (0.01,)}
         super().__init__(code, checkpoint=CheckpointSettings("memory://imported", **again), **more)
         self.backs: list[str] = []  # to which, each time
+        self.restoring = 0  # losses that were none: servers were restoring still
         files = FileLedger(CheckpointSettings("memory://imported", **again), lambda: JOB, lambda act: act())
         own = self.shelf.newest
 
@@ -211,12 +220,8 @@ class Beyond(Restoring):
         self.tick_often()
 
     def session_of(self, client: Client, process: VirtualProcess) -> TurnsSession:
-        restored = process.restored
-        assert restored is not None, "it has begun with one"
-        own = next((one for one in self.shelf.counts if one.folder == restored.folder), None)
-        checkpoint = imported() if own is None else OnShelf(self.shelf, JOB, own)
-        assert own is not None or restored.folder == imported()._restored.folder
-        return TurnsSession(client, lambda message: None, lambda: None, process.restarted, checkpoint)
+        assert process.restored is not None, "it has begun with one"
+        return super().session_of(client, process)
 
     def _kill(self, kill: Kill) -> bool:
         if kill.who != "beyond":
@@ -224,6 +229,7 @@ class Beyond(Restoring):
         servers = {place.server for place in self.coordinator.slots[: kill.which]}
         if len(servers) < kill.which or not self.plane.lives or self.coordinator.goes_back:
             return False
+        self.restoring += self.restores
         for server in servers - self.network.dead:
             self.network.kill(server)
         return True
@@ -239,13 +245,15 @@ LATER = {
 
 def sweep_beyond(every: int, *more: tuple[str, int], later: int = 40, own_after: int = 1000) -> Counter[str]:
     fired: Counter[str] = Counter()
-    for at in range(0, len(Restoring(JOB.code).go().network.sent), every):
+    messages = len(Restoring(JOB.code).go().network.sent) * (2 if own_after < STEPS else 1)
+    for at in range(0, messages, every):
         kills = [Kill("beyond", 2, at), *(Kill(who, which, at + later) for who, which in more)]
         run = Beyond(own_after=own_after, reborn=True, kills=kills).go()
         check(run)
         fired.update(kill.who for kill in run.fired)
-        fired["to the imported one"] += run.backs.count(imported()._restored.folder)
+        fired["to the imported one"] += run.backs.count(imported().restored.folder)
         fired["to its own"] += sum(folder in {one.folder for one in run.shelf.counts} for folder in run.backs)
+        fired["beyond"] -= run.restoring
         assert fired["to the imported one"] + fired["to its own"] == fired["beyond"], run.backs
     return fired
 
@@ -261,6 +269,6 @@ def test_when_all_is_lost_before_the_first_own_checkpoint_all_go_back_to_the_imp
 
 
 def test_once_there_is_an_own_one_they_go_back_to_that() -> None:
-    fired = sweep_beyond(11, own_after=2)
+    fired = sweep_beyond(17, own_after=1)
     print(fired)
     assert fired["to the imported one"] > 2 and fired["to its own"] > 2

@@ -14,27 +14,15 @@ from typing import Any
 import pytest
 import torch
 from dependent_steps import begin, train
-from harness.membership import VirtualProcess
 from harness.scenario import small_tables
 from thinned import in_turns
 from virtual_trainers import Kill, OnShelf, Trainers, TurnsSession, assert_same_after
 
-from torch_ecrec.client import loading
-from torch_ecrec.client.client import Client
-from torch_ecrec.client.loading import Checkpoint
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
-from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 
 STEPS, TRAINERS = 9, 2
 JOB = JobSpec(small_tables(), CodeSpec(3, 2, 1), TRAINERS, 7)
-PORTION_BYTES = 7 * 16  # of those that are sent
-
-
-@pytest.fixture(autouse=True)
-def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restore takes several steps, and not as many of each trainer."""
-    monkeypatch.setattr(loading, "LOAD_BYTES", PORTION_BYTES)
 
 
 def script(rank: int, session: TurnsSession) -> None:
@@ -47,13 +35,8 @@ def script(rank: int, session: TurnsSession) -> None:
 class Restoring(Trainers):
     """Trainers of a cluster that begins with a checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint, code: CodeSpec, **more: Any) -> None:
-        self._checkpoint = checkpoint
-        begins = Restored("memory://shelf", "shelf", checkpoint.done), JOB
-        super().__init__(JOB, script, code=code, restore=begins, **more)
-
-    def session_of(self, client: Client, process: VirtualProcess) -> TurnsSession:
-        return TurnsSession(client, lambda message: None, lambda: None, process.restarted, self._checkpoint)
+    def __init__(self, checkpoint: OnShelf, code: CodeSpec, **more: Any) -> None:
+        super().__init__(JOB, script, code=code, begins=checkpoint, **more)
 
 
 class Beyond(Trainers):
@@ -63,11 +46,6 @@ class Beyond(Trainers):
         again: dict[str, Any] = {"every_steps": 2, "policy": "consecutive", "beyond": "checkpoint", "again_s": (0.01,)}
         super().__init__(JOB, script, checkpoint=CheckpointSettings("memory://shelf", **again), **more)
         self.tick_often()
-
-    def session_of(self, client: Client, process: VirtualProcess) -> TurnsSession:
-        restored = process.restored
-        checkpoint = None if restored is None else OnShelf(self.shelf, JOB, self.shelf.find(restored.folder))
-        return TurnsSession(client, lambda message: None, lambda: None, process.restarted, checkpoint)
 
     def _kill(self, kill: Kill) -> bool:
         if kill.who == "coordinator" and not self.shelf.counts:

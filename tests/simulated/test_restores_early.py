@@ -1,6 +1,6 @@
-"""A restore, where servers begin with zeros in the place of initial values: coordinators that are lost before there is
-a placement and after, a slot that moves before the restore has ended, two servers lost in it, tables of 16 bits, slots
-without rows. All ends as in the run that the checkpoint is of.
+"""A restore: coordinators that are lost before there is
+a placement and after, a server that is drained, whoever is lost while servers read, a store that fails, tables of 16
+bits, slots without rows. All ends as in the run that the checkpoint is of.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ from typing import Any
 import pytest
 import torch
 from dependent_steps import begin, train
-from harness.membership import VirtualProcess
 from harness.scenario import half_tables, small_tables
 from virtual_trainers import Kill, OnShelf, Trainers, TurnsSession, assert_same_after
 
-from torch_ecrec.client import loading
-from torch_ecrec.client.client import Client
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
-from torch_ecrec.protocol.messages import Restored
+from torch_ecrec.server.renewing import AGAIN_S
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
 
 STEPS, TRAINERS = 6, 2
@@ -26,11 +23,6 @@ ADAM, SGD = OptimizerSpec("adam", lr=0.1), OptimizerSpec("sgd", lr=0.1)
 TINY = (TableSpec("a", 1, 3, -1, 1, ADAM, "float16"), TableSpec("b", 2, 5, -1, 1, SGD, "bfloat16"))  # fewer than slots
 JOBS = {"plain": small_tables(), "halves": half_tables(), "tiny": TINY}
 CODE, TWO_PARITIES = CodeSpec(3, 2, 1), CodeSpec(5, 3, 2)
-
-
-@pytest.fixture(autouse=True)
-def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "LOAD_BYTES", 7 * 16)
 
 
 def script(rank: int, session: TurnsSession) -> None:
@@ -57,6 +49,8 @@ class Restoring(Trainers):
     Args:
         coordinators: at which events one is lost, placement or not.
         drains_at: after how many messages a slot's server is drained.
+        at_read: who is lost at which read of the store.
+        moved: slots that moved, and how many of them before the restore had ended.
     """
 
     def __init__(
@@ -65,16 +59,22 @@ class Restoring(Trainers):
         code: CodeSpec = CODE,
         coordinators: tuple[int, ...] = (),
         drains_at: int | None = None,
+        at_read: dict[int, Kill] | None = None,
         **more: Any,
     ) -> None:
-        self._checkpoint, self.early = written(tables)[1], 0  # coordinators, before there was a placement
-        self.restoring = self.moved = 0  # losses, moves before the restore had ended
+        self.early = 0  # coordinators, before there was a placement
+        self.restoring, self.drained = 0, False  # losses before the restore had ended; whether that was in it
+        self._at_read = dict(at_read or {})
         self._coordinators, self._drains_at = list(coordinators), drains_at
-        begins = Restored("memory://shelf", "shelf", self._checkpoint.done), job_of(tables)
-        super().__init__(job_of(tables), script, code=code, restore=begins, **more)
+        super().__init__(job_of(tables), script, code=code, begins=written(tables)[1], **more)
+        self.shelf.on_write = self._on_read
+        self.reads = 0
 
-    def session_of(self, client: Client, process: VirtualProcess) -> TurnsSession:
-        return TurnsSession(client, lambda message: None, lambda: None, process.restarted, self._checkpoint)
+    def _on_read(self, number: int, what: str) -> None:
+        if "read" in what:
+            if self.reads in self._at_read:
+                self.kills_to_come.insert(0, self._at_read.pop(self.reads))
+            self.reads += 1
 
     def _idle(self) -> bool:
         if self._coordinators and self.events >= self._coordinators[0] and self.plane.lives:
@@ -83,14 +83,13 @@ class Restoring(Trainers):
             self.kill_coordinator()
         if self._drains_at is not None and len(self.network.sent) >= self._drains_at and self.coordinator.slots:
             assert not self.coordinator.drain(self.coordinator.slots[1].server, False)
-            self._drains_at = None
-        if self.coordinator.origin is None:
-            self.moved = sum(event["event"] == "moved" for event in self.run.events)
+            self._drains_at, self.drained = None, self.coordinator.restores
         return super()._idle()
 
     def _kill(self, kill: Kill) -> bool:
+        restoring = self.restores
         fired = super()._kill(kill)
-        self.restoring += fired and self.coordinator.origin is None
+        self.restoring += fired and restoring
         return fired
 
 
@@ -120,7 +119,7 @@ def test_coordinators_are_lost_before_there_is_a_placement() -> None:
 @pytest.mark.parametrize("tables", ["plain", "tiny"])
 def test_two_servers_are_lost_in_a_restore_with_two_parities(tables: str) -> None:
     restoring = 0
-    for at in range(10, 200, 19):
+    for at in range(2, 200, 11):
         kills = [Kill("server", 1, at), Kill("server", 3, at + 2)]
         run = Restoring(tables, TWO_PARITIES, kills=kills, spares=2, reborn=True).go()
         check(run, tables)
@@ -129,12 +128,53 @@ def test_two_servers_are_lost_in_a_restore_with_two_parities(tables: str) -> Non
     assert restoring > 4
 
 
-def test_a_slot_moves_before_the_restore_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that is drained gives its slot to a spare, while records still arrive."""
-    monkeypatch.setattr(loading, "LOAD_BYTES", 16)
-    moved = 0
-    for at in range(0, 240, 23):
+def test_a_server_that_is_drained_in_a_restore_gives_its_slot_away_when_that_has_ended() -> None:
+    drained = 0
+    for at in range(0, 60, 3):
         run = Restoring("plain", drains_at=at, spares=1).go()
         check(run, "plain")
-        moved += run.moved
-    assert moved > 5
+        moved = sum(event["event"] == "moved" for event in run.run.events)
+        assert moved == 1 or not run.drained
+        drained += run.drained
+    assert drained > 5
+
+
+LOST = {
+    "server": [Kill("server", 1, 0)],
+    "two servers": [Kill("server", 0, 0), Kill("server", 2, 0)],
+    "all servers": [Kill("server", which, 0) for which in range(3)],
+    "trainer": [Kill("trainer", 1, 0)],
+    "coordinator": [Kill("coordinator", 0, 0)],
+    "coordinator and server": [Kill("coordinator", 0, 0), Kill("server", 1, 0)],
+    "trainer and coordinator": [Kill("trainer", 0, 0), Kill("coordinator", 0, 0)],
+}
+
+
+@pytest.mark.parametrize("who", LOST)
+def test_somebody_is_lost_while_servers_read(who: str) -> None:
+    """At every read, of a coordinator's next one too: more together than parity repairs, since it is not needed."""
+    restoring = 0
+    for at in range(Restoring("plain").go().reads):
+        reads = {at + i: kill for i, kill in enumerate(LOST[who])}
+        run = Restoring("plain", at_read=reads, spares=2, reborn=True).go()
+        check(run, "plain")
+        assert run.fired or at + len(reads) > run.reads
+        restoring += run.restoring
+    assert restoring >= 9 - len(LOST[who])
+
+
+@pytest.mark.parametrize("read", range(0, 9, 2))
+def test_a_store_that_cannot_be_read_now_is_asked_again(read: int) -> None:
+    run = Restoring("plain")
+    run.shelf.hangs = True
+    run.shelf.failing = lambda number: "it hangs" if number == read else ""
+    check(run.go(), "plain")
+    assert run.lives == 1 and run.network.clock.now_s > AGAIN_S
+
+
+def test_a_checkpoint_that_cannot_be_read_ends_the_cluster_by_name() -> None:
+    run = Restoring("plain")
+    run.shelf.failing = lambda number: "slot-00001 was altered" if number == 5 else ""
+    with pytest.raises(AssertionError, match="the checkpoint to begin with cannot be read: slot-00001 was altered"):
+        run.go()
+    assert run.coordinator.fatal_kind == "checkpoint"

@@ -5,6 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from torch_ecrec.layout.stripes import layout_of
+from torch_ecrec.processes.part_reader import slot_records
+from torch_ecrec.protocol.messages import Renewal, Restored
 from torch_ecrec.records.halves import numbers_of, records_of
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
 from torch_ecrec.storage import restoring
@@ -114,3 +117,21 @@ class Shelf:
 def weights_of(shelf: Shelf, records: Sequence[Any], slab: int) -> Any:
     """The weights of records of a slab, float32."""
     return numbers_of(records[slab], shelf.schemas[slab])[:, : shelf.schemas[slab].dim]
+
+
+def read_by_slots(restored: Restored, job: JobSpec) -> tuple[list[Any], list[Any]]:
+    """As the servers of a cluster read the checkpoint that it begins with, each slot its own.
+
+    Returns:
+        Of each slab the records, (R, B) uint8, 255 where none is given; and how often each row was, (R,) int64.
+    """
+    layouts = [layout_of(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs]
+    found = [np.full((slab.rows, slab.schema.nbytes), 255, np.uint8) for slab in job.slabs]
+    times = [np.zeros(slab.rows, np.int64) for slab in job.slabs]
+    for slot in range(job.code.slots):
+        renewal = Renewal([(slot, 0, restored.done)], restored.url, restored.folder, restored.done)
+        for slab, positions_N, records_NB in slot_records(renewal, job, slot):
+            rows_N = layouts[slab].row_at(slot, positions_N)
+            found[slab][rows_N] = records_NB
+            times[slab][rows_N] += 1
+    return found, times

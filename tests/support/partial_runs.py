@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from dependent_steps import begin, train
-from harness.membership import VirtualConnection, VirtualProcess
+from harness.membership import VirtualConnection
 from harness.network import Fault
 from harness.scenario import small_tables
-from virtual_trainers import Kill, OnShelf, Told, Trainers, TurnsSession
+from virtual_trainers import Kill, Told, Trainers, TurnsSession
 
-from torch_ecrec.client.client import Client
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.partial import layouts_of
 from torch_ecrec.records import merge
@@ -86,11 +85,6 @@ class Partial(Trainers):
     def _on_write(self, number: int, what: str) -> None:
         if number in self.at_write:
             self.kills_to_come.insert(0, self.at_write.pop(number))
-
-    def session_of(self, client: Client, process: VirtualProcess) -> TurnsSession:
-        restored = process.restored
-        checkpoint = None if restored is None else OnShelf(self.shelf, JOB, self.shelf.find(restored.folder))
-        return TurnsSession(client, lambda message: None, lambda: None, process.restarted, checkpoint)
 
     def on_sent(self, number: int, connection: VirtualConnection) -> None:
         if number in self.at_control:

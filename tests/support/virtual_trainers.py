@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +20,14 @@ from torch import Tensor
 from turns import Turns, one_process
 
 from torch_ecrec.client.client import Client
-from torch_ecrec.client.session import Session
+from torch_ecrec.client.session import Beginning, Session
 from torch_ecrec.coordinator.checkpointing import Finished
+from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.protocol.wire import Snapshot
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 
 EVENTS_MOST = 50_000
+OTHERS = "shelf"  # the folder of a checkpoint of another run
 
 
 @dataclass(frozen=True)
@@ -90,32 +92,17 @@ class TurnsSession(Session):
         super().overwrite(slab, rows, values, first_byte)
 
 
-BLOCK = 11  # records at once
-
-
 class OnShelf:
-    """A checkpoint of a simulated run; a `Checkpoint`."""
-
-    inexact = None
+    """A checkpoint of a simulated run, for another one to begin with."""
 
     def __init__(self, shelf: Shelf, job: JobSpec, finished: Finished) -> None:
-        self._records, self.done = shelf.records(job, finished), finished.done
+        self.records, self.done = shelf.records(job, finished), finished.done
         self._dense = shelf.parts[finished.folder, finished.dense_of].dense
 
-    def _rows(self, slab: int, trainer: int, trainers: int) -> Tensor:
-        """Trainer 0 reads all of the first slab, all read some of the others, and not as many."""
-        rows_R = torch.arange(len(self._records[slab])).flip(0)  # in whatever order
-        reader_R = rows_R % (2 * trainers - 1) % trainers if slab else torch.zeros_like(rows_R)
-        return rows_R[reader_R == trainer]
-
-    def shares(self, trainers: int) -> list[list[int]]:
-        slabs = range(len(self._records))
-        return [[len(self._rows(slab, trainer, trainers)) for slab in slabs] for trainer in range(trainers)]
-
-    def records(self, trainer: int, trainers: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        for slab, records_RB in enumerate(self._records):
-            for some in self._rows(slab, trainer, trainers).split(BLOCK):
-                yield slab, some, records_RB[some]
+    @property
+    def beginning(self) -> Beginning:
+        """As a trainer's session is given it."""
+        return Beginning(self.done, self.dense)
 
     def dense(self) -> list[tuple[Tensor, list[int]]]:
         return [(payload, header) for _, (header, payload) in sorted(self._dense.items())]
@@ -135,6 +122,7 @@ class Trainers(SimulatedCluster):
         job: its tables; the code is `code`.
         script: (rank, session), of one trainer, from its start.
         kills: who is lost.
+        begins: the checkpoint that the cluster begins with, of another run; None: with none.
 
     Attributes:
         fired: who was, in order.
@@ -148,8 +136,12 @@ class Trainers(SimulatedCluster):
         *,
         code: CodeSpec | None = None,
         kills: Sequence[Kill] = (),
+        begins: OnShelf | None = None,
         **scenario: Any,
     ) -> None:
+        self._job, self._begins = job, begins
+        if begins is not None:
+            scenario["restore"] = Restored("memory://shelf", OTHERS, begins.done), job
         self.turns, self.told, self.script = Turns(self._idle), Told(), script
         self.lives, self.finished, self.fired = 0, 0, []
         self.kills_to_come = sorted(kills, key=lambda kill: kill.at)
@@ -165,6 +157,8 @@ class Trainers(SimulatedCluster):
                 **scenario,
             )
         )
+        if begins is not None:
+            self.shelf.others[OTHERS] = begins.records
         self.scripts = _Scripts(lambda: None, self._begin)  # type: ignore[assignment]
 
     def tick_often(self) -> None:
@@ -203,7 +197,14 @@ class Trainers(SimulatedCluster):
 
     def session_of(self, client: Client, process: VirtualProcess) -> TurnsSession:
         """Of a trainer that was welcomed."""
-        return TurnsSession(client, lambda message: None, lambda: None, process.restarted)
+        beginning = None if process.restored is None else self.checkpoint_of(process.restored.folder).beginning
+        return TurnsSession(client, lambda message: None, lambda: None, process.restarted, beginning)
+
+    def checkpoint_of(self, folder: str) -> OnShelf:
+        """One that the cluster has begun with: another run's, or its own."""
+        if self._begins is not None and folder == OTHERS:
+            return self._begins
+        return OnShelf(self.shelf, self._job, self.shelf.find(folder))
 
     def _on_trainer_crash(self) -> None:
         self.finished = 0

@@ -14,7 +14,7 @@ from test_scribe import JOB
 from torch_ecrec.errors import StoreUnavailable
 from torch_ecrec.processes import part_reader, restoring
 from torch_ecrec.processes.part_reader import FileReader
-from torch_ecrec.processes.restoring import StoredCheckpoint
+from torch_ecrec.processes.restoring import dense_model
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.storage import ahead, looks
 from torch_ecrec.storage.catalog import Catalog
@@ -39,10 +39,9 @@ def test_a_trainer_does_not_wait_for_it_for_ever(
     monkeypatch: pytest.MonkeyPatch, hangs: Callable[..., Any], tmp_path: object
 ) -> None:
     monkeypatch.setattr(Catalog, "read", hangs)
-    monkeypatch.setattr(restoring, "LIMIT_S", 0.2)
-    checkpoint = StoredCheckpoint(Restored(str(tmp_path), "000000000040-run-1-40", 40))
+    monkeypatch.setattr(restoring, "DENSE_S", 0.2)
     with pytest.raises(StoreUnavailable, match=r"has given no answer for 0\.2 s: it hangs"):
-        next(checkpoint.records(0, 1))
+        dense_model(Restored(str(tmp_path), "000000000040-run-1-40", 40))
 
 
 def test_a_server_that_takes_a_slot_from_it_says_that_it_cannot(
@@ -54,7 +53,9 @@ def test_a_server_that_takes_a_slot_from_it_says_that_it_cannot(
     monkeypatch.setattr(part_reader, "slot_records", records)
     monkeypatch.setattr(looks, "QUIET_S", 0.1)
     monkeypatch.setattr(ahead, "LIMIT_S", 0.2)
-    failed: queue.SimpleQueue[str] = queue.SimpleQueue()
+    failed: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
     renewal: Any = SimpleNamespace(url=str(tmp_path), folder="000000000040-run-1-40")
-    FileReader(lambda action: action()).read(renewal, JOB, 0, lambda *_: None, lambda: None, failed.put)
-    assert failed.get(timeout=WITHIN_S) == f"{tmp_path} has given nothing for 0.2 s: it hangs"
+    FileReader(lambda action: action()).read(
+        renewal, JOB, 0, lambda *_: None, lambda: None, lambda *said: failed.put(said)
+    )
+    assert failed.get(timeout=WITHIN_S) == (f"{tmp_path} has given nothing for 0.2 s: it hangs", True)

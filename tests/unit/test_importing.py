@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fake_session import FakeSession
-from kept import Shelf
+from kept import Shelf, read_by_slots
 from models import (
     CPU,
     LR,
@@ -47,7 +47,7 @@ from torch_ecrec.cli.main import main
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.nn import imported
 from torch_ecrec.nn.parallel import DistributedModelParallel
-from torch_ecrec.processes.restoring import StoredCheckpoint
+from torch_ecrec.processes.restoring import dense_model
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.state_dicts.shares import shape_of
@@ -154,18 +154,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory, process_group: None) -> Save
     return Saved(tmp_path_factory.mktemp("saved"))
 
 
-def stored(url: str, manifest: Manifest | None = None) -> StoredCheckpoint:
+def stored(url: str, manifest: Manifest | None = None) -> Restored:
     manifest = manifest or Catalog(url).newest()
-    return StoredCheckpoint(Restored(url, manifest.id, manifest.done))
+    return Restored(url, manifest.id, manifest.done)
 
 
-def records_of(url: str, job: JobSpec, trainers: int = 1) -> list[Any]:
-    """As trainers read them, each its share."""
-    one = stored(url)
-    found = [np.full((slab.rows, slab.schema.nbytes), 255, np.uint8) for slab in job.slabs]
-    for trainer in range(trainers):
-        for slab, rows_N, records_NB in one.records(trainer, trainers):
-            found[slab][rows_N.numpy()] = records_NB.numpy()
+def records_of(url: str, job: JobSpec) -> list[Any]:
+    """As servers read them, each slot its own."""
+    found, times = read_by_slots(stored(url), job)
+    assert all((count == 1).all() for count in times)
     return found
 
 
@@ -181,7 +178,7 @@ def begun(url: str) -> tuple[Any, FakeSession, Any, CombinedOptimizer]:
     session = FakeSession(job_of(module))
     session.restarted, one = True, stored(url)
     session.records = [torch.from_numpy(found).view(torch.float32) for found in records_of(url, session.job)]
-    session.parts = one.dense()
+    session.parts = dense_model(one)
     model: Any = DistributedModelParallel(module, session=session)
     for parameter in dense_parameters(model).values():
         parameter.data.fill_(7.0)
@@ -242,11 +239,8 @@ def test_what_was_imported_is_exported_again(saved: Saved, tmp_path: Path, capsy
     assert main(["checkpoints", first, "--export", str(tmp_path / "dcp"), "--format", "dcp"]) == 0
     assert main(["checkpoints", second, "--import", str(tmp_path / "dcp"), "--trainers", "5", "--seed", "9"]) == 0
     job = Catalog(second).newest().spec
-    assert (job.trainers, job.seed, job.code.slots) == (5, 9, 5) and len(stored(second).dense()) == 5
+    assert (job.trainers, job.seed, job.code.slots) == (5, 9, 5) and len(dense_model(stored(second))) == 5
     assert same(second, job, saved.records)
-    shares = records_of(second, job, 5)
-    assert all(np.array_equal(a, b) for a, b in zip(shares, records_of(second, job), strict=True))
-    assert all(sum(rows) for rows in stored(second).shares(5)), "each trainer reads a share"
     file = tmp_path / "tables.safetensors"
     assert main(["checkpoints", second, "--export", str(file)]) == 0
     capsys.readouterr()
@@ -266,7 +260,7 @@ def test_weights_of_16_bits_and_several_kinds_of_state(tmp_path: Path) -> None:
     shelf.write(5)
     assert main(["checkpoints", str(tmp_path / "kept"), "--export", str(file)]) == 0
     assert main(["checkpoints", str(tmp_path / "again"), "--import", str(file)]) == 0
-    found = records_of(str(tmp_path / "again"), shelf.job, 2)
+    found = records_of(str(tmp_path / "again"), shelf.job)
     assert all(np.array_equal(a, b) for a, b in zip(found, shelf.truth, strict=True))
 
 

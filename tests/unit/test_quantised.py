@@ -14,7 +14,7 @@ from models import CPU, Net, batch_of, collection, job_of
 from torch import Tensor
 
 from torch_ecrec.nn.parallel import DistributedModelParallel
-from torch_ecrec.records.quantised import MORE_BYTES, quantise, restore
+from torch_ecrec.records.quantised import MORE_BYTES, pack, unpack
 from torch_ecrec.records.schema import Schema
 from torch_ecrec.records.shard import Shard
 from torch_ecrec.spec.settings import Settings
@@ -36,13 +36,13 @@ def rows_of(dim: int, rows: int = 400) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("dim", DIMS)
 def test_rows_are_those_that_fbgemm_quantises_and_restores(dim: int) -> None:
     rows_UD = rows_of(dim)
-    packed_UB = quantise(rows_UD)
+    packed_UB = pack(rows_UD)
     theirs_UB = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(torch.from_numpy(rows_UD))
     assert packed_UB.shape == (len(rows_UD), dim + MORE_BYTES) and packed_UB.dtype == np.uint8
     signs = [2, 3]  # a least weight of zero may have either sign: what is restored is the same
     same = (packed_UB == theirs_UB.numpy()).all(axis=1)
     assert same[[u for u in range(len(rows_UD)) if u not in signs]].all()
-    restored_UD = restore(packed_UB)
+    restored_UD = unpack(packed_UB)
     wanted_UD = torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(theirs_UB).numpy()
     assert np.array_equal(restored_UD.view(np.uint32), wanted_UD.view(np.uint32))
 
@@ -50,7 +50,7 @@ def test_rows_are_those_that_fbgemm_quantises_and_restores(dim: int) -> None:
 @pytest.mark.parametrize("dim", DIMS)
 def test_weights_are_within_what_is_promised(dim: int) -> None:
     rows_UD = rows_of(dim)
-    exact_UD, restored_UD = rows_UD.astype(np.float64), restore(quantise(rows_UD)).astype(np.float64)
+    exact_UD, restored_UD = rows_UD.astype(np.float64), unpack(pack(rows_UD)).astype(np.float64)
     span_U = exact_UD.max(axis=1) - exact_UD.min(axis=1)
     most_U = span_U / 510 + 1e-8 + np.abs(exact_UD).max(axis=1) * 2.0**-22
     assert (np.abs(restored_UD - exact_UD).max(axis=1) <= most_U).all()
@@ -60,19 +60,19 @@ def test_weights_are_within_what_is_promised(dim: int) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_row_that_is_not_finite_comes_back_as_nan(value: float) -> None:
     rows_UD = rows_of(9)
-    before_UD = restore(quantise(rows_UD))
+    before_UD = unpack(pack(rows_UD))
     rows_UD[7, 4] = value
     rows_UD[8, :2] = 3e38, -3e38  # its range is infinite
-    restored_UD = restore(quantise(rows_UD))
+    restored_UD = unpack(pack(rows_UD))
     assert np.isnan(restored_UD[[7, 8]]).all()
     others = [u for u in range(len(rows_UD)) if u not in (7, 8)]
     assert np.array_equal(restored_UD[others], before_UD[others])
 
 
 def test_no_rows_and_rows_without_weights() -> None:
-    assert restore(quantise(np.empty((0, 5), np.float32))).shape == (0, 5)
+    assert unpack(pack(np.empty((0, 5), np.float32))).shape == (0, 5)
     with pytest.raises(ValueError, match="must have more than 8 bytes in a row, got 8"):
-        restore(np.zeros((1, 8), np.uint8))
+        unpack(np.zeros((1, 8), np.uint8))
 
 
 @pytest.mark.parametrize("weights", ["float32", "float16", "bfloat16"])
@@ -81,7 +81,7 @@ def test_a_shard_gives_its_rows_quantised(weights: str) -> None:
     shard, positions = Shard(schema, 20, 4), np.array([3, 17, 3, 0])
     shard.scatter_(np.arange(20), np.random.default_rng(0).integers(0, 60, (20, schema.nbytes)).astype(np.uint8))
     found_UB = shard.gather_weights(positions, int8=True)
-    assert np.array_equal(found_UB, quantise(shard.gather_weights(positions))) and found_UB.any()
+    assert np.array_equal(found_UB, pack(shard.gather_weights(positions))) and found_UB.any()
 
 
 def test_rows_of_training_are_not_quantised() -> None:

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import wait_until
-from kept import random_records, small_job
+from kept import random_records, read_by_slots, small_job
 
-from torch_ecrec.client import loading
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.checkpointing import Finished
 from torch_ecrec.errors import CheckpointError
@@ -25,6 +24,7 @@ from torch_ecrec.processes import scribe as scribe_module
 from torch_ecrec.processes.scribe import FileLedger, FileScribe, FileWriting
 from torch_ecrec.protocol import messages
 from torch_ecrec.server.capture import Portion
+from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.restoring import check_rows
 
@@ -98,15 +98,15 @@ def test_what_slots_write_is_what_a_cluster_begins_with(tmp_path: Path, encoding
     ledger.commit(Finished(order.folder, order.step, 40, "", write(url, order, truth), 0), answer)
     assert answer.wait() == (None, True)
     restored, spec = restoring.find(url, "") or pytest.fail("it is there")
-    assert restored == messages.Restored(url, order.folder, 40) and spec == JOB
-    stored, found = restoring.StoredCheckpoint(restored), [np.zeros_like(records) for records in truth]
-    for slab, rows_U, records_UB in stored.records(0, 1):
-        found[slab][rows_U.numpy()] = records_UB.numpy()
+    rounded = f"weights are those of checkpoint {order.folder}, rounded to 8 bits" if "bits" in encoding else ""
+    assert restored == messages.Restored(url, order.folder, 40, inexact=rounded) and spec == JOB
+    found, _ = read_by_slots(restored, JOB)
     same = [np.array_equal(a, b) for a, b in zip(found, truth, strict=True)]
     assert same == ([True, True] if "bits" not in encoding else [False, True]), (
         "three weights of 16 bits stay as they are"
     )
-    assert [(payload.tolist(), header) for payload, header in stored.dense()] == [([t] * 9, [40, t]) for t in range(2)]
+    dense = restoring.dense_model(restored)
+    assert [(payload.tolist(), header) for payload, header in dense] == [([t] * 9, [40, t]) for t in range(2)]
     (manifest,) = Catalog(url).checkpoints()
     assert set(manifest.errors) == ({"a", "b", "c"} if "bits" in encoding else set())
     newest = Answer()
@@ -132,28 +132,18 @@ def committed(
     return messages.Restored(url, order.folder, done)
 
 
-@pytest.mark.parametrize("trainers", [1, 2, 3, 5])
-def test_trainers_share_a_restore(tmp_path: Path, trainers: int) -> None:
-    """Every row is read by one of them, with its newest value, and as many by each as all know from the manifest."""
+@pytest.mark.parametrize("code", [JOB.code, CodeSpec(5, 3, 2), CodeSpec(2, 1, 1)], ids=str)
+def test_every_slot_reads_its_own_records(tmp_path: Path, code: CodeSpec) -> None:
+    """Every row is read by one of them, with its newest value, whichever slots have written the checkpoint."""
     old, new = random_records(JOB, 3), random_records(JOB, 4)
     url, ledger = str(tmp_path), ledger_of(str(tmp_path))
     full = committed(ledger, url, 40, old)
-    stored = restoring.StoredCheckpoint(committed(ledger, url, 80, new, full.folder, every=2))
+    restored = committed(ledger, url, 80, new, full.folder, every=2)
     changed = [np.isin(np.arange(len(r)), _every_second(s)) for s, r in enumerate(new)]
-    found, times = [np.zeros_like(r) for r in old], [np.zeros(len(r), np.int64) for r in old]
-    shares = stored.shares(trainers)
-    for trainer in range(trainers):
-        counts = [0] * len(old)
-        for slab, rows_U, records_UB in stored.records(trainer, trainers):
-            found[slab][rows_U.numpy()] = records_UB.numpy()
-            times[slab][rows_U.numpy()] += 1
-            counts[slab] += len(rows_U)
-        assert counts == shares[trainer]
+    found, times = read_by_slots(restored, JobSpec(JOB.tables, code, JOB.trainers, JOB.seed))
     assert all((count == 1).all() for count in times)
     for slab, records in enumerate(found):
         assert np.array_equal(records, np.where(changed[slab][:, None], new[slab], old[slab]))
-    readers = sum(any(share) for share in shares)
-    assert readers == min(trainers, JOB.code.slots)
 
 
 def _every_second(slab: int) -> Any:
@@ -161,20 +151,16 @@ def _every_second(slab: int) -> Any:
 
 
 def test_a_row_among_those_of_another_slot_is_refused(tmp_path: Path) -> None:
-    """Shares would have it twice, and lack another: nobody sees all."""
+    """One slot would have it, and another lack it. Whoever reads all finds it where it is."""
     url = str(tmp_path)
-    stored = restoring.StoredCheckpoint(committed(ledger_of(url), url, 40, random_records(JOB, 3), swapped=True))
-    assert sum(len(rows) for _, rows, _ in stored.records(0, 1)) == sum(slab.rows for slab in JOB.slabs)
-    refused = 0
-    for trainer in range(3):
-        try:
-            list(stored.records(trainer, 3))
-        except CheckpointError as error:
-            refused += "of slot" in str(error) and "stands among those of slots" in str(error)
-    assert refused == 2
+    restored = committed(ledger_of(url), url, 40, random_records(JOB, 3), swapped=True)
+    with pytest.raises(CheckpointError, match=r"row \d+ of slab \d is of slot \d, and stands among those of slot \d"):
+        read_by_slots(restored, JOB)
+    _, times = read_by_slots(restored, JobSpec(JOB.tables, CodeSpec(5, 3, 2), JOB.trainers, JOB.seed))
+    assert all((count == 1).all() for count in times)
 
 
-def test_trainer_0_reads_all_where_parts_are_of_no_slots(tmp_path: Path) -> None:
+def test_every_slot_reads_all_where_parts_are_of_no_slots(tmp_path: Path) -> None:
     url, truth = str(tmp_path), random_records(JOB, 3)
     restored = committed(ledger_of(url), url, 40, truth)
     catalog = Catalog(url)
@@ -185,26 +171,8 @@ def test_trainer_0_reads_all_where_parts_are_of_no_slots(tmp_path: Path) -> None
     (tmp_path / moved / "manifest.json").unlink()
     dense_done = msgspec.structs.replace(manifest, id=moved, done=50, parts=parts)
     catalog.commit(moved, dense_done)
-    stored = restoring.StoredCheckpoint(messages.Restored(url, moved, 50))
-    assert stored.shares(3) == [[slab.rows for slab in JOB.slabs], [0, 0], [0, 0]]
-    assert [sum(len(rows) for _, rows, _ in stored.records(trainer, 3)) for trainer in range(3)] == [
-        sum(slab.rows for slab in JOB.slabs),
-        0,
-        0,
-    ]
-
-
-def test_portions_of_a_restore_are_as_many_as_rows_say() -> None:
-    """Whatever the blocks: less than a portion of each slab is held, and given at the end."""
-    random = np.random.default_rng(5)
-    order = [random.permutation(23), random.permutation(8)]
-    blocks = [(s, torch.from_numpy(part)) for s in (0, 1, 0) for part in np.array_split(order[s], 3)][:6]
-    blocks = [(s, rows, rows[:, None].repeat(1, 4).byte()) for s, rows in blocks]
-    portions = list(loading._portions(iter(blocks), [5, 3]))
-    assert [(slab, len(rows)) for slab, rows, _ in portions] == [(0, 5)] * 4 + [(1, 3)] * 2 + [(0, 3), (1, 2)]
-    for slab, rows, records in portions:
-        assert records[:, 0].tolist() == rows.tolist() and set(rows.tolist()) <= set(order[slab].tolist())
-    assert sorted(row for slab, rows, _ in portions for row in rows.tolist() if slab == 0) == [*range(23)]
+    found, times = read_by_slots(messages.Restored(url, moved, 50), JOB)
+    assert all((count == 1).all() for count in times) and all(map(np.array_equal, found, truth))
 
 
 def test_the_newest_that_is_whole_is_taken(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_ecrec.errors import CheckpointError
+from torch_ecrec.records import quantised
 from torch_ecrec.records.halves import numbers_of, records_of
 from torch_ecrec.records.schema import Schema, StateField
-from torch_ecrec.storage import parts, quantised, row_ids
+from torch_ecrec.storage import parts, row_ids
 from torch_ecrec.storage.location import Location
 from torch_ecrec.storage.manifest import Encoding, PartEntry
 from torch_ecrec.storage.parts import PartReader, PartWriter
@@ -101,7 +102,7 @@ def test_a_weight_comes_back_within_half_a_scale(bits: int, dim: int, seed: int,
     weights_NW = (random.standard_normal((6, dim + 2)) * 10.0**power).astype(np.float32)
     found = quantised.quantise(weights_NW, dim, bits)
     assert found.good_N.all() and found.codes_NC.shape == (6, math.ceil(dim * bits / 8))
-    restored_ND = quantised.restore(found.scale_N, found.zero_N, found.codes_NC, dim, bits)
+    restored_ND = quantised.restore(found.scale_N, found.bias_N, found.codes_NC, dim, bits)
     weights_ND = weights_NW[:, :dim].astype(np.float64)
     least_N1 = weights_ND.min(1, keepdims=True)
     scale_N1 = ((weights_ND.max(1, keepdims=True) - least_N1) / (2**bits - 1)).astype(np.float32).astype(np.float64)
@@ -117,7 +118,7 @@ def test_a_weight_comes_back_within_half_a_scale(bits: int, dim: int, seed: int,
 def test_the_example_of_quantisation() -> None:
     found = quantised.quantise(np.array([[-1.0, 0.5, 0.0, 2.0]], np.float32), 4, 2)
     assert found.codes_NC.tolist() == [[0 | 2 << 2 | 1 << 4 | 3 << 6]]
-    assert quantised.restore(found.scale_N, found.zero_N, found.codes_NC, 4, 2).tolist() == [[-1.0, 1.0, 0.0, 2.0]]
+    assert quantised.restore(found.scale_N, found.bias_N, found.codes_NC, 4, 2).tolist() == [[-1.0, 1.0, 0.0, 2.0]]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -131,7 +132,7 @@ def test_the_whole_range_of_float32_is_quantised_or_told() -> None:
     weights = np.array([[-most, most, 0.0], [5e-324, 1e-45, 0.0], [3.0, 3.0, 3.0]], np.float32)
     for bits in (2, 3, 4, 8):
         found = quantised.quantise(weights, 3, bits)
-        restored = quantised.restore(found.scale_N, found.zero_N, found.codes_NC, 3, bits)
+        restored = quantised.restore(found.scale_N, found.bias_N, found.codes_NC, 3, bits)
         good = found.good_N.astype(bool)
         assert np.isfinite(restored[good]).all() and good[1:].all()
         assert restored[2].tolist() == [3.0, 3.0, 3.0]

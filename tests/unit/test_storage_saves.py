@@ -13,6 +13,7 @@ import pytest
 from conftest import wait_until
 from kept import random_records
 from test_scribe import JOB, LIMIT_S, Answer, asked_for, committed, ledger_of, order_of, slots_of, write
+from xxhash import xxh3_128_hexdigest
 
 from torch_ecrec.cli.main import main
 from torch_ecrec.coordinator.checkpointing import Finished
@@ -22,6 +23,7 @@ from torch_ecrec.processes import restoring
 from torch_ecrec.processes.part_reader import slot_records
 from torch_ecrec.protocol import messages
 from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.location import Location
 from torch_ecrec.storage.saves import Saves
 
 SOME: dict[str, Any] = {"saver": "mfu", "beyond": "partial", "portion": 0.5, "every_steps": 2}
@@ -85,6 +87,34 @@ def test_nobody_begins_with_a_save(tmp_path: Path) -> None:
     (tmp_path / "saves" / name / "manifest.json").write_bytes((tmp_path / "saves" / name / "save.json").read_bytes())
     with pytest.raises(CheckpointError, match=f"there is no checkpoint at {url}/saves; .* is no manifest"):
         restoring.find(f"{url}/saves", "")
+
+
+def test_manifests_of_before_are_read_and_none_in_the_place_of_the_other(tmp_path: Path) -> None:
+    """Those of saves said neither their kind nor what no save has; those of checkpoints had another order of fields."""
+    url, records = str(tmp_path), random_records(JOB, 3)
+    ledger = ledger_of(url, **SOME)
+    full = committed(ledger, url, 40, records)
+    name = saved(ledger, url, 50, random_records(JOB, 4), full, 2)
+    checkpoint, save = tmp_path / full.folder / "manifest.json", tmp_path / "saves" / name / "save.json"
+    of_checkpoint, of_save = checkpoint.read_bytes(), save.read_bytes()
+    before = Catalog(url).read(full.folder), Saves(Location(url)).read(name)
+    first = ("id", "done", "kind", "base", "job", "parts", "encoding", "written_s", "step", "order", "began_with")
+    rewrite(checkpoint, [*first, "version"])
+    rewrite(save, ["id", "done", "step", "base", "job", "parts", "encoding", "written_s", "version"])
+    assert checkpoint.read_bytes() != of_checkpoint and save.read_bytes() != of_save
+    assert (Catalog(url).read(full.folder), Saves(Location(url)).read(name)) == before
+    assert [*slot_records(renewal(full, name), JOB, 1)]
+    for file, data, why in ((checkpoint, save.read_bytes(), "its kind is save"), (save, of_checkpoint, "is full")):
+        file.write_bytes(data)
+        with pytest.raises(CheckpointError, match=rf"{file.name} is no manifest of what belongs there: .*{why}"):
+            (Catalog(url).read if file is checkpoint else Saves(Location(url)).read)(file.parent.name)
+
+
+def rewrite(path: Path, fields: list[str]) -> None:
+    """A manifest with these fields of it, in this order."""
+    said = json.loads(path.read_bytes())["manifest"]
+    body = msgspec.json.encode({field: said[field] for field in fields})
+    path.write_bytes(b'{"format":1,"xxh3_128":"%s","manifest":%s}' % (xxh3_128_hexdigest(body).encode(), body))
 
 
 def test_a_checkpoint_that_counts_ends_the_saves_on_the_one_before(tmp_path: Path) -> None:

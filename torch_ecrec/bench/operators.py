@@ -37,7 +37,7 @@ from torch_ecrec.bench.workload import zipf_ranks
 from torch_ecrec.client import pooling
 from torch_ecrec.layout import routing
 from torch_ecrec.layout.stripes import Layout
-from torch_ecrec.records.quantised import quantise, restore
+from torch_ecrec.records.quantised import pack, unpack
 from torch_ecrec.records.schema import Schema
 from torch_ecrec.records.shard import Shard
 from torch_ecrec.runtime.checks import require_int
@@ -265,7 +265,7 @@ class _Batch:
     def eight_bits(self) -> Case:
         fbgemm, plain = _FBGEMM.FloatToFused8BitRowwiseQuantized, torch.ops.quantized
         alternatives: Alternatives = {
-            "ours": (_nothing, lambda _: torch.from_numpy(quantise(self.weights_UD.numpy()))),
+            "ours": (_nothing, lambda _: torch.from_numpy(pack(self.weights_UD.numpy()))),
             "fbgemm": (_nothing, lambda _: fbgemm(self.weights_UD)),
             "torch": (_nothing, lambda _: plain.embedding_bag_byte_prepack(self.weights_UD)),
         }
@@ -275,7 +275,7 @@ class _Batch:
         packed = _FBGEMM.FloatToFused8BitRowwiseQuantized(self.weights_UD)
         fbgemm, plain = _FBGEMM.Fused8BitRowwiseQuantizedToFloat, torch.ops.quantized
         alternatives: Alternatives = {
-            "ours": (_nothing, lambda _: torch.from_numpy(restore(packed.numpy()))),
+            "ours": (_nothing, lambda _: torch.from_numpy(unpack(packed.numpy()))),
             "fbgemm": (_nothing, lambda _: fbgemm(packed)),
             "torch": (_nothing, lambda _: plain.embedding_bag_byte_unpack(packed)),
         }

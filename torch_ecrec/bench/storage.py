@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from torch_ecrec.bench import record
+from torch_ecrec.records import quantised
 from torch_ecrec.records.halves import records_of
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.records.schema import Schema, StateField
-from torch_ecrec.storage import quantised
 from torch_ecrec.storage.location import Location
 from torch_ecrec.storage.manifest import Encoding
 from torch_ecrec.storage.parts import PartReader, PartWriter

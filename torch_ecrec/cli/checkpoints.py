@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # numpy and Numba, which take a second
     from torch_ecrec.storage.catalog import Catalog, Listing
     from torch_ecrec.storage.manifest import Manifest
-    from torch_ecrec.storage.saves import Save, Saves, SavesListing
+    from torch_ecrec.storage.saves import Saves, SavesListing
 
 HELP = "list, verify, remove, export and import checkpoints at a URL"
 OPTIONS_OF = {  # each says something of one of the actions
@@ -122,11 +122,8 @@ class _Found:
 
     def forget(self, catalog: Catalog, saves: Saves) -> None:
         """What is faulty since a running cluster has removed it while it was read."""
-        from torch_ecrec.storage import manifest
-        from torch_ecrec.storage import saves as of_saves
-
-        there = {one.id: catalog.folder(one.id).exists(manifest.MANIFEST) for one in self.listing.whole}
-        there |= {f"saves/{one.id}": saves.folder(one.id).exists(of_saves.MANIFEST) for one in self.saves.whole}
+        there = {one.id: catalog.folder(one.id).exists(one.file) for one in self.listing.whole}
+        there |= {f"saves/{one.id}": saves.folder(one.id).exists(one.file) for one in self.saves.whole}
         assert self.faults is not None
         self.removed = [name for name, faults in self.faults.items() if faults and not there[name]]
         self.listing.whole = [one for one in self.listing.whole if one.id not in self.removed]
@@ -139,11 +136,11 @@ class _Found:
         """Returns the steps of each checkpoint, by name."""
         return {one.id: str(one.done) for one in self.listing.whole}
 
-    def saves_on(self, name: str) -> list[Save]:
+    def saves_on(self, name: str) -> list[Manifest]:
         """Returns the prioritised saves on a checkpoint."""
         return [one for one in self.saves.whole if one.base == name]
 
-    def adrift(self) -> list[Save]:
+    def adrift(self) -> list[Manifest]:
         """Those on none that is there: nothing can use them."""
         there = {*(one.id for one in self.listing.whole), *(one.folder for one in self.listing.broken)}
         return [one for one in self.saves.whole if one.base not in there]
@@ -243,7 +240,7 @@ def _as_json(found: _Found) -> dict[str, Any]:
     def faults(name: str) -> dict[str, Any]:
         return {} if found.faults is None else {"faults": found.faults[name]}
 
-    def save(one: Save) -> dict[str, Any]:
+    def save(one: Manifest) -> dict[str, Any]:
         said = {"name": one.id, "step": one.done, "base": one.base, "bytes": one.bytes, "rows": one.rows}
         return {**said, "written_s": one.written_s, **faults(f"saves/{one.id}")}
 
@@ -290,8 +287,8 @@ def _as_text(url: str, found: _Found, now_s: float) -> str:
     if found.faults is not None:
         rows[0].append("verified")
     for one in listing.whole:
-        rows.append(_row(found, one, one.kind, one.id, now_s))
-        rows += [_row(found, save, "save", f"saves/{save.id}", now_s) for save in found.saves_on(one.id)]
+        rows.append(_row(found, one, one.id, now_s))
+        rows += [_row(found, save, f"saves/{save.id}", now_s) for save in found.saves_on(one.id)]
     lines += table(rows) if listing.whole else []
     for one in listing.whole:
         for error in one.errors.values():
@@ -309,14 +306,14 @@ def _as_text(url: str, found: _Found, now_s: float) -> str:
     return "\n".join(lines)
 
 
-def _row(found: _Found, one: Manifest | Save, kind: str, name: str, now_s: float) -> list[str]:
+def _row(found: _Found, one: Manifest, name: str, now_s: float) -> list[str]:
     """Returns a row of the table: a checkpoint, or a prioritised save on one."""
     from torch_ecrec.observe.text import size
 
     base = "-" if one.base is None else found.steps.get(one.base, f"{one.base} (not there)")
     weights = f"{one.encoding.bits} bits" if one.encoding.bits else "exact"
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.written_s))
-    row = [str(one.done), kind, base, size(one.bytes), f"{one.rows:,}", weights, written]
+    row = [str(one.done), one.kind, base, size(one.bytes), f"{one.rows:,}", weights, written]
     row += [_age(now_s - one.written_s), name]
     if found.faults is not None:
         row.append(f"FAULTY ({len(found.faults[name])})" if found.faults[name] else "whole")

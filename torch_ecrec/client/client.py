@@ -10,8 +10,7 @@ A step t of one trainer:
     snapshot(...)  the dense model after t, to the r + 1 snapshot slots
 
 Values are loaded in steps, too. Before training, `load` on trainer 0 is to the slots what `push` is of all trainers;
-training begins after the last of them, the `origin`. Later, and where a checkpoint is restored, every trainer calls
-`load` or `pass_` in such a step.
+training begins after the last of them, the `origin`. Later every trainer calls `load` or `pass_` in such a step.
 `Client` counts steps as the messages do; `Session` counts those of training, from 1.
 
 The dense model may be kept after each step. One that loads takes over from a step that it follows before that has
@@ -81,7 +80,6 @@ class Client(SlotReads):
         self.origin: int | None = None  # the step that training begins after; None: initial values are being loaded
         self.done = 0  # steps of training that are done
         self.first_trained: int | None = None  # from there on, the dense model is not as the script builds it
-        self.restores = False  # every trainer loads its share of a checkpoint, before training
         self.left: list[int] = []  # trainers that are done: for a coordinator that is started again
         self.ended_loading = False  # trainer 0: the coordinator was told
         self.snapshot_every = snapshot_every
@@ -188,7 +186,7 @@ class Client(SlotReads):
                 yield slab, torch.arange(first, min(first + rows, spec.rows), dtype=torch.int64, device="cpu")
 
     def load(self, slab: int, route: Route, records: Tensor | None, first_byte: int = 0) -> None:
-        """A step that overwrites the routed rows. In training, and restoring, every other trainer calls it or `pass_`.
+        """A step that overwrites the routed rows. In training every other trainer calls it or `pass_`.
 
         Args:
             slab: which.
@@ -197,7 +195,7 @@ class Client(SlotReads):
             first_byte: of each record, that is written; b of them are.
         """
         parts = route.split(records) if records is not None else [None] * self.slots
-        step, alone = self.step, self.origin is None and not self.restores
+        step, alone = self.step, self.origin is None
         before = functools.partial(self._resumable_before, step)
 
         def make(slot: int, incarnation: int) -> wire.Load:
@@ -272,6 +270,8 @@ class Client(SlotReads):
             ask(slot)
         if not slots:
             self.awaited = []
+        if self.placement is not None and self.placement.restoring:
+            self.on_change()  # for as long as it takes: whoever cannot read the checkpoint says so
         self.later(min(LOOK_MOST_S, self.settings.give_up_s / 4), self.look_out)
 
     def _take_awaited(self, answers: list[wire.Awaited | None]) -> None:

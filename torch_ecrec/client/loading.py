@@ -11,12 +11,8 @@ In training every trainer calls `overwrite`, at the same place of its loop, with
 its own, as safe as any other. A script that was started again and has not asked yet where training goes on (`resumed`)
 overwrites nothing, unless no step of training counts: what it would overwrite was trained since.
 
-A cluster that begins with a checkpoint loads that, before training, and whatever a script would load as initial values
-counts for nothing. Every trainer reads a share of it, and sends that in portions, each in a step of all. How many there
-are is known to all from the start, as shares have known sizes:
-
-    trainer 0   portion   portion   portion   end()     10 rows, 4 at once
-    trainer 1   portion   portion   -         end()      7 rows, 4 at once; then it passes
+A cluster that begins with a checkpoint has loaded that before any trainer goes on, and whatever a script would load as
+initial values counts for nothing.
 
 How a load travels, as a step of the protocol, is the client's business.
 
@@ -25,38 +21,12 @@ Shape legend: U unique rows of a slab, M words of a record, b some bytes of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from torch_ecrec.client.client import LOAD_BYTES, Client
-from torch_ecrec.errors import CheckpointError
-from torch_ecrec.runtime.tensors import as_array, as_tensor
-
-
-class Checkpoint(Protocol):
-    """What a cluster begins with: `processes/restoring.py:StoredCheckpoint`, `OnShelf` of the simulated trainers."""
-
-    @property
-    def done(self) -> int:
-        """Steps of training until then."""
-
-    @property
-    def inexact(self) -> str | None:
-        """Why its records are not those of then, bit for bit; None: they are."""
-
-    def shares(self, trainers: int) -> list[list[int]]:
-        """Returns how many rows of each slab each trainer reads. Together they are all that there are; all who ask get
-        the same."""
-
-    def records(self, trainer: int, trainers: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Every record of a trainer's share once, a block at a time: slab, rows (U,) int64, records (U, B) uint8."""
-
-    def dense(self) -> list[tuple[Tensor, list[int]]]:
-        """Every trainer's part of the dense model, in their order: payload and header."""
+from torch_ecrec.client.client import Client
 
 
 class Loading:
@@ -66,20 +36,10 @@ class Loading:
         client: the protocol.
         wait: returns once a condition holds, as `Session._wait`.
         restarted: the cluster has trained before, or begins with a checkpoint.
-        not_exact: says that the run is not, and why.
-        checkpoint: that one.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        wait: Callable[[Callable[[], bool], str, bool], None],
-        restarted: bool,
-        not_exact: Callable[[str], None],
-        checkpoint: Checkpoint | None = None,
-    ) -> None:
-        self._client, self._wait_for, self._was_loaded, self._checkpoint = client, wait, restarted, checkpoint
-        self._not_exact = not_exact
+    def __init__(self, client: Client, wait: Callable[[Callable[[], bool], str, bool], None], restarted: bool) -> None:
+        self._client, self._wait_for, self._was_loaded = client, wait, restarted
         self._begun = False  # this trainer has begun to load
         self.resumed = False  # the script knows where training goes on
 
@@ -94,8 +54,8 @@ class Loading:
         is waited for; if not, all begin anew, as in a new cluster.
         """
         client = self._client
-        if self._checkpoint is not None or not self._was_loaded:
-            return self._was_loaded
+        if not self._was_loaded:
+            return False
         self._wait(lambda: client.resumed, "waiting for the cluster")
         return not client.begins_anew
 
@@ -103,8 +63,6 @@ class Loading:
         """Trainer 0 may read while it loads; others once it has loaded all."""
         if self._client.trainer == 0 and not self.restarted:
             self._begin()
-        elif self._checkpoint is not None:
-            self.end()
         else:
             self._await_origin()
 
@@ -150,12 +108,7 @@ class Loading:
     def end(self) -> None:
         """See `Session.loaded`."""
         client = self._client
-        if self._checkpoint is not None and self._awaits_checkpoint():
-            self._restore(self._checkpoint)
-            self._wait(client.all_acknowledged, "restoring a checkpoint", True)
-            if client.trainer == 0:
-                client.run(client.end_loading)
-        elif client.trainer == 0 and not self.restarted:
+        if client.trainer == 0 and not self.restarted:
             self._begin()
             self._wait(client.all_acknowledged, "loading initial values")
             client.run(client.end_loading)
@@ -177,65 +130,7 @@ class Loading:
             for slab, rows in client.left_behind():
                 self._send(slab, rows, None)
 
-    def _awaits_checkpoint(self) -> bool:
-        """Whether nobody has loaded it so far."""
-        self._wait(lambda: self._client.resumed, "waiting for the cluster")
-        return self._client.origin is None and not self._begun
-
-    def _restore(self, checkpoint: Checkpoint) -> None:
-        """Sends this trainer's share of the checkpoint. All send all records, so that nothing is left of what others
-        may have loaded before. Waits for other trainers, which may read for long."""
+    def _send(self, slab: int, rows: Tensor, values_Ub: Tensor | None, first_byte: int = 0) -> None:
         client = self._client
-        self._begun = client.restores = True
-        most_rows = [max(1, LOAD_BYTES // slab.schema.nbytes) for slab in client.job.slabs]
-        shares = checkpoint.shares(client.job.trainers)
-        steps = [sum(-(-rows // most) for rows, most in zip(share, most_rows, strict=True)) for share in shares]
-        sent, given = 0, [0] * len(most_rows)
-        for slab, rows_U, records_UB in _portions(checkpoint.records(client.trainer, client.job.trainers), most_rows):
-            order_U = np.argsort(rows_U.numpy(), kind="stable")  # a part's rows are a few runs that ascend
-            in_order_UB = as_tensor(np.take(as_array(records_UB), order_U, axis=0))
-            self._send(slab, as_tensor(rows_U.numpy()[order_U]), in_order_UB, patient=True)
-            sent, given[slab] = sent + 1, given[slab] + len(rows_U)
-        mine = shares[client.trainer]
-        if given != mine:
-            raise CheckpointError(
-                f"of each slab, {given} rows were read of a checkpoint, {mine} are this trainer's share"
-            )
-        if (what := checkpoint.inexact) is not None:
-            self._not_exact(what)
-        for _ in range(max(steps) - sent):
-            self._wait(client.may_push, f"restoring: step {client.step} is waited for", True)
-            client.run(client.pass_)
-
-    def _send(
-        self, slab: int, rows: Tensor, values_Ub: Tensor | None, first_byte: int = 0, patient: bool = False
-    ) -> None:
-        client = self._client
-        self._wait(client.may_push, f"loading: step {client.step} is waited for", patient)
+        self._wait(client.may_push, f"loading: step {client.step} is waited for")
         client.run(client.load, slab, client.route(slab, rows), values_Ub, first_byte)
-
-
-def _portions(
-    blocks: Iterator[tuple[int, Tensor, Tensor]], most_rows: Sequence[int]
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Blocks of any size as portions of exactly `most_rows` of their slab, with what is left of each slab at the end.
-
-    So their number follows from that of the rows. Of each slab, less than a portion and a block is held.
-    """
-    held: list[list[tuple[Tensor, Tensor]]] = [[] for _ in most_rows]
-    counts = [0] * len(most_rows)
-    for slab, rows_U, records_UB in blocks:
-        held[slab].append((rows_U, records_UB))
-        counts[slab] += len(rows_U)
-        most = most_rows[slab]
-        if counts[slab] >= most:
-            rows, records = (torch.cat(parts) for parts in zip(*held[slab], strict=True))
-            whole = counts[slab] // most * most
-            for first in range(0, whole, most):
-                yield slab, rows[first : first + most], records[first : first + most]
-            counts[slab] -= whole
-            held[slab] = [(rows[whole:].clone(), records[whole:].clone())] if counts[slab] else []
-    for slab, left in enumerate(held):
-        if left:
-            rows, records = (torch.cat(parts) for parts in zip(*left, strict=True))
-            yield slab, rows, records

@@ -25,19 +25,32 @@ import torch
 from torch import Tensor
 
 from torch_ecrec.client.client import Client
-from torch_ecrec.client.loading import Checkpoint, Loading
+from torch_ecrec.client.loading import Loading
 from torch_ecrec.client.waiting import Waiting
 from torch_ecrec.layout.routing import Parts, Route, arrange
 from torch_ecrec.observe.text import format_gathering, trainers_named
 from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.status import Gathering, Report, WaitedFor
-from torch_ecrec.records.quantised import restore
+from torch_ecrec.records.quantised import unpack
 from torch_ecrec.runtime.lifetime import belongs_here
 
 log = logging.getLogger(__name__)
 
 AWAITED_SAID_S = 30.0  # between two words of others that are waited for
 ROUTES_KEPT = 64  # from `arrange` to the push: as many lookups may be made in a step
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The checkpoint that a cluster has begun with.
+
+    Attributes:
+        done: steps of training until then.
+        dense: reads every trainer's part of the dense model, in their order: payload (n,) uint8, and header.
+    """
+
+    done: int
+    dense: Callable[[], list[tuple[Tensor, list[int]]]]
 
 
 @dataclass(eq=False)
@@ -60,7 +73,7 @@ class Session:
         tell: sends a message to the coordinator.
         on_close: called once by `close`.
         restarted: initial values had been loaded when this trainer joined.
-        checkpoint: what the cluster has begun with, `restarted` then; None: it has begun anew.
+        begins: with which checkpoint the cluster has begun, `restarted` then; None: it has begun anew.
 
     Every wait ends within `settings.give_up_s` seconds of the last progress with `ClusterUnavailable` (stacks of all
     threads go to stderr), or with the error that the background reported. While the coordinator says that training
@@ -74,17 +87,17 @@ class Session:
         tell: Callable[[messages.Progress], None],
         on_close: Callable[[], None],
         restarted: bool = False,
-        checkpoint: Checkpoint | None = None,
+        begins: Beginning | None = None,
     ) -> None:
         self.client = client
-        self._checkpoint = checkpoint
+        self._begins = begins
         self.job, self.trainer, self.trainers = client.job, client.trainer, client.job.trainers
         self._tell, self._on_close = tell, on_close
         self._waiting = Waiting(client.settings.give_up_s)
         self._closed = False
         self._routes: deque[Route] = deque(maxlen=ROUTES_KEPT)
         self._ahead: list[_Ahead] = []
-        self._loading = Loading(client, self._wait, restarted, self.not_exact, checkpoint)
+        self._loading = Loading(client, self._wait, restarted)
         client.on_change, client.on_error, client.on_awaited = self._waiting.notify, self.fail, self._say_awaited
         self._said_s = -math.inf
         belongs_here(self)
@@ -232,7 +245,7 @@ class Session:
         lookup = functools.partial(self.client.lookup, int8=int8)
         weights: list[Parts] = self._run_and_wait(lookup, self._route(rows), what=what)
         if int8:
-            return [[torch.from_numpy(restore(part_UB.numpy())) for part_UB in parts] for parts in weights]
+            return [[torch.from_numpy(unpack(part_UB.numpy())) for part_UB in parts] for parts in weights]
         return weights
 
     def look_ahead(self, rows: Sequence[Tensor]) -> None:
@@ -300,7 +313,7 @@ class Session:
         """
         client = self.client
         self._wait(lambda: client.resumed, "waiting for the servers to go back to a step that all know")
-        begins = self._checkpoint
+        begins = self._begins
         if begins is not None and client.resume_done == begins.done:
             self._loading.end()
             self._loading.resumed = True

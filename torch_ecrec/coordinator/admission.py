@@ -125,6 +125,8 @@ def objection(state: ClusterState, member: MemberRecord, word: OfMember) -> str 
     """Why a member cannot say this, whenever it was sent; None: it may."""
     if isinstance(word, (messages.Loaded, messages.NotExact, messages.Progress)) and member.role != "trainer":
         return f"{member.name} is no trainer"
+    if isinstance(word, messages.Loaded) and state.job.restored is not None:
+        return "the cluster has begun with a checkpoint: nobody loads initial values"
     if isinstance(word, messages.Progress) and word.trainer != member.rank:
         return f"`trainer` must be {member.rank}, got {word.trainer}"
     if isinstance(word, OfSlot):

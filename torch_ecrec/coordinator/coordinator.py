@@ -141,6 +141,11 @@ class Coordinator:
         return self._state.job.restored
 
     @property
+    def restores(self) -> bool:
+        """Slots get their records of that checkpoint, or have no parities of them yet; training has not begun."""
+        return self._state.job.restoring
+
+    @property
     def run(self) -> str:
         """The identity of the cluster; see `RunningJob`."""
         return self._state.job.run
@@ -389,7 +394,8 @@ class Coordinator:
         elif isinstance(word, messages.Mended):
             self._announce(word)
         elif isinstance(word, messages.Reach):
-            eras.on_reach(word)
+            if eras.on_reach(word):
+                table.restore_again()
         elif isinstance(word, messages.Durable) and eras.on_durable(word):
             table.moves.rebalance()  # which had to wait for that
         elif isinstance(word, messages.OfCheckpoint):

@@ -49,7 +49,7 @@ def lose_trainers(state: ClusterState, why: str, now_s: float) -> None:
     if members.done:
         members.done.clear()
         members.tell(messages.Left([]), "server")
-    if state.table.placed:
+    if state.table.placed and not state.job.restoring:  # until all is restored, trainers have asked for nothing
         state.eras.begin(keeps=False)
     state.drop(*gone)
 
@@ -176,10 +176,8 @@ def leave(state: ClusterState, name: str, now_s: float) -> None:
         _tell_left(state)
     if not first:
         return
-    awaited = member.rank == 0 or (member.role == "trainer" and state.job.restored is not None)
-    if awaited and table.placed and state.job.origin is None:
-        what = "the initial values" if state.job.restored is None else "its share of the checkpoint"
-        reason = f"{name} left before it had loaded {what}"
+    if member.rank == 0 and table.placed and state.job.origin is None and not state.job.restoring:
+        reason = f"{name} left before it had loaded the initial values"
         members.tell(messages.Fatal("trainers_lost", reason), "trainer")
     state.announce(events.MemberLeft(name))
     state.drop(name)

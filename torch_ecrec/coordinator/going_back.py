@@ -6,7 +6,10 @@ are told ("resume"). A server that is lost meanwhile begins one more era: its sl
 
 Where no step of training was safe yet, and tables were loaded before the first one, perhaps none is kept of which the
 dense model is known. Then all *begin anew*: servers agree on any step, and the trainers load initial values over
-whatever is there, as in a new cluster.
+whatever is there, as in a new cluster. A cluster that began with a checkpoint begins with it again.
+
+Once such a cluster has restored it, an era begins that nobody goes back in: when every slot has said that it knows of
+that, trainers begin. So whoever has trained is not taken for one that is being restored.
 """
 
 from __future__ import annotations
@@ -30,12 +33,14 @@ class GoingBack:
     Attributes:
         reach: slot -> what it said.
         keeps: nobody goes back: some slots begin anew where the others are, and the trainers go on as they are.
+        first: nobody has trained yet: a checkpoint was restored.
         step: where training goes on, once it is known; a step of the protocol.
         done: steps of training that count then.
         durable: slots at which it is durable.
     """
 
     keeps: bool = False
+    first: bool = False
     reach: dict[int, messages.Reach] = field(default_factory=dict)
     step: int | None = None
     done: int = 0
@@ -112,11 +117,11 @@ class Eras:
         self._went_back_to = 0  # last: trainers that have trained since have begun
         self.going_back: GoingBack | None = None
 
-    def begin(self, keeps: bool = False) -> None:
-        """All servers stop, and say which steps they can go back to. `keeps`: nobody will have to."""
+    def begin(self, keeps: bool = False, first: bool = False) -> None:
+        """All servers stop, and say which steps they can go back to. `keeps`, `first`: nobody will have to."""
         self.number += 1
-        self.going_back = GoingBack(keeps)
-        if not keeps:
+        self.going_back = GoingBack(keeps, first)
+        if not keeps and not first:
             trainers = [member.name for member in self._members.present("trainer")]  # of the new era, here already
             self._announce(events.EraBegun(self.number, trainers))
         self._tell_all("server")
@@ -132,8 +137,16 @@ class Eras:
             step, done, keeps, floor = where
             word = messages.Era(self.number, step, origin, done, keeps, floor, self._partial.renewals)
             self._members.send(name, word)
-        elif back is None:
+        elif back is None and not self._job.restoring:
             self._members.send(name, messages.Resume(self.number, self.resume_step, origin, self.done))
+
+    def restart(self) -> None:
+        """The cluster begins with its checkpoint again: nothing that was trained since counts."""
+        self.going_back, self.kept = None, True
+        self.resume_step = self.floor = self._went_back_to = 0
+        self.done = self._job.done_at_origin
+        self._partial.go_back(self.done)
+        self._saving.forget_after(self.done)
 
     def send_renewed(self, name: str) -> None:
         """Trainers hear of slots that have begun anew, once these have a host."""
@@ -144,28 +157,34 @@ class Eras:
         for member in self._members.present(role):
             self.send_to(member.name)
 
-    def on_reach(self, message: messages.Reach) -> None:
-        """A slot says which steps it can go back to. When all have, the last that is common is chosen."""
+    def on_reach(self, message: messages.Reach) -> bool:
+        """A slot says which steps it can go back to. When all have, the last that is common is chosen.
+
+        Returns:
+            Whether there is none, and the cluster is to begin with its checkpoint again.
+        """
         back, job = self.going_back, self._job
         if back is None or back.step is not None or message.era != self.number:
-            return
+            return False
         back.reach[message.slot] = message
         if not back.reach.keys() >= set(range(job.code.slots)) - self._partial.reading:
-            return
+            return False
         assert job.spec is not None
         if back.keeps:
             self._go_on(back)
-            return
+            return False
         reach = back.reach.values()
         first, last = common_steps(reach)
         chosen = choose_step(reach, job.origin, job.spec.trainers)
         if chosen is None and may_begin_anew(reach, job.done_at_origin):
+            if job.restored is not None:
+                return True
             job.origin = None
             chosen = choose_step(reach, None, job.spec.trainers)
         if chosen is None:
             if self._partial.wanted:
                 job.lose("the trainers were lost, and with slots the dense snapshots")
-                return
+                return False
             begin = steps_of_training_before(reach, job.done_at_origin - (job.origin or 0))
             first, last = (max(0, begin + step) for step in (first, last))
             job.stop(
@@ -173,15 +192,17 @@ class Eras:
                 " are those that the servers can go back to (snapshots are off?): restore a checkpoint",
                 "stopped",
             )
-            return
+            return False
         back.step = chosen
         counts = job.origin is not None
         kept = (done for said in reach for step, done, _ in said.snapshots if step == chosen and counts)
         back.done = next(kept, job.done_at_origin)
         self._partial.go_back(back.done)
         self._saving.forget_after(back.done)
-        self._announce(events.GoingBack(self.number, back.done, back.done + last - chosen))
+        if not back.first:
+            self._announce(events.GoingBack(self.number, back.done, back.done + last - chosen))
         self._tell_all("server")
+        return False
 
     def _go_on(self, back: GoingBack) -> None:
         """All who keep their records have stopped: the others begin anew where these are, and training goes on."""
@@ -230,7 +251,8 @@ class Eras:
         self.resume_step, self.done, self.going_back = back.step, back.done, None
         self.floor, self.kept, self._went_back_to = back.step, False, back.step
         job.step = back.done
-        self._announce(events.Resumable(self.number, job.step))
+        if not back.first:
+            self._announce(events.Resumable(self.number, job.step))
         self._tell_all("trainer")
         return True
 

@@ -29,10 +29,11 @@ class RunningJob:
     Attributes:
         goes_back: the job has ended as it was, and begins again from a checkpoint.
         restored: that checkpoint; None: training began at its beginning.
+        restoring: slots get their records of it, or have no parities of them yet; then training begins.
         run: the identity of the cluster (`admission.py`), and in the names of its checkpoints, which tells them from
             those of other runs at the same place.
         spec: None until a trainer has joined.
-        origin: the step that training begins after (`wire.py`); None: loading has not ended.
+        origin: the step that training begins after (`wire.py`); None: loading, or restoring, has not ended.
         step: the last step of training that somebody reported.
         inexact: (steps of training until then, what has happened) that makes this run, or may, another than one that
             nothing happened to; partial recoveries aside, which `PartialRecovery` knows.
@@ -52,6 +53,7 @@ class RunningJob:
         self.code, self._beyond, self.goes_back = code, beyond, False
         self.restored = None if restore is None else restore[0]
         self._restored_job = None if restore is None else restore[1]
+        self.restoring = restore is not None
         self.run, self.known = run, known
         self._members, self._announce = members, announce
         self.spec: JobSpec | None = None
@@ -84,6 +86,17 @@ class RunningJob:
         self.origin = origin
         self._members.tell(messages.Loaded(origin))
 
+    def restore(self) -> None:
+        """Slots begin with their records of the checkpoint that the cluster begins with, all or once more."""
+        assert self.restored is not None
+        self.restoring, self.origin = True, None
+        if self.restored.inexact:
+            self.on_inexact(self.restored.done, self.restored.inexact)
+
+    def on_restored(self) -> None:
+        """They have them, and all parities: training begins after step 0 of the protocol."""
+        self.restoring, self.origin = False, 0
+
     def on_inexact(self, step: int, what: str) -> None:
         """From a step of training on this run is not exact. The same is noted once, and of many the first."""
         what = what[:TEXT_MOST]  # members take no longer one, and it may hold a member's word
@@ -97,11 +110,12 @@ class RunningJob:
         if self.inexact:
             self._members.send(name, messages.KnownInexact(self.inexact))
 
-    def learn(self, said: Collection[Rejoin], era: int) -> None:
+    def learn(self, said: Collection[Rejoin], era: int, placement: messages.Placement | None) -> None:
         """The job and where training begins, as members of the coordinator before know them.
 
         Initial values that are loaded may have to be loaded again in a later era, so the newest era counts, and in that
-        who knows already where it begins. `era`: the newest that this coordinator knows.
+        who knows already where it begins. `era`: the newest that this coordinator knows. Whether a checkpoint is being
+        restored, the newest placement says; None: there is none yet.
         """
         for one in sorted(said, key=lambda one: one.known.placement is not None):  # who has none may be of no run yet
             self.take(one.known.job)
@@ -113,16 +127,19 @@ class RunningJob:
         origins = [one.known.origin for one in told if one.known.origin is not None]
         if newest > era or (newest == era and origins):
             self.origin = origins[0] if origins else None
+        self.restoring = self.restored is not None and (placement is None or placement.restoring)
+        if self.restored is not None:
+            self.origin = None if self.restoring else 0
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, kind: str = "data_loss") -> None:
         """More is lost than can be repaired, also in part: ends the job, or goes back to a checkpoint."""
         if self._beyond == "stop":
-            self.stop(reason, "data_loss")
+            self.stop(reason, kind)
         else:
             self.fatal, self.fatal_kind, self.goes_back = reason, "data_loss", True
 
     def stop(self, reason: str, kind: str) -> None:
-        """Ends the job for everybody: kinds are data_loss and stopped."""
+        """Ends the job for everybody: kinds are data_loss, checkpoint and stopped."""
         self.fatal, self.fatal_kind, self.goes_back = reason, kind, False
         word = messages.Fatal(kind, reason)
         self._announce(word)

@@ -165,6 +165,11 @@ class PartialRecovery:
         self.renewals = trimmed(self.renewals, done)
         self.go_on(done)
 
+    def begin_again(self, slots: int) -> None:
+        """So many slots, which are all, begin with a checkpoint; nothing that was lost before counts."""
+        self.pending, self.reading, self.intact, self.dense = set(), set(), set(), set(range(slots))
+        self.reason = ""
+
     def follow(self, before: PartialRecovery, done: int) -> None:
         """Takes over from a cluster that went back to a checkpoint: what that lacks is lacking."""
         kept = [[(slot, 0, at) for slot, _, at in one.lives if at and at <= done] for one in before.renewals]

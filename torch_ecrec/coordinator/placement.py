@@ -176,8 +176,8 @@ class SlotTable:
 
     def repairs(self, servers: Collection[str]) -> bool:
         """Whether the code could repair the slots of all of these together, with those that lack records already."""
-        if self._job.spec is None:
-            return False
+        if self._job.spec is None or self._job.restoring:  # who is lost then reads the checkpoint elsewhere
+            return self._job.restoring
         slots = {slot for server in servers for slot in self.hosted_by(server)}
         return data_loss(self._job.code, self._job.spec, self.unhealthy() | slots) is None
 
@@ -191,8 +191,10 @@ class SlotTable:
         for slot in range(self._job.code.slots):
             best = min(servers, key=lambda server: self.shared(slot, server, where))
             servers.remove(best)
-            self.slots.append(SlotPlace(best, 0, True))
+            self.slots.append(SlotPlace(best, 0, not self._job.restoring))
         self._partial.dense = set(range(len(self.slots)))
+        if self._job.restoring:
+            self._job.restore()
         self.new_epoch(events.PlacedFirst)
 
     def lose(self, slots: Collection[int]) -> None:
@@ -200,7 +202,7 @@ class SlotTable:
         self._partial.on_lost(slots)
         if self._partial.pending:
             self._partial.begin(slots, "")  # what follows of that is decided for all of them
-        elif not self._stop_if_lost(self.unhealthy() | set(slots), slots):
+        elif self._job.restoring or not self._stop_if_lost(self.unhealthy() | set(slots), slots):
             self.leave(slots)
 
     def leaving(self, servers: Collection[str]) -> list[int]:
@@ -282,6 +284,21 @@ class SlotTable:
         self._eras.begin(back is None or back.keeps)
         self.new_epoch(events.PlacedAnew)
 
+    def restore_again(self) -> None:
+        """All slots begin with their records of the checkpoint that the cluster began with, where they are."""
+        self._job.restore()
+        self._eras.restart()
+        self.slots = [SlotPlace(place.server, place.incarnation + 1, False) for place in self.slots]
+        self._partial.begin_again(len(self.slots))
+        self.new_epoch(events.PlacedAnew)
+
+    def check_restored(self) -> None:
+        """Once all slots have their records of that checkpoint, and all parities of them, training begins."""
+        if self._job.restoring and self.placed and not self.unhealthy():
+            self._job.on_restored()
+            self._eras.begin(first=True)
+            self.new_epoch(events.HealthyAgain)
+
     def place_waiting(self) -> None:
         """Slots that wait for a process to come get it."""
         changed = False
@@ -325,8 +342,8 @@ class SlotTable:
         assert self._job.spec is not None
         self._eras.send_to(name)  # before anything can be asked for
         send = self._members.send
-        send(name, messages.Job(self._job.spec, self._job.run, self._job.done_at_origin))
-        send(name, messages.Placed(messages.Placement(self.epoch, tuple(self.slots))))
+        send(name, messages.Job(self._job.spec, self._job.run, self._job.restored))
+        send(name, messages.Placed(messages.Placement(self.epoch, tuple(self.slots), self._job.restoring)))
         if self._job.origin is not None:
             send(name, messages.Loaded(self._job.origin))
         self._checkpointing.send_to(name)
@@ -353,13 +370,19 @@ class SlotTable:
             return
         self._partial.on_rebuilt(slot)
         self.slots[slot] = SlotPlace(place.server, incarnation, True)
-        self.new_epoch(events.HealthyAgain)
+        if self._job.restoring:
+            self.check_restored()
+        else:
+            self.new_epoch(events.HealthyAgain)
         self._announce(events.SlotRebuilt(slot, incarnation))
         self.moves.rebalance()
 
     def on_unrecoverable(self, slot: int, reason: str) -> None:
         """A host found that nobody has what it needs; `reason`: not even a checkpoint, or records are damaged."""
-        if slot in self._partial.reading:
+        if self._job.restoring:
+            if self._job.fatal is None:
+                self._job.lose(f"the checkpoint to begin with cannot be read: {reason}", "checkpoint")
+        elif slot in self._partial.reading:
             self._job.lose(f"{self._partial.why}; the newest checkpoint cannot be read: {reason}")
         elif reason and self._job.fatal is None:
             self._lose({slot}, reason)

@@ -89,9 +89,10 @@ class Knowledge:
 
     @property
     def unsettled(self) -> bool:
-        """Servers were going back, or not all know of the same era."""
+        """Servers were going back, or not all know of the same era, or that a restore has ended."""
         known = [one.known for one in self.said.values()]
-        return any(one.frozen for one in known) or len({one.era for one in known}) > 1
+        restoring = {one.placement.restoring for one in known if one.placement is not None}
+        return any(one.frozen for one in known) or len({one.era for one in known}) > 1 or len(restoring) > 1
 
     def slots(self) -> tuple[list[SlotPlace], set[int]]:
         """The newest placement that is known, with what its hosts know better.

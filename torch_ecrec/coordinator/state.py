@@ -124,7 +124,9 @@ class ClusterState:
             self.members.follow(one.life)
         self.members.done |= known.done
         self.roster.learn(said)
-        self.job.learn(said, self.eras.number)
+        self.job.learn(said, self.eras.number, known.placement)
         self.eras.learn(said)
         self.partial.renewals = known.renewals
         self.saving.known = known.saves
+        if self.job.restoring:
+            self.eras.restart()

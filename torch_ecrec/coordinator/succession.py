@@ -50,6 +50,7 @@ def go_on(state: ClusterState, now_s: float) -> None:
     if known.placement is not None:
         # What waited for somebody to come, or for a slot that was rebuilt meanwhile: neither may come again.
         state.table.place_waiting()
+        state.table.check_restored()
         state.table.moves.rebalance()
 
 
@@ -78,7 +79,7 @@ def _awaited(state: ClusterState, known: Knowledge) -> dict[str, str]:
     if state.silence.hears_nobody:
         return dict.fromkeys(sorted(state.silence.quiet), "not heard of since it was back")
     job = known.job or state.job.spec
-    if known.placement is None or job is None:
+    if known.placement is None or known.placement.restoring or job is None:
         return {}
     slots, lost = known.slots()
     unhealthy = {i for i, place in enumerate(slots) if not place.healthy and i not in lost}

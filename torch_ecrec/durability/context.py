@@ -162,7 +162,7 @@ class SlotContext(ABC):
 
     @abstractmethod
     def begin_anew(self, cut: int, floor: int, log: DeltaLog, done: int) -> None:
-        """As `become_ready`, of a slot that was lost beyond repair.
+        """As `become_ready`, of a slot that begins with its records of a checkpoint.
 
         Args:
             cut, floor, log: as there.

@@ -127,10 +127,9 @@ class Holdings:
         incarnation: which life of it.
         incarnations: the incarnation of every slot, known from birth.
         fresh: true at the start of a job: records get their initial values, parities encode them. False on the new
-            host of a lost slot: everything is missing.
+            host of a lost slot, or where records come from a checkpoint: everything is missing.
         sealed: every record and parity has a seal, by which damage to it is found.
-        restored: a checkpoint is loaded over every record before anybody reads one: they begin as zeros, whose parities
-            are zeros, and no initial value is drawn.
+        filled: all records are about to come from a checkpoint, and are not repaired here and there.
 
     Attributes:
         shards: records and parities, one `Shard` per slab.
@@ -149,7 +148,7 @@ class Holdings:
         incarnations: Sequence[int],
         fresh: bool,
         sealed: bool = True,
-        restored: bool = False,
+        filled: bool = False,
     ) -> None:
         self.job, self.code, self.layouts = job, code, layouts
         self.index, self.incarnation = index, incarnation
@@ -165,13 +164,13 @@ class Holdings:
             catch_up=dict.fromkeys(sources, 0) if fresh else {},
         )
         self.shards = [
-            Shard(slab.schema, layout.data_rows(index), layout.parity_rows(index), not fresh, sealed)
+            Shard(slab.schema, layout.data_rows(index), layout.parity_rows(index), not (fresh or filled), sealed)
             for slab, layout in zip(job.slabs, layouts, strict=True)
         ]
         self.sealed = sealed
         self.log = self.new_log()
         self.missing = Missing(self.shards, fresh)
-        if fresh and not restored:
+        if fresh:
             self._initialise_()
 
     def _initialise_(self) -> None:

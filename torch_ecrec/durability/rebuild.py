@@ -120,7 +120,7 @@ class Rebuild:
 
     def _next_portions(self) -> None:
         """Starts as many portions as may be under way, no faster than the limit allows."""
-        rate = self.settings.rebuild_bytes_per_s
+        rate = self.settings.rebuild_bytes_per_s if self.host.origin is not None else 0  # else nobody trains yet
         while not self.slot.dead and not self.pausing and self.portions_under_way < PORTIONS_AT_ONCE:
             if not self._start_portion():
                 self.slot.check_rebuilt()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import gc
 import hashlib
 import logging
@@ -30,13 +31,13 @@ from types import TracebackType
 from torch_ecrec import codec, records
 from torch_ecrec.client import pooling
 from torch_ecrec.client.client import Client
-from torch_ecrec.client.session import Session
+from torch_ecrec.client.session import Beginning, Session
 from torch_ecrec.errors import ClusterError, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.layout import routing, stripes
 from torch_ecrec.observe.text import format_gathering
 from torch_ecrec.processes.member import Member, exit_code_of
 from torch_ecrec.processes.part_reader import FileReader
-from torch_ecrec.processes.restoring import StoredCheckpoint
+from torch_ecrec.processes.restoring import dense_model
 from torch_ecrec.processes.scribe import FileScribe
 from torch_ecrec.processes.supervisor import Supervisor, await_trainers
 from torch_ecrec.protocol import messages
@@ -47,7 +48,7 @@ from torch_ecrec.runtime.lifetime import end_at_once, end_if_it_hangs, ends_with
 from torch_ecrec.server.service import Host
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import LAUNCH_MOST, Settings, loss_mark, restarts, torchrun_launch
-from torch_ecrec.storage import quantised, row_ids, seen
+from torch_ecrec.storage import row_ids, seen
 from torch_ecrec.transport.node import Node
 from torch_ecrec.transport.whereabouts import status_of
 
@@ -72,7 +73,6 @@ def warm() -> None:
     routing.warm()
     pooling.warm()
     records.warm()
-    quantised.warm()
     row_ids.warm()
     seen.warm()
     byte_sums.warm()
@@ -288,8 +288,12 @@ class _Trainer:
     def _make(self, name: str, member: Member, code: CodeSpec) -> Node:
         agreed = JobSpec(self._job.tables, code, self._job.trainers, self._job.seed)
         client = Client(name, member, agreed, self._trainer, self._settings, self._snapshot_every)
-        checkpoint = None if member.restored is None else StoredCheckpoint(member.restored)
-        session = Session(client, member.tell, lambda: self._close(member), member.restarted, checkpoint)
+        restored, begins = member.restored, None
+        if restored is not None:
+            begins = Beginning(restored.done, functools.partial(dense_model, restored))
+            if restored.inexact:
+                log.warning("NOT EXACT from step %d on: %s", restored.done, restored.inexact)
+        session = Session(client, member.tell, lambda: self._close(member), member.restarted, begins)
         self._sessions.append(session)
         session.look_out()
         return client

@@ -1,4 +1,4 @@
-"""Who reads, in a server, a slot's records of a checkpoint, for one that begins anew (`server/renewing.py`)."""
+"""Who reads, in a server, a slot's records of a checkpoint, for one that begins with them (`server/renewing.py`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_ecrec.errors import CheckpointError
+from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.protocol.messages import Renewal
 from torch_ecrec.records.positions import Bytes, Positions
@@ -17,15 +17,15 @@ from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.storage.ahead import read_ahead
 from torch_ecrec.storage.catalog import Catalog
-from torch_ecrec.storage.manifest import Manifest
+from torch_ecrec.storage.manifest import ADVICE
 from torch_ecrec.storage.restoring import records_of, require_same_model
-from torch_ecrec.storage.saves import Save, Saves
+from torch_ecrec.storage.saves import Saves
 
 log = logging.getLogger(__name__)
 
 AHEAD = 1  # pieces that are read while one is taken; above all, one that never comes is not waited for for ever
 Run = Callable[[Callable[[], None]], None]  # `Node.run`
-Calls = tuple[Run, Callable[[int, Positions, Bytes], None], Callable[[], None], Callable[[str], None]]
+Calls = tuple[Run, Callable[[int, Positions, Bytes], None], Callable[[], None], Callable[[str, bool], None]]
 
 
 class FileReader:
@@ -45,7 +45,7 @@ class FileReader:
         slot: int,
         take: Callable[[int, Positions, Bytes], None],
         done: Callable[[], None],
-        failed: Callable[[str], None],
+        failed: Callable[[str, bool], None],
     ) -> FileReading:
         """See `CheckpointReader`."""
         reading = FileReading(self._run, take, done, failed)
@@ -62,7 +62,7 @@ class FileReading:
         run: Run,
         take: Callable[[int, Positions, Bytes], None],
         done: Callable[[], None],
-        failed: Callable[[str], None],
+        failed: Callable[[str, bool], None],
     ) -> None:
         self._calls: Calls | None = (run, take, done, failed)
 
@@ -84,10 +84,10 @@ class FileReading:
         if (calls := self._calls) is not None:
             calls[0](lambda: None if self.cancelled else calls[2]())
 
-    def fail(self, reason: str) -> None:
-        """Says that the records cannot be had, and why."""
+    def fail(self, reason: str, later: bool) -> None:
+        """Says that the records cannot be had, and why. `later`: perhaps they can, later."""
         if (calls := self._calls) is not None:
-            calls[0](lambda: None if self.cancelled else calls[3](reason))
+            calls[0](lambda: None if self.cancelled else calls[3](reason, later))
 
 
 def _work(renewal: Renewal, job: JobSpec, slot: int, reading: FileReading) -> None:
@@ -97,10 +97,11 @@ def _work(renewal: Renewal, job: JobSpec, slot: int, reading: FileReading) -> No
                 return
             reading.take(slab, positions_N, records_NB)
     except CheckpointError as error:
-        reading.fail(str(error))
+        log.warning("slot %d of checkpoint %s: %s", slot, renewal.folder, error)
+        reading.fail(str(error), isinstance(error, StoreUnavailable))
     except Exception as error:  # this thread has no caller: whatever it is, the slot cannot begin so
         log.exception("slot %d of checkpoint %s", slot, renewal.folder)
-        reading.fail(repr(error))
+        reading.fail(repr(error), False)
     else:
         reading.finish()
 
@@ -114,19 +115,30 @@ def slot_records(renewal: Renewal, job: JobSpec, slot: int) -> Iterator[tuple[in
         Slab, positions (N,) int64, records (N, B) uint8.
 
     Raises:
-        CheckpointError: it is not there, is altered, or of another job.
+        CheckpointError: it is not there, is altered, or of another job; or a slot's part has a row of another slot.
     """
     catalog = Catalog(renewal.url)
     manifest = catalog.read(renewal.folder)
     saves = Saves(catalog.location).on(renewal.folder, [name for name, _ in renewal.saves])
-    read: list[Manifest | Save] = [*catalog.chain(manifest), *saves]
+    read = [*catalog.chain(manifest), *saves]
     for one in read:
         require_same_model(one, job)
     layouts = [layout_of(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs]
-    alike = all(_layout(one.spec.code) == _layout(job.code) for one in read)
+    of_each = [*range(job.code.slots)]
+    alike = all(
+        _layout(one.spec.code) == _layout(job.code) and sorted(part.slot for part in one.parts) == of_each
+        for one in read
+    )
 
     def mine(slab: int, rows_N: Positions) -> NDArray[np.bool_]:
-        of_slot: NDArray[np.bool_] = layouts[slab].locate(rows_N)[0] == slot
+        slot_N, _ = layouts[slab].locate(rows_N)
+        of_slot: NDArray[np.bool_] = slot_N == slot
+        if alike and not of_slot.all():
+            row, other = int(rows_N[~of_slot][0]), int(slot_N[~of_slot][0])
+            raise CheckpointError(
+                f"{renewal.folder}: row {row} of slab {slab} is of slot {other}, and stands among those of slot {slot};"
+                f" {ADVICE}"
+            )
         return of_slot
 
     slots = [slot] if alike else None

@@ -19,6 +19,7 @@ from typing import Any
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.checkpointing import Finished, Restorable, attempt_of, run_of
 from torch_ecrec.errors import CheckpointError
+from torch_ecrec.processes.restoring import restored_of
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.runtime.threads import Worker, log_error
@@ -30,7 +31,7 @@ from torch_ecrec.storage.manifest import Encoding, Manifest, PartEntry
 from torch_ecrec.storage.parts import PartWriter
 from torch_ecrec.storage.policy import next_kind
 from torch_ecrec.storage.restoring import check_rows
-from torch_ecrec.storage.saves import Save, Saves
+from torch_ecrec.storage.saves import Saves
 
 log = logging.getLogger(__name__)
 
@@ -301,17 +302,7 @@ class FileLedger:
 
     def _commit_save(self, finished: Finished, job: JobSpec, done: Callable[[str | None, bool], None]) -> None:
         try:
-            save = Save(
-                id=finished.folder,
-                done=finished.done,
-                step=finished.step,
-                base=finished.base,
-                job=job.to_json(),
-                parts=_parts(finished),
-                encoding=self._encoding,
-                written_s=time.time(),
-            )
-            Saves(self._catalog.location).commit(save)
+            Saves(self._catalog.location).commit(self._manifest(finished, job))
         except Exception as error:  # as above
             reason = _reason(error, finished.folder)
             self._call(lambda: done(reason, False))
@@ -369,8 +360,7 @@ class FileLedger:
                 for catalog, manifest in self._candidates(run, began_with):
                     why = _fault_of(catalog, manifest, looking.beat if read else None)
                     if not why:
-                        restored = messages.Restored(catalog.url, manifest.id, manifest.done)
-                        looking.end((restored, manifest.spec), "")
+                        looking.end((restored_of(catalog, manifest), manifest.spec), "")
                         return
                     log.warning("checkpoint %s is passed over: %s", manifest.id, why)
             except Exception as error:  # this thread has no caller
@@ -391,14 +381,15 @@ class FileLedger:
             yield catalog, catalog.read(began_with.folder)
 
     def _manifest(self, finished: Finished, job: JobSpec) -> Manifest:
+        """Raises CheckpointError if a slot has described its file as none can be."""
         return Manifest(
             id=finished.folder,
             done=finished.done,
             step=finished.step,
-            kind="incremental" if finished.base else "full",
+            kind="save" if finished.save else "incremental" if finished.base else "full",
             base=finished.base or None,
             job=job.to_json(),
-            parts=_parts(finished),
+            parts=[PartEntry.of(dict(finished.parts[slot])) for slot in sorted(finished.parts)],
             encoding=self._encoding,
             began_with=self._began_with(finished),
             written_s=time.time(),
@@ -445,11 +436,6 @@ class FileLedger:
             began = {one.began_with for one in whole if run_of(one.id) in new and one.began_with is not None}
             new = {run_of(folder) for folder in began} - runs - {""}
         return runs
-
-
-def _parts(finished: Finished) -> list[PartEntry]:
-    """Files, as the slots have described them. Raises CheckpointError."""
-    return [PartEntry.of(dict(finished.parts[slot])) for slot in sorted(finished.parts)]
 
 
 def _reason(error: Exception, folder: str) -> str:

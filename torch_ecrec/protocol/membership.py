@@ -38,7 +38,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, Fenced, JoinRefused, TrainersLost
+from torch_ecrec.errors import (
+    CheckpointError,
+    ClusterError,
+    ClusterUnavailable,
+    DataLoss,
+    Fenced,
+    JoinRefused,
+    TrainersLost,
+)
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.bounds import NO_SECRET, Address, Role
 from torch_ecrec.protocol.build import own_build
@@ -51,7 +59,12 @@ FAREWELL_S = 30.0  # how long a trainer that is done stays for the coordinator, 
 AGAIN_LEAST_S, AGAIN_MOST_S = 0.05, 1.0  # between two attempts to join, where connections end at once
 LOOK_S, LOOK_PART = 10.0, 0.25  # whether anybody answers there, is looked at so often, and in such parts of `give_up_s`
 ANY_CODE = messages.WantedCode()
-ENDS: dict[str, type[ClusterError]] = {"data_loss": DataLoss, "trainers_lost": TrainersLost, "fenced": Fenced}
+ENDS: dict[str, type[ClusterError]] = {
+    "data_loss": DataLoss,
+    "checkpoint": CheckpointError,
+    "trainers_lost": TrainersLost,
+    "fenced": Fenced,
+}
 
 
 def join_of(

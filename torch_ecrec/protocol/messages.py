@@ -97,10 +97,16 @@ class SlotPlace(Struct, frozen=True, array_like=True):
 
 
 class Placement(Struct, frozen=True, forbid_unknown_fields=True):
-    """Slot -> server, as of an epoch. Newer epochs replace older ones."""
+    """Slot -> server, as of an epoch. Newer epochs replace older ones.
+
+    Attributes:
+        restoring: every slot that gets a host begins with its records of the checkpoint that the cluster begins with;
+            once all have them, and all parities, there is a placement without, and training begins.
+    """
 
     epoch: Version
     slots: Annotated[tuple[SlotPlace, ...], Meta(min_length=1, max_length=SLOTS_MOST)]
+    restoring: bool = False
 
 
 class WantedCode(Struct, frozen=True, forbid_unknown_fields=True):
@@ -487,12 +493,12 @@ class Job(Said, frozen=True, tag="job"):
     Attributes:
         run: the identity of the cluster, which may be another than it was at the welcome: of a coordinator that was
             welcoming as if it were the first, and has found members of one before.
-        begins: steps of training that were done when the cluster began.
+        restored: the checkpoint that the cluster began with; None: it began at its beginning.
     """
 
     job: JobSpec
     run: Run
-    begins: Count = 0
+    restored: Restored | None = None
 
 
 class Placed(Said, frozen=True, tag="placement"):
@@ -641,7 +647,8 @@ class Fatal(Said, frozen=True, tag="fatal"):
     """The job has ended for everybody, or only for whom it is said to.
 
     Attributes:
-        kind: "data_loss" or "stopped"; to one, also "trainers_lost" or "fenced".
+        kind: "data_loss", "checkpoint" (that it begins with cannot be read) or "stopped"; to one, also "trainers_lost"
+            or "fenced".
     """
 
     kind: Text

@@ -7,7 +7,17 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from torch_ecrec.protocol.bounds import RENEWALS_MOST, SAVES_MOST, SLOTS_MOST, Count, Folder, FolderOrNone, Url, Version
+from torch_ecrec.protocol.bounds import (
+    RENEWALS_MOST,
+    SAVES_MOST,
+    SLOTS_MOST,
+    Count,
+    Folder,
+    FolderOrNone,
+    Text,
+    Url,
+    Version,
+)
 
 
 class Restored(Struct, frozen=True, forbid_unknown_fields=True):
@@ -16,12 +26,14 @@ class Restored(Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         done: steps of training until then.
         times: how often this cluster went back to one.
+        inexact: why its records are not those of then, bit for bit; "": they are.
     """
 
     url: Url
     folder: Folder
     done: Count
     times: Count = 0
+    inexact: Text = ""
 
 
 Since = Annotated[list[tuple[Folder, Count]], Meta(max_length=SAVES_MOST)]

@@ -261,7 +261,7 @@ class Shard:
                 gather_weights(self._data_PB, positions_U, self.schema, weights_UD)
             else:
                 _gather(words_PM, positions_U, weights_UD.view(np.uint32))
-            return quantised.quantise(weights_UD)
+            return quantised.pack(weights_UD)
         if self.schema.halves:
             weights_UD = np.empty(shape, np.float32) if bfloat16 else shared.empty(shape, np.float32)
             gather_weights(self._data_PB, positions_U, self.schema, weights_UD)

@@ -54,7 +54,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 # The Makefile names the same ones.
 ROOMS = ("codec", "layout", "records", "runtime")
 FILES = (
-    *("client/pooling.py", "storage/quantised.py", "storage/row_ids.py", "storage/seen.py"),
+    *("client/pooling.py", "storage/row_ids.py", "storage/seen.py"),
     *("compat/numba.py", "compat/python.py"),
 )
 

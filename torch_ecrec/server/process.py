@@ -63,7 +63,7 @@ class CheckpointReader(Protocol):
         slot: int,
         take: Callable[[int, Positions, Bytes], None],
         done: Callable[[], None],
-        failed: Callable[[str], None],
+        failed: Callable[[str, bool], None],
     ) -> Pending:
         """Begins to read one slot's records.
 
@@ -73,7 +73,7 @@ class CheckpointReader(Protocol):
             slot: whose.
             take: gets slab, positions (N,) int64, records (N, B) uint8; each record once.
             done: called once all were given.
-            failed: gets the reason, for people, in place of `done`.
+            failed: gets the reason, for people, in place of `done`, and whether it may pass (`StoreUnavailable`).
         """
 
 
@@ -84,7 +84,7 @@ class ServerProcess(Node, HostContext):
         name, port: see `Node`.
         settings: of the process.
         scribe: writes checkpoints; None: this process writes none.
-        reader: reads them, for slots that begin anew; None: this process reads none.
+        reader: reads them, for slots that begin with their records of one; None: this process reads none.
     """
 
     def __init__(

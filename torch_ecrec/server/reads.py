@@ -14,7 +14,7 @@ from torch_ecrec.durability.context import Reply, SlotContext
 from torch_ecrec.durability.scrubber import Scrubber
 from torch_ecrec.protocol import wire
 from torch_ecrec.records.halves import numbers_of
-from torch_ecrec.records.quantised import quantise
+from torch_ecrec.records.quantised import pack
 from torch_ecrec.runtime.tensors import as_tensor
 
 
@@ -43,7 +43,7 @@ class Reads:
                     numbers_UW = numbers_of(held.records_as_of(s, rows, before), shard.schema)
                     weight_UD = torch.from_numpy(numbers_UW[:, : shard.schema.dim].copy())
                     if request.int8:
-                        weight_UD = torch.from_numpy(quantise(weight_UD.numpy()))
+                        weight_UD = torch.from_numpy(pack(weight_UD.numpy()))
                     weights.append(weight_UD.bfloat16() if request.bfloat16 else weight_UD)
             return wire.Rows(weights)
 

@@ -1,4 +1,6 @@
-"""A slot that was lost beyond repair begins anew: with its records of a checkpoint, at the step where the others are.
+"""A slot begins with its records of a checkpoint: since the whole cluster does, or since it was lost beyond repair.
+
+Where all begin, they do so at step 0 of the protocol. One that was lost goes on at the step where the others are.
 
     reading    the host's reader gives its records, in any order: those of the checkpoint; or, of rows that prioritised
                saves on it have, of the newest. Which saves, is known once it is known where the slot goes on: those of
@@ -7,10 +9,15 @@
     ready      applied = that step; its log says that nothing has changed since `floor`, so that it can show itself as
                of each step from there on, and go back to it; its parities are encoded anew from what the others hold
 
-What was trained between the checkpoint and that step is lost in its records, and nowhere else.
+What was trained between the checkpoint and the step of the others is lost in a lost slot's records, and nowhere else.
+
+A store that cannot be read now is asked again where the whole cluster waits for it. A slot that was lost says that it
+cannot begin, and all go back to a checkpoint.
 """
 
 from __future__ import annotations
+
+import logging
 
 import msgspec
 import numpy as np
@@ -21,9 +28,13 @@ from torch_ecrec.protocol.messages import Renewal
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.server.process import ServerProcess
 
+log = logging.getLogger(__name__)
+
+AGAIN_S = 5.0  # before a store that could not be read is asked again
+
 
 class Renewing:
-    """How one life of a slot begins anew.
+    """How one life of a slot begins with records of a checkpoint.
 
     Attributes:
         at: steps of training after which it went on; None: it does not yet.
@@ -31,6 +42,7 @@ class Renewing:
     """
 
     def __init__(self, slot: SlotContext, host: ServerProcess, renewal: Renewal) -> None:
+        self._patient = host.placement is not None and host.placement.restoring
         self._slot, self._host, self._held, self.renewal = slot, host, slot.held, renewal
         self._reading: Pending | None = None
         self._asked: Renewal | None = None  # what is read, or was
@@ -57,15 +69,26 @@ class Renewing:
         self.cancel()
         self._asked, self._read, self._count = wanted, False, 0
         if reader is None:
-            self._on_failed("this process reads no checkpoints")
+            self._on_failed("this process reads no checkpoints", False)
         else:
             take, read, failed = self._take, self._on_read, self._on_failed
             self._reading = reader.read(wanted, held.job, held.index, take, read, failed)
 
+    def _ask_again(self, asked: Renewal | None) -> None:
+        if asked is not None and asked is self._asked:  # nothing else was asked for since, and it is not over
+            self._ask(asked)
+
     def cancel(self) -> None:
         """This life of the slot is over."""
+        self._asked = None
         if self._reading is not None:
             self._reading.cancel()
+
+    @property
+    def done_fraction(self) -> float:
+        """How much of its records and parities is there."""
+        missing = self._held.missing
+        return missing.done_fraction if self._slot.ready else self._count / max(1, missing.total)
 
     def _take(self, slab: int, positions_N: Positions, records_NB: Bytes) -> None:
         self._held.shards[slab].scatter_(positions_N, records_NB)
@@ -74,13 +97,19 @@ class Renewing:
     def _on_read(self) -> None:
         wanted = sum(shard.data_rows for shard in self._held.shards)
         if self._count != wanted:
-            self._on_failed(f"{self.renewal.folder} has {self._count} records of slot {self._held.index}, not {wanted}")
+            has = f"{self.renewal.folder} has {self._count} records of slot {self._held.index}, not {wanted}"
+            self._on_failed(has, False)
             return
         self._read = True
         self.proceed()
 
-    def _on_failed(self, reason: str) -> None:
-        if not self._read:
+    def _on_failed(self, reason: str, later: bool) -> None:
+        """Its records cannot be had. `later`: perhaps they can, later."""
+        if later and self._patient:
+            asked = self._asked
+            log.warning("slot %d: %s; asks again in %g s", self._held.index, reason, AGAIN_S)
+            self._host.later(AGAIN_S, lambda: self._ask_again(asked))
+        elif not self._read:
             self.failed = reason[:TEXT_MOST]
             self._slot.give_up(self.failed)
 

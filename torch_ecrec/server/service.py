@@ -52,6 +52,7 @@ class Host(ServerProcess):
         super().__init__(name, port, settings, scribe, reader)
         self._life: int | None = None  # of the coordinator
         self.job: JobSpec | None = None
+        self.restored: messages.Restored | None = None  # the checkpoint that the cluster began with
         self.slots: dict[int, Slot] = {}
         self.arrivals: dict[int, Arrival] = {}  # slots on their way here
         self.left: list[int] = []  # trainers that are done: for a coordinator that is started again
@@ -64,7 +65,7 @@ class Host(ServerProcess):
         """The coordinator says something; what is about membership is not for the data plane."""
         match word:
             case messages.Job():
-                self.run(self._take_job, word.job, word.begins)
+                self.run(self._take_job, word.job, word.restored)
             case messages.Placed():
                 self.run(self._take_placement, word.placement)
             case messages.Era():
@@ -184,15 +185,25 @@ class Host(ServerProcess):
             for slot in self.slots.values():
                 slot.on_renewal(renewal)
 
+    def _restore_of(self, index: int, incarnation: int) -> messages.Renewal:
+        """What a life of a slot begins with while the whole cluster begins with a checkpoint."""
+        restored = self.restored
+        assert restored is not None, "a placement that restores comes with the checkpoint"
+        lives: list[tuple[int, int, int | None]] = [(index, incarnation, restored.done)]
+        return messages.Renewal(lives, restored.url, restored.folder, restored.done, dense_lost=True)
+
     def _renewal_of(self, index: int, incarnation: int) -> messages.Renewal | None:
         """What a life of a slot begins anew with; None: it does not."""
         lives = {(slot, life): one for one in self.renewals for slot, life, _ in one.lives if life > 0}
         return lives.get((index, incarnation))
 
-    def _take_job(self, job: JobSpec, begins: int) -> None:
+    def _take_job(self, job: JobSpec, restored: messages.Restored | None) -> None:
         if self.job is not None and self.job != job:
             raise ValueError("this server already serves another job; start the cluster anew")
-        self.job = job
+        begins = 0 if restored is None else restored.done
+        if self.job is None and self.resume_step == 0:
+            self.done = begins
+        self.job, self.restored = job, restored
         self.code = LinearCode(job.code.k, job.code.parities)
         self.layouts = tuple(layout_of(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs)
         self.judge = Judge(job, self.layouts, begins)
@@ -219,12 +230,17 @@ class Host(ServerProcess):
 
     def _host(self, job: JobSpec, index: int, incarnation: int, incarnations: list[int]) -> None:
         """A life of a slot is here from now on."""
-        fresh, arrival = incarnation == 0, self.arrivals.get(index)
+        restores = self.placement is not None and self.placement.restoring
+        fresh, arrival = incarnation == 0 and not restores, self.arrivals.get(index)
         if arrival is not None and (not arrival.arrived or arrival.word.incarnation != incarnation):
             arrival = None
-        born = [0] * len(incarnations) if fresh else incarnations
-        held = self._holdings(job, index, incarnation, born, fresh) if arrival is None else arrival.settle()
-        policy, renewal = POLICIES[job.code.protection], self._renewal_of(index, incarnation)
+        renewal = self._restore_of(index, incarnation) if restores else self._renewal_of(index, incarnation)
+        if arrival is not None:
+            held = arrival.settle()
+        else:
+            born = [0] * len(incarnations) if fresh else incarnations
+            held = self._holdings(job, index, incarnation, born, fresh, filled=renewal is not None)
+        policy = POLICIES[job.code.protection]
         slot = self.slots[index] = Slot(self, held, policy, self.settings, fresh, renewal, arrival)
         for renewal in self.renewals if fresh else ():
             slot.on_renewal(renewal)
@@ -235,9 +251,11 @@ class Host(ServerProcess):
             slot.tell(messages.Ready(*slot.life))
             slot.tell_reach()
 
-    def _holdings(self, job: JobSpec, index: int, incarnation: int, incarnations: list[int], fresh: bool) -> Holdings:
-        sealed, restored = self.settings.record_checks != "none", self.judge is not None and self.judge.begins > 0
-        return Holdings(job, self.code, self.layouts, index, incarnation, incarnations, fresh, sealed, restored)
+    def _holdings(
+        self, job: JobSpec, index: int, incarnation: int, incarnations: list[int], fresh: bool, filled: bool = False
+    ) -> Holdings:
+        sealed = self.settings.record_checks != "none"
+        return Holdings(job, self.code, self.layouts, index, incarnation, incarnations, fresh, sealed, filled)
 
     # from other processes -----------------------------------------------------------------------
 

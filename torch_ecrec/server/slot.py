@@ -10,7 +10,7 @@ A slot runs inside its node (`Node.run`), so nothing here locks. It has
     reads         what trainers read (`reads.py`)
     snapshots     parts of the dense model (`snapshots.py`)
     checkpoints   its part in checkpoints (`checkpoints.py`)
-    renewing      how it begins anew from one, if it was lost beyond repair (`renewing.py`)
+    renewing      how it begins with its records of one, if it does (`renewing.py`)
     handing       gives the slot to another server that copies it (`handing.py`)
 
 Each of these is given the slot as a `SlotContext` (`durability/context.py`), and the parts above it that it needs. The
@@ -63,7 +63,8 @@ class Slot(SlotContext):
         settings: of the process.
         fresh: true at the start of a job. False on the new host of a lost slot: it serves once `durability` knows where
             it stands.
-        renewal: of a slot that was lost beyond repair: what it begins anew with; None: it is no such one.
+        renewal: of a slot that begins with its records of a checkpoint, since the cluster does, or since it was lost
+            beyond repair: which; None: it is no such one.
         arrival: of a slot that was copied here and goes on as it was; None: it is no such one.
     """
 
@@ -390,7 +391,7 @@ class Slot(SlotContext):
             step=self.trained(rule.applied),
             acknowledged=self.trained(rule.acknowledged),
             watermark=self.trained(rule.watermark),
-            rebuilt=self.missing.done_fraction,
+            rebuilt=self.missing.done_fraction if self.renewing is None else self.renewing.done_fraction,
             record_bytes=sum(shard.data_bytes for shard in self.shards),
             parity_bytes=sum(shard.parity_bytes for shard in self.shards),
             log_bytes=self.log.bytes + self.durability.kept().bytes,

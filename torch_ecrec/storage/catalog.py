@@ -26,7 +26,7 @@ import msgspec
 from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.storage.location import Location
-from torch_ecrec.storage.manifest import ADVICE, FOLDER, MANIFEST, Manifest, decode, encode, read_as
+from torch_ecrec.storage.manifest import ADVICE, FOLDER, MANIFEST, Manifest, decode, encode, read, require_parts
 from torch_ecrec.storage.parts import PartReader
 
 _FOLDER = re.compile(FOLDER)
@@ -103,15 +103,12 @@ class Catalog:
             CheckpointError: a part is not there or has another size, or the base is no checkpoint; nothing was written.
                 Or the manifest could not be written: no checkpoint has come of it.
         """
-        if manifest.id != folder:
-            raise CheckpointError(f"the manifest is of {manifest.id}, not of {folder}")
+        if manifest.id != folder or manifest.file != MANIFEST:
+            raise CheckpointError(f"the manifest is of {manifest.id}, {manifest.kind}, not of checkpoint {folder}")
         at, found = self.folder(folder), self.listing()
         if at.exists(MANIFEST):
             raise CheckpointError(f"{at.url} is a checkpoint already: every attempt has a folder of its own")
-        for part in manifest.parts:
-            size = at.size(part.name)
-            if size != part.bytes:
-                raise CheckpointError(f"{at.url}/{part.name} has {size} bytes, {part.bytes} were written")
+        require_parts(at, manifest)
         if manifest.base is not None and manifest.base not in {one.id for one in found.whole}:
             raise CheckpointError(
                 f"{folder} builds on {manifest.base}, which is no checkpoint at {self.url} (any more)"
@@ -144,11 +141,7 @@ class Catalog:
 
     def read(self, name: str) -> Manifest:
         """One checkpoint's manifest. Raises CheckpointError: it is not there, was altered, or is another's."""
-        at = self.folder(name)
-        manifest = read_as(Manifest, at, MANIFEST)
-        if manifest.id != name:
-            raise CheckpointError(f"{at.url} has the manifest of {manifest.id}: give the folder its name back")
-        return manifest
+        return read(self.folder(name), name, MANIFEST)
 
     def checkpoints(self) -> list[Manifest]:
         """Those that can be read, newest first: in the order in which they were committed, whatever their steps."""

@@ -1,4 +1,5 @@
 """What a checkpoint is: a small file of JSON, `manifest.json`, written last. A folder that has one is a checkpoint.
+A prioritised save (`saves.py`) has the same, as `save.json`.
 
     {"format":1,"xxh3_128":"5d0c...","manifest":{"id":"000000000200-a1-7","order":3,"done":200,"kind":"incremental",
      "base":"000000000100-a1-3","job":{...},"parts":[{"name":"slot-0000.part","slot":0,"bytes":81234,...}],...}}
@@ -11,11 +12,12 @@ Invariants
 - Every number, name and list is checked as it is read. Names of files are single words: no path leaves its folder.
 - A number is compared with what is there before anything of its size is made: a file whose hash is right may say any.
 - A newer format is refused by its number, before anything else of it is looked at; so an older program never guesses.
+- A save is never taken for a checkpoint, nor a checkpoint for a save: what a manifest says goes with its file's name.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 import xxhash
@@ -26,10 +28,8 @@ from torch_ecrec.errors import CheckpointError
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.storage.location import Location
 
-T = TypeVar("T", bound=Struct)
-
 FORMAT = 1
-MANIFEST = "manifest.json"
+MANIFEST, SAVE = "manifest.json", "save.json"
 MANIFEST_MOST = 1 << 28  # bytes, which are read at once; a thousand tables and slots make a few million
 FOLDER = r"^[0-9]{12}-[A-Za-z0-9_-]{1,80}\Z"  # steps of training, then what tells attempts apart
 BITS = (2, 3, 4, 8)
@@ -40,14 +40,15 @@ File = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Nonce = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 Figure = Annotated[float, Meta(ge=0)]
-Kind = Literal["full", "incremental"]
+Kind = Literal["full", "incremental", "save"]
 
 
 class Encoding(Struct, frozen=True, forbid_unknown_fields=True):
     """How records are written.
 
     Attributes:
-        bits: of a weight, where rows are quantised (`quantised.py`); 0: weights are exact. Optimizer state always is.
+        bits: of a weight, where rows are quantised (`records/quantised.py`); 0: weights are exact. Optimizer state is
+            always exact.
         zstd: level of compression of every block, 1 (fast) to 22; 0: none.
     """
 
@@ -134,30 +135,31 @@ class PartEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint is.
+    """What a checkpoint, or a prioritised save, is.
 
     Attributes:
         id: of this one: its folder.
         done: steps of training until then. `step`: the protocol's number of the last of them.
-        kind: "full" has every row; "incremental" has those that changed since `base`, and maybe others.
-        base: the checkpoint that it builds on; None: a full one.
+        base: the checkpoint that it builds on; None: it is a full one.
         job: `JobSpec.to_json`: tables, optimizers, seed, trainers, code.
         parts: its files.
         encoding: of the records.
-        began_with: the checkpoint that its run began with, if that was at the same place.
         written_s: when, in seconds since 1970.
-        order: how many were committed at its place before; `Catalog.commit` sets it.
+        kind: "full" has every row; "incremental" has those that changed since `base`, and maybe others; "save" has some
+            rows and nothing of the dense model, so it is no checkpoint. Manifests of saves did not always say it.
+        order: how many checkpoints were committed at its place before; `Catalog.commit` sets it.
+        began_with: the checkpoint that its run began with, if that was at the same place.
         version: of torch_ecrec that wrote it, for people.
     """
 
     id: Folder
     done: Count
-    kind: Kind
     base: Folder | None
     job: dict[str, Any]
     parts: Annotated[list[PartEntry], Meta(min_length=1)]
     encoding: Encoding
     written_s: Figure
+    kind: Kind = "save"
     step: Count = 0
     order: Count = 0
     began_with: Folder | None = None
@@ -168,14 +170,16 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         slabs = len(job.slabs)
         names = [part.name for part in self.parts]
         trainers = sorted(dense.trainer for part in self.parts for dense in part.dense)
-        dense_of_each = len(trainers) == job.trainers and trainers == [*range(job.trainers)]
+        wanted = 0 if self.kind == "save" else job.trainers
+        dense_of_each = len(trainers) == wanted and trainers == [*range(wanted)]
         wrong = {
-            "an incremental checkpoint has a base, a full one has none": (self.kind == "full") != (self.base is None),
+            "all but a full checkpoint have a base, and a full one has none": (self.kind == "full")
+            != (self.base is None),
             "it builds on itself": self.base == self.id,
             "two parts have one name": len(set(names)) != len(names),
-            f"a part is the manifest, {MANIFEST}": MANIFEST in names,
+            f"a part is the manifest, {self.file}": self.file in names,
             f"a part has not {slabs} slabs, as the job has": any(len(part.rows) != slabs for part in self.parts),
-            f"dense parts are of trainers {trainers}, the job has {job.trainers}": not dense_of_each,
+            f"dense parts are of trainers {trainers}, {wanted} are wanted": not dense_of_each,
             "its name says another step": int(self.id[:12]) != self.done,
         }
         for reason, holds in wrong.items():
@@ -183,9 +187,17 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(reason)
 
     @property
+    def file(self) -> str:
+        """The name of the file that this is written to."""
+        return SAVE if self.kind == "save" else MANIFEST
+
+    @property
     def spec(self) -> JobSpec:
         """The job. Raises ValueError if it is none."""
-        return job_of(self.job)
+        try:
+            return JobSpec.from_json(self.job)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"`job` is none: {type(error).__name__}: {error}") from None
 
     @property
     def bytes(self) -> int:
@@ -208,14 +220,6 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         return found
 
 
-def job_of(said: dict[str, Any]) -> JobSpec:
-    """A manifest's job. Raises ValueError if it is none."""
-    try:
-        return JobSpec.from_json(said)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"`job` is none: {type(error).__name__}: {error}") from None
-
-
 class _Envelope(Struct, forbid_unknown_fields=True):
     format: int
     xxh3_128: str
@@ -228,30 +232,46 @@ class _Version(Struct):
     format: int
 
 
-def encode(manifest: Struct) -> bytes:
-    """A manifest, of a checkpoint or of a prioritised save, as the bytes of its file."""
+def encode(manifest: Manifest) -> bytes:
+    """A manifest as the bytes of its file."""
     body = msgspec.json.encode(manifest)
     return msgspec.json.encode(_Envelope(FORMAT, xxhash.xxh3_128_hexdigest(body), msgspec.Raw(body)))
 
 
-def read_as(kind: type[T], at: Location, name: str) -> T:
-    """A manifest in a folder. Raises CheckpointError: it cannot be read, or as `decode_as`."""
-    size = at.size(name)
+def require_parts(at: Location, manifest: Manifest) -> None:
+    """Raises CheckpointError unless each part is in a folder, with the size that was written."""
+    for part in manifest.parts:
+        size = at.size(part.name)
+        if size != part.bytes:
+            raise CheckpointError(f"{at.url}/{part.name} has {size} bytes, {part.bytes} were written")
+
+
+def read(at: Location, name: str, file: str) -> Manifest:
+    """The manifest in a folder.
+
+    Args:
+        at: the folder.
+        name: of the folder.
+        file: `MANIFEST` of a checkpoint, `SAVE` of a prioritised save.
+
+    Raises:
+        CheckpointError: it cannot be read, is of the other kind, is another folder's, or as `decode`.
+    """
+    url, size = f"{at.url}/{file}", at.size(file)
     if size > MANIFEST_MOST:
-        raise CheckpointError(f"{at.url}/{name} has {size:,} bytes, a manifest has {MANIFEST_MOST:,} at most; {ADVICE}")
-    return decode_as(kind, at.read(name), f"{at.url}/{name}")
+        raise CheckpointError(f"{url} has {size:,} bytes, a manifest has {MANIFEST_MOST:,} at most; {ADVICE}")
+    manifest = decode(at.read(file), url)
+    if manifest.file != file:
+        raise CheckpointError(f"{url} is no manifest of what belongs there: its kind is {manifest.kind}; {ADVICE}")
+    if manifest.id != name:
+        raise CheckpointError(f"{at.url} has the manifest of {manifest.id}: give the folder its name back")
+    return manifest
 
 
 def decode(data: bytes, name: str) -> Manifest:
-    """The inverse of `encode`, of a checkpoint's manifest; see `decode_as`."""
-    return decode_as(Manifest, data, name)
-
-
-def decode_as(kind: type[T], data: bytes, name: str) -> T:
     """The inverse of `encode`.
 
     Args:
-        kind: of manifest.
         data: the bytes of a manifest's file.
         name: of the file, for errors.
 
@@ -272,7 +292,7 @@ def decode_as(kind: type[T], data: bytes, name: str) -> T:
         body = bytes(envelope.manifest)
         if xxhash.xxh3_128_hexdigest(body) != envelope.xxh3_128 or msgspec.json.encode(envelope) != data:
             raise CheckpointError(f"{name} was altered: its hash is another one; {ADVICE}")
-        return msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(body, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{name} is no manifest of format {FORMAT}: {error}; {ADVICE}") from error
 

@@ -5,9 +5,9 @@
     dense     one trainer's part of the dense model: a header of a few numbers, bytes
     end       how many rows of each slab, how many blocks
 
-Each is a frame with a hash (`frames.py`). Records of a block are raw, or have their weights quantised (`quantised.py`):
-scales, zeros, optimizer state, codes, one after the other; rows that cannot be quantised go into a raw block of their
-own. Either may be compressed by zstd, row numbers included.
+Each is a frame with a hash (`frames.py`). Records of a block are raw, or have their weights quantised
+(`records/quantised.py`): scales, biases, optimizer state, codes, one after the other; rows that cannot be quantised go
+into a raw block of their own. Either may be compressed by zstd, row numbers included.
 
 Invariants
 - What is in the manifest of a part (`PartEntry`) decides: a file of another nonce, size, digest or number of rows is
@@ -30,11 +30,12 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from torch_ecrec.errors import CheckpointError
+from torch_ecrec.records import quantised
 from torch_ecrec.records.halves import numbers_of, records_of
 from torch_ecrec.records.positions import Bytes, Floats, Positions
 from torch_ecrec.records.schema import Schema
 from torch_ecrec.runtime.checks import require
-from torch_ecrec.storage import quantised, row_ids
+from torch_ecrec.storage import row_ids
 from torch_ecrec.storage.frames import FrameReader, FrameWriter
 from torch_ecrec.storage.location import Location, Reader
 from torch_ecrec.storage.manifest import Count, DenseEntry, Encoding, PartEntry, TableError
@@ -182,8 +183,8 @@ class PartWriter:
                 self._block(slab, rows_N[good_N], records_NB[good_N])
             return
         state_NS = np.ascontiguousarray(records_NB[:, schema.fields[0].nbytes :])
-        self._frame(slab, rows_N, bits, [found.scale_N, found.zero_N, state_NS, found.codes_NC])
-        weights_ND = quantised.restore(found.scale_N, found.zero_N, found.codes_NC, schema.dim, bits)
+        self._frame(slab, rows_N, bits, [found.scale_N, found.bias_N, state_NS, found.codes_NC])
+        weights_ND = quantised.restore(found.scale_N, found.bias_N, found.codes_NC, schema.dim, bits)
         if schema.halves:
             plain = _weights_of(schema)
             weights_ND = numbers_of(records_of(weights_ND, plain), plain)
@@ -425,13 +426,13 @@ def _unpacked(body: Bytes, size: int) -> Bytes:
 
 
 def _restored(body: Bytes, count: int, schema: Schema, bits: int) -> Bytes:
-    """Records of which `body` has scales, zeros, state and codes: (N, B) uint8."""
+    """Records of which `body` has scales, biases, state and codes: (N, B) uint8."""
     first = schema.fields[0].nbytes
-    scale_N, zero_N = body[: 4 * count].view(np.float32), body[4 * count : 8 * count].view(np.float32)
+    scale_N, bias_N = body[: 4 * count].view(np.float32), body[4 * count : 8 * count].view(np.float32)
     end = 8 * count + count * (schema.nbytes - first)
     state_NS = body[8 * count : end].reshape(count, schema.nbytes - first)
     codes_NC = body[end:].reshape(count, quantised.code_bytes(schema.dim, bits))
-    weights_ND = quantised.restore(scale_N, zero_N, codes_NC, schema.dim, bits)
+    weights_ND = quantised.restore(scale_N, bias_N, codes_NC, schema.dim, bits)
     records_NB = np.empty((count, schema.nbytes), np.uint8)
     records_NB[:, :first] = records_of(weights_ND, _weights_of(schema))
     records_NB[:, first:] = state_NS

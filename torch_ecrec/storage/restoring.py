@@ -29,7 +29,7 @@ from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.location import Location
 from torch_ecrec.storage.manifest import ADVICE, Manifest, PartEntry
 from torch_ecrec.storage.parts import Block, PartReader
-from torch_ecrec.storage.saves import Save, Saves
+from torch_ecrec.storage.saves import Saves
 from torch_ecrec.storage.seen import mark_
 
 MANY_ROWS = 1 << 24  # 2 MiB of bits: of fewer, it need not be asked how large files are
@@ -93,7 +93,7 @@ def records_of(
     wanted: Ranges | None = None,
     mine: Mine | None = None,
     slots: Collection[int] | None = None,
-    saves: Sequence[Save] = (),
+    saves: Sequence[Manifest] = (),
 ) -> Iterator[Block]:
     """Every record of a checkpoint once, with its newest value.
 
@@ -122,8 +122,7 @@ def records_of(
     if slots is None:
         _require_possible(catalog, chain)
     coverage = [_Coverage(slab, i, *ranges[i]) for i, slab in enumerate(slabs)]
-    newest_first: list[Manifest | Save] = [*reversed(saves), *reversed(chain)]
-    for one in newest_first:
+    for one in [*reversed(saves), *reversed(chain)]:
         at = _folder(catalog, one)
         where = at.url
 
@@ -162,8 +161,8 @@ def _require_possible(catalog: Catalog, chain: Sequence[Manifest]) -> None:
                 )
 
 
-def _folder(catalog: Catalog, one: Manifest | Save) -> Location:
-    return Saves(catalog.location).folder(one.id) if isinstance(one, Save) else catalog.folder(one.id)
+def _folder(catalog: Catalog, one: Manifest) -> Location:
+    return Saves(catalog.location).folder(one.id) if one.kind == "save" else catalog.folder(one.id)
 
 
 def _readers(
@@ -207,7 +206,7 @@ def check_rows(catalog: Catalog, manifest: Manifest, on_block: Callable[[], None
     return sum(len(rows_N) for _, rows_N, _ in records_of(catalog, manifest, mine=mine))
 
 
-def require_same_model(manifest: Manifest | Save, job: JobSpec) -> None:
+def require_same_model(manifest: Manifest, job: JobSpec) -> None:
     """Raises CheckpointError, with the first difference, unless a job can go on from a checkpoint, or a save."""
     difference = manifest.spec.difference(job)
     if difference:
