@@ -1,4 +1,4 @@
-"""What the sharded modules need from the servers, as a protocol: `client.session.Session` is the real one.
+"""The protocol by which sharded modules use the servers. `client.session.Session` implements it.
 
 Tests have others, in memory; the same tests hold all of them to one behaviour (`tests/simulated/test_backend.py`).
 
@@ -17,7 +17,7 @@ from torch_ecrec.spec.job import JobSpec
 
 
 class EmbeddingBackend(Protocol):
-    """What the sharded modules need from the servers: one blocking object per trainer.
+    """The connection of one trainer with the servers, as the sharded modules use it. Its methods block.
 
     `client/session.py:Session` is one, `recorder.py:Recorded` one that notes what is done with it.
 
@@ -32,14 +32,14 @@ class EmbeddingBackend(Protocol):
 
     @property
     def restarted(self) -> bool:
-        """The cluster has trained before: `load` does nothing, `resume` says where training goes on."""
+        """Whether the cluster has trained before: then `load` does nothing, and training goes on from `resume`."""
 
     @property
     def step(self) -> int:
-        """The step being worked on, from 1."""
+        """The step that is under way, from 1."""
 
     def arrange(self, slab: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The different ones of `rows` (N,), in the best order, (U,), and where each of `rows` is in them, (N,)."""
+        """Returns the unique rows of `rows` (N,) in the best order, (U,), and each one's index among them, (N,)."""
 
     def lookup_parts(self, rows: list[Tensor], evaluation: bool = False) -> list[Parts]:
         """Weights (U, D) after `step - 1`, per slab, float32 or bfloat16. Does not end the step; may be repeated.
@@ -50,7 +50,7 @@ class EmbeddingBackend(Protocol):
         """
 
     def look_ahead(self, rows: list[Tensor]) -> None:
-        """Rows that `lookup_parts` will be called with in this step, the very tensors: they may be asked for now."""
+        """Announces rows that `lookup_parts` gets later in this step, as the same tensors, to be fetched early."""
 
     def push(self, rows: list[Tensor], gradients: list[Tensor], rates: list[float]) -> None:
         """Ends the step with gradients (U, D) and a learning rate per slab. Every trainer calls it in every step."""
@@ -74,16 +74,16 @@ class EmbeddingBackend(Protocol):
         """Keeps this trainer's part (uint8) of the dense state after `step - 1`."""
 
     def resume(self) -> tuple[int, list[tuple[Tensor, list[int]]]]:
-        """The last step that counts, and what every trainer's `snapshot` was given after it, in trainer order."""
+        """Returns the step after which training goes on, and every trainer's `snapshot` of it, in trainer order."""
 
     def flush(self) -> None:
         """Waits until all that was pushed, and every snapshot that was handed over, survives r losses."""
 
     def not_exact(self, what: str) -> None:
-        """Something has happened that makes this run another than an undisturbed one; said in the log and outside."""
+        """Reports that this run is no longer the same as an undisturbed one, in the log and outside."""
 
     def close(self) -> None:
-        """Leaves the cluster. Twice is once."""
+        """Leaves the cluster. May be called again."""
 
 
 NO_TABLES = (
@@ -93,7 +93,7 @@ NO_TABLES = (
 
 
 class NoTables:
-    """`EmbeddingBackend` without a table, in no cluster.
+    """An `EmbeddingBackend` for a model without tables. It joins no cluster.
 
     Args:
         trainer, trainers: as of a session.
@@ -105,13 +105,13 @@ class NoTables:
         self.step = 1  # there are none
 
     def loaded(self) -> None:
-        """Nothing was."""
+        """Does nothing: no table was loaded."""
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Does nothing: nothing was sent."""
 
     def close(self) -> None:
-        """Nothing was joined."""
+        """Does nothing: no cluster was joined."""
 
     def __getattr__(self, name: str) -> Never:
         raise RuntimeError(f"`{name}`: {NO_TABLES}")

@@ -68,7 +68,7 @@ class PooledLookup(torch.autograd.Function):
 def _without(
     frozen: Sequence[Table], rows: Sequence[Tensor], gradients: Sequence[Tensor | None]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Rows (U,) and gradients (U, D) per slab, but for those of frozen tables."""
+    """Returns the rows (U,) and gradients (U, D) of each slab without those of frozen tables."""
     rows, gradients = list(rows), list(gradients)
     for slab in {table.slab for table in frozen}:
         rows_U, gradient_UD = rows[slab], gradients[slab]
