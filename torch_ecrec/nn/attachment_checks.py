@@ -174,6 +174,7 @@ class AttachmentChecks:
 
     def check_kept(self) -> None:
         """Checks that no other attribute of an attached optimizer changes with the steps.
+
         A restart restores `state`, `param_groups` and a `state_dict` of the optimizer's own, and nothing else.
         """
         now = self._attributes_now()
@@ -188,6 +189,7 @@ class AttachmentChecks:
 
     def _attributes_now(self) -> dict[str, int]:
         """Returns a checksum for each attribute, by name, of the optimizers that no restart restores by other means.
+
         These are attached optimizers that are neither torch's nor TorchRec's and have no `state_dict` of their own.
         """
         found = {}

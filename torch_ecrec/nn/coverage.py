@@ -105,6 +105,7 @@ class Coverage:
 
     def lost_by(self, step: int, unprotected: str) -> str | None:
         """Returns a notice of which trained state is lost when training goes on after `step`; None if none is.
+
         The user has allowed the loss by `unprotected="reset"`. The notice is for others who read the run's figures.
         """
         if not self.unprotected or unprotected != "reset" or step == 0:

@@ -587,6 +587,7 @@ def _collect_optimizer(
     out: TensorsOut,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the optimizer's entry of the index, and its state of parameters that are not the model's.
+
     Each trainer keeps the latter whole.
     """
     params = _owned(optimizer, names)

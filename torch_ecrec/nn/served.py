@@ -239,6 +239,7 @@ class ServedModule(
 
     def before_lookup(self) -> None:
         """Does what must precede a lookup: ends initial loading, and loads what was written into state dicts.
+
         It may be called twice for one lookup.
         """
         self._step.open()

@@ -187,6 +187,7 @@ class Bags:
 
     def rows_backward(self, gradient_BFD: Tensor, rows: int, divisor: int) -> tuple[Tensor, bool]:
         """Returns gradients (U, D) of the rows from those of pooled values, and whether all are finite.
+
         Gradients are divided by `divisor`, then clamped.
         """
         if self.limit < math.inf:

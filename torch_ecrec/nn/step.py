@@ -251,6 +251,7 @@ class SparseStep:
 
     def _meet(self, what: str, flags: list[int], asks: bool, alike: str = "") -> list[int] | None:
         """Agrees as `_agree`, but a trainer that `asks` what was written may meet others that train.
+
         It gets None then, and the others try again. Perhaps only this trainer has a state dict.
         """
         if self._group is None:
@@ -288,6 +289,7 @@ class SparseStep:
 
     def _merge(self) -> tuple[list[Tensor], list[Tensor]]:
         """Returns rows and gradients per slab. Where several lookups asked for a row, its gradients are summed.
+
         They are summed in the order in which they came.
         """
         rows, gradients = [], []
@@ -309,8 +311,7 @@ class SparseStep:
     def _check_finite(
         self, rows: list[Tensor], gradients: list[Tensor], finite: bool, rates: list[float]
     ) -> NonFiniteGradient | None:
-        """Returns why the step is refused, the same on every trainer. `finite`: this trainer's gradients are known
-        to be.
+        """Returns why the step is refused, the same on every trainer. `finite`: this trainer's gradients all are.
 
         Raises:
             RuntimeError: another trainer does not train, or with other learning rates (the servers take trainer 0's),

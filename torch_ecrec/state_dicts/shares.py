@@ -57,6 +57,7 @@ class Shares:
 
     def sharded(self, rows: int, values: Tensor) -> Tensor:
         """Returns a table of `rows` rows as a tensor, sharded if there are several trainers.
+
         This trainer's rows are `values`, (U, C) or (U,), perhaps none. They are not copied.
         """
         if self._group is None:

@@ -60,8 +60,7 @@ class Tie:
         made.__create_write_items__, made.__create_chunk_list__ = write_items, chunk_list
 
     def meet_above(self, frame: FrameType | None) -> None:
-        """Searches the calling frames for the metadata of the checkpoint that DCP is about to load, and the tensor's
-        name.
+        """Finds the metadata of the checkpoint that DCP is about to load, and the tensor's name, in the calling frames.
 
         Raises:
             CheckpointError: its order is another one, see `Columns.meet`.

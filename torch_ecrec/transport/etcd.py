@@ -1,4 +1,4 @@
-"""Which of several coordinators leads, as etcd has it.
+"""Keeps in etcd which of several coordinators leads, and which run of the cluster is the newest.
 
 A cluster has a name, and in etcd two keys under it:
 
@@ -41,12 +41,12 @@ _NO_ANSWER = OSError, ValueError, KeyError, TypeError, AttributeError, OverflowE
 
 
 class EtcdUnavailable(ClusterError):
-    """No address of etcd has answered, or none that has a majority behind it."""
+    """No address of etcd answered, or none that has a majority behind it."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """What `etcd://...` says.
+    """An `etcd://...` address, parsed.
 
     Args:
         protocol: "http" or "https".
@@ -62,7 +62,7 @@ class Place:
 
 
 def parse_place(text: str) -> Place:
-    """Raises ValueError where it has not that form."""
+    """Parses an `etcd://...` address. Raises ValueError if it has another form."""
     found = _SHAPE.fullmatch(text)
     wanted = f"etcd must be named as {FORM}, got {text!r}"
     require(found is not None, wanted)
@@ -84,7 +84,7 @@ def parse_place(text: str) -> Place:
 
 @dataclass(frozen=True)
 class Leader:
-    """Who leads: its address, and the revision since when.
+    """The coordinator that leads: its address, and the revision of etcd since which it leads.
 
     Args:
         id: made up by its process.
@@ -100,7 +100,7 @@ class Leader:
 
 @dataclass(frozen=True)
 class Run:
-    """The run of a cluster.
+    """A run of a cluster, as etcd has it.
 
     Args:
         word: of the run.
@@ -119,7 +119,7 @@ class Run:
 
 @dataclass(frozen=True)
 class View:
-    """What etcd has at one moment.
+    """All that etcd has of a cluster at one moment.
 
     Args:
         leader: who leads; None: nobody.
@@ -134,17 +134,17 @@ class View:
 
     @property
     def runs(self) -> bool:
-        """There is a run, and it is not over."""
+        """Whether there is a run that is not over."""
         return self.run is not None and not self.run.over
 
     def follows(self, before: View) -> bool:
-        """Whether this can be what etcd says after that: its data was not lost meanwhile, nor put back."""
+        """Returns whether etcd can say this after `before`: its data was neither lost nor restored in between."""
         forgot = self.run is None and before.run is not None
         return self.cluster == before.cluster and self.revision >= before.revision and not forgot
 
 
 class EtcdKeys:
-    """The two keys of a cluster.
+    """Reads and writes a cluster's two keys in etcd: who leads, and the newest run.
 
     Args:
         place: where.
@@ -194,7 +194,7 @@ class EtcdKeys:
         client.timeout = allowed_s(limit_s, client.timeout or 0.0, self._timeout_s, self._patient_s)
 
     def look(self) -> View:
-        """What etcd has now."""
+        """Reads both keys, at one revision."""
         return self._ask(self._look)
 
     def _look(self, client: Etcd3Client) -> View:
@@ -206,23 +206,23 @@ class EtcdKeys:
         return View(leader, _run(of_run[0]) if of_run else None, int(header["cluster_id"]), int(header["revision"]))
 
     def grant(self, ttl_s: int) -> int:
-        """A lease of so many seconds."""
+        """Requests a lease of `ttl_s` seconds; returns its id."""
         return int(self._ask(lambda client: client.lease(ttl_s)).id)
 
     def renew(self, lease: int) -> bool:
-        """Whether the lease was still there."""
+        """Renews a lease; returns whether it was still there."""
         from etcd3gw.lease import Lease
 
         return self._ask(lambda client: Lease(lease, client).refresh()) > 0
 
     def revoke(self, lease: int) -> None:
-        """Gives a lease back, with what hangs on it."""
+        """Revokes a lease: etcd removes the keys that are attached to it."""
         from etcd3gw.lease import Lease
 
         self._ask(lambda client: Lease(lease, client).revoke())
 
     def take(self, address: tuple[str, int], lease: int, ttl_s: int, run: Run, seen: int) -> None:
-        """Leads, if nobody does and `run` is what it was at revision `seen` (0: not there). A look says whether.
+        """Takes the lead if nobody leads, and if `run` is as at revision `seen` (0: there was none). `look` tells.
 
         A leader without a lease is nobody: somebody has copied the keys from another etcd, which copies no leases.
         """
@@ -236,7 +236,7 @@ class EtcdKeys:
         )
 
     def end(self, run: Run) -> bool:
-        """The run is over, and nobody leads it, if it is still what it was. Returns whether it was."""
+        """Marks the run as over and removes its leader, if it is unchanged; returns whether it was."""
         nobody = {"request_delete_range": {"key": self._leader}}
         return self._txn([self._is_still(run.revision)], [nobody, self._writes(dataclasses.replace(run, over=True))])
 
@@ -253,7 +253,7 @@ class EtcdKeys:
 
 
 def allowed_s(limit_s: float, known_s: float, least_s: float, most_s: float) -> float:
-    """How long the next answer may take.
+    """Returns how long the next answer may take, in seconds.
 
     Args:
         limit_s: by how long the last one took.
@@ -263,7 +263,7 @@ def allowed_s(limit_s: float, known_s: float, least_s: float, most_s: float) -> 
 
 
 def _said(error: Exception) -> str:
-    """For people: what urllib3 says of a connection that is refused is several lines long."""
+    """Returns a short text for an error: urllib3's, of a refused connection, has several lines."""
     from etcd3gw.exceptions import ConnectionFailedError, ConnectionTimeoutError
 
     if isinstance(error, ConnectionTimeoutError):
@@ -276,7 +276,7 @@ def _said(error: Exception) -> str:
 
 
 def _leader(found: Mapping[str, Any]) -> Leader | None:
-    """None: the key has no lease, and is nobody's."""
+    """Parses the leader's key; None if it has no lease: then nobody leads."""
     if not (lease := int(found.get("lease", 0))):
         return None
     said = json.loads(_decoded(found["value"]))
@@ -290,7 +290,7 @@ def _run(found: Mapping[str, Any]) -> Run:
 
 
 def _encoded(text: str) -> str:
-    """As the gateway wants keys and values."""
+    """Encodes a key or value in base64, as etcd's gateway wants it."""
     return base64.b64encode(text.encode()).decode()
 
 
