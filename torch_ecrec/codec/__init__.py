@@ -7,7 +7,7 @@ from torch_ecrec.codec.linear import LinearCode
 
 
 def warm() -> None:
-    """Compiles or loads every kernel."""
+    """Compiles or loads every kernel of the package."""
     field.warm()
     seals.warm()
     packing.warm()

@@ -1,4 +1,4 @@
-"""Memory of records: zeros, in huge pages or, as long as it is filled here and there, in small ones.
+"""The memory of records: zeros, in huge pages. Memory that is first written here and there begins with small pages.
 
 Linux backs memory with *huge pages* (2 MiB on x86-64) where that is asked for: scattered records are read faster, since
 the processor knows the place of a page more often. But whoever writes the first byte of a huge page waits until all of
@@ -33,7 +33,7 @@ _libc = ctypes.CDLL(None)
 
 
 def _huge_page_bytes() -> int:
-    """Size of a huge page; 0 where there are none, or they are not wanted."""
+    """Returns the size of a huge page; 0 if the system has none, or they are switched off."""
     try:
         if "[never]" in (_SETTINGS / "enabled").read_text():
             return 0
@@ -48,7 +48,7 @@ HUGE_PAGE_BYTES = _huge_page_bytes()
 
 
 class Memory:
-    """Zeros.
+    """Memory that is zero at first, for records.
 
     Args:
         size: in bytes.
@@ -86,7 +86,7 @@ class Memory:
         return address
 
     def merge(self, begin: int, end: int) -> None:
-        """Makes huge pages of small ones wherever one would hold some of the bytes from `begin` to `end`.
+        """Merges small pages into huge ones, wherever one would hold some of the bytes from `begin` to `end`.
 
         What the system refuses stays as it is: a page that nobody has written to becomes a huge one when somebody does.
         """

@@ -1,4 +1,4 @@
-"""Weights as 8 bits each, row by row: how rows may travel to evaluations.
+"""Weights quantised row by row to 8 bits each, a form in which rows may travel to evaluations.
 
     row of 3     q0 q1 q2 | scale, a float32 | bias, a float32          11 bytes
     weight       q * scale + bias, one rounding
@@ -34,7 +34,7 @@ _INFINITE = np.int32(0x7F800000)  # bits of float32
 
 @kernel()
 def _in_order(word: Any) -> Any:
-    """Of the bits of a float32 an int32 that compares as the number does, NaN beyond infinity; and back."""
+    """Maps the bits of a float32 to an int32 that sorts like the number, with NaN beyond infinity; and back."""
     return np.int32(word ^ (np.int32(word >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
@@ -79,7 +79,7 @@ def _restore(quantised_UB: Any, floats_2: Any, bits_2: Any, out_UD: Any) -> None
 
 
 def quantise(weights_UD: Floats) -> Bytes:
-    """Rows in 8 bits a weight.
+    """Quantises rows to 8 bits a weight.
 
     Args:
         weights_UD: (U, D) float32, contiguous, D at least 1.
@@ -95,7 +95,7 @@ def quantise(weights_UD: Floats) -> Bytes:
 
 
 def restore(quantised_UB: Bytes) -> Floats:
-    """The weights that quantised rows stand for.
+    """Returns the weights that quantised rows stand for.
 
     Args:
         quantised_UB: (U, D + 8) uint8, as `quantise` gives them.

@@ -1,4 +1,4 @@
-"""Which rows to save first: the savers of CPR's prioritised saves, each a rule of its own.
+"""The savers of CPR's prioritised saves: rules for which rows are saved first.
 
 A lost slot that begins anew from what was saved lacks what was trained since. So between two saves of everything, the
 rows that matter most are saved more often: a portion r of them every r-th part of the interval. A *saver* notes what
@@ -44,27 +44,27 @@ Weights = Callable[[Positions], Floats]  # of rows (N,): (N, D) float32, fresh
 
 
 class Saver(Protocol):
-    """What all savers have in common, for the rows of one slab of one slot. Positions ascend, each is there once."""
+    """Chooses which rows of one slab of one slot to save first. Positions ascend, and each is there once."""
 
     @property
     def memory_bytes(self) -> int:
-        """What it keeps, now."""
+        """The memory that the saver uses now, in bytes."""
 
     def note(self, positions_U: Positions) -> None:
-        """A step has changed these rows (U,)."""
+        """Notes that a step has changed these rows (U,)."""
 
     def pick(self, most: int) -> Positions:
-        """At most so many rows (N,), to be saved now; they count as saved, as they are now."""
+        """Returns at most `most` rows (N,) to save now. They count as saved, as they are now."""
 
     def settle(self) -> None:
-        """They were: what was picked last cannot be put back any more."""
+        """Confirms the last pick: it was saved, and cannot be put back any more."""
 
     def put_back(self) -> None:
-        """They were not: those that were picked last, unless that is settled, are as if they had not been."""
+        """Undoes the last pick unless it is settled: it was not saved, so its rows count as before it."""
 
 
 class Everything:
-    """All rows, always. Raises ValueError when asked for fewer: it has no order among them."""
+    """Picks all rows, always. Raises ValueError when asked for fewer, since it has no order among them."""
 
     memory_bytes = 0
 
@@ -72,7 +72,7 @@ class Everything:
         self._rows = rows
 
     def note(self, positions_U: Positions) -> None:
-        """See `Saver`."""
+        """Does nothing, see `Saver`."""
 
     def pick(self, most: int) -> Positions:
         """See `Saver`."""
@@ -80,14 +80,14 @@ class Everything:
         return np.arange(self._rows, dtype=np.int64)
 
     def settle(self) -> None:
-        """See `Saver`."""
+        """Does nothing, see `Saver`."""
 
     def put_back(self) -> None:
-        """See `Saver`."""
+        """Does nothing, see `Saver`."""
 
 
 class MostFrequentlyUsed:
-    """The rows that most steps have changed since they were saved."""
+    """Picks the rows that most steps have changed since they were last saved."""
 
     def __init__(self, rows: int) -> None:
         self._counts_P = np.zeros(rows, np.uint32)
@@ -121,7 +121,7 @@ class MostFrequentlyUsed:
 
 
 class SubSampledUsed:
-    """Rows that a sample of the changes has met: those that change often are met most likely.
+    """Picks rows found in a sample of the changes: those that change often are found most likely.
 
     Args:
         rows: how many there are.
@@ -166,7 +166,7 @@ class SubSampledUsed:
         self._is_kept_P[new] = True
 
     def pick(self, most: int) -> Positions:
-        """See `Saver`. All that it remembers; where that is more than `most`, some of them at random stay for later."""
+        """See `Saver`. Picks all rows that it remembers; of more than `most`, a random choice stays for later."""
         kept = np.sort(self._kept_K[: self._count])
         picked_N = kept if len(kept) <= most else np.sort(self._some_of(kept, most))
         self._is_kept_P[picked_N] = False
@@ -181,7 +181,7 @@ class SubSampledUsed:
         self._picked_N = np.empty(0, np.int64)
 
     def put_back(self) -> None:
-        """See `Saver`. Remembered again, in the place of others where there are too many."""
+        """See `Saver`. Remembers the rows again, in place of others if there are too many."""
         self._remember(self._picked_N)
         self.settle()
 
@@ -190,7 +190,7 @@ class SubSampledUsed:
 
 
 class ChangedMost:
-    """The rows whose weights are furthest (L2) from what was saved of them.
+    """Picks the rows whose weights are furthest (L2) from what was last saved of them.
 
     Args:
         rows: how many.
@@ -213,7 +213,7 @@ class ChangedMost:
         return self._saved_PD.nbytes + self._picked_N.nbytes + self._were_ND.nbytes
 
     def note(self, positions_U: Positions) -> None:
-        """See `Saver`. Nothing: it looks when it picks, at every row."""
+        """Does nothing, see `Saver`: it looks at every row when it picks."""
 
     def pick(self, most: int) -> Positions:
         """See `Saver`."""
@@ -244,7 +244,7 @@ SAVERS = ("everything", "mfu", "ssu", "scar")
 
 
 def saver_of(name: str, rows: int, portion: float, weights: Weights, seed: int = 0) -> Saver:
-    """The saver of one slab of one slot.
+    """Makes the saver of one slab of one slot.
 
     Args:
         name: one of `SAVERS`.
@@ -269,7 +269,7 @@ def saver_of(name: str, rows: int, portion: float, weights: Weights, seed: int =
 
 
 def greatest(values_P: NDArray[np.uint32] | Floats, most: int) -> Positions:
-    """Where the greatest values above 0 are: at most `most` places (N,), ascending; of equal values the first.
+    """Returns the places (N,), ascending, of at most `most` greatest values above 0; of equal values the first ones.
 
     A NaN is the greatest of all: a row that has become one is not passed over.
     """

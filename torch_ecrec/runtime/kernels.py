@@ -1,4 +1,4 @@
-"""What kernels of several packages share: a hint for scattered rows, a check of indices, arrays by address, floats.
+"""What kernels of several packages share: a prefetch of scattered rows, checks of indices, arrays by address, floats.
 
 Does not know what a row holds.
 """
@@ -23,7 +23,7 @@ LINE_BYTES = 64  # of the processor's caches
 
 
 def _prefetch(builder: Any, start: Any, row_bytes: Any) -> None:
-    """Code that prefetches a row for reading, into the second-level cache.
+    """Emits code that prefetches a row for reading, into the second-level cache.
 
     Also where the row is about to be changed: asking for ownership at once is slower (on rows of 512 bytes, 7 GB/s of
     XOR against 4.5 when this was written).
@@ -92,7 +92,7 @@ prefetch: Any = intrinsic(_type_prefetch)
 
 @kernel()
 def first_outside(rows_U: Any, low: Any, limit: Any) -> Any:
-    """Index of the first row outside [low, limit), or -1."""
+    """Returns the index of the first row outside [low, limit), or -1."""
     outside = 0
     for i in range(rows_U.shape[0]):  # without a way out, so that it is done in vectors
         outside += (rows_U[i] < low) | (rows_U[i] >= limit)
@@ -117,7 +117,7 @@ def check_memory(name: str, array: NDArray[Any], shape: tuple[int, ...], *dtypes
 
 
 def _type_pointer(context: Any, address: Any) -> Any:
-    """`pointer(address)` inside a kernel: for `numba.carray`."""
+    """The intrinsic `pointer(address)`: an address as a pointer, for `numba.carray`."""
     tools: Any = cgutils  # untyped
 
     def generate(target: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -130,7 +130,7 @@ pointer: Any = intrinsic(_type_pointer)
 
 
 def addresses(arrays: Sequence[NDArray[Any]], width: int, *dtypes: Any) -> NDArray[np.int64]:
-    """Where some arrays begin, (A,) int64; the caller keeps them alive.
+    """Returns the addresses of some arrays, (A,) int64. The caller keeps the arrays alive.
 
     For kernels that work on any number of arrays: Numba compiles a tuple of arrays once per length. Behind an address a
     kernel believes what it is told, so that is looked at here.
@@ -168,7 +168,7 @@ fused_multiply_add: Any = intrinsic(_type_fused_multiply_add)
 
 
 def as_float(value: Any) -> Any:
-    """A float32; a uint16 is a bfloat16, the upper half of one. For kernels."""
+    """Returns a number as float32, in kernels. A uint16 is taken for a bfloat16, the upper half of a float32."""
 
 
 @overload(as_float, inline="always")

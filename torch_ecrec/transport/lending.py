@@ -143,9 +143,7 @@ class Lending:
     # as who borrows ---------------------------------------------------------------------------------
 
     def take_file(self, fd: int) -> None:
-        """Keeps a file descriptor until its notes are read. Raises ValueError if two messages could not have so
-        many.
-        """
+        """Keeps a file descriptor until its notes are read. Raises ValueError if more come than two messages have."""
         self.files.append(fd)
         if len(self.files) > 2 * FILES_MOST:
             raise ValueError("files that were not shown")
