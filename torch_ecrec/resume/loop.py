@@ -130,9 +130,7 @@ class Judge:
         self._trained = True
 
     def on_end(self, drawn: int, whole: bool) -> None:
-        """Called when training is over, after `drawn` batches of a pass. Warns if the loop may have left it too
-        late.
-        """
+        """Called when training is over, after `drawn` batches of a pass. Warns if the loop perhaps ended it late."""
         if self._restored and not whole and not self._counts_batches and not self._attached:
             log.warning(
                 "the last pass was left after %d batches, in a life that did not begin it: a loop that has counted its"

@@ -1,4 +1,4 @@
-"""What happens for a while: how long it lasts, and by what it was felt. Events of the job and of the store among them.
+"""Events that last for a while: how long, and by what effect each was felt. Those of the job and the store are here.
 
 A *disturbance* lasts for the time that was drawn for it, and until it was felt, `Disturbance.limit_s` at most; or for
 its time and no longer, where more of it would be another event (`exact`). What nobody has felt fails the run.
@@ -32,7 +32,7 @@ REFUSAL = "JoinRefused"  # what another job's trainers end with
 
 @dataclass
 class Disturbance:
-    """Under way.
+    """An event that is under way.
 
     Args:
         entry: of the schedule.
@@ -57,7 +57,7 @@ class Disturbance:
     looked_s: float = 0.0
 
     def is_over(self, now_s: float) -> bool:
-        """Whether it may end; looks whether it was felt."""
+        """Returns whether it may end. Looks first whether it was felt."""
         if not self.entry["felt"] and (self.exact or now_s - self.looked_s >= LOOK_S):
             self.looked_s, self.entry["felt"] = now_s, self.felt()
         late = now_s - self.since_s > self.limit_s
@@ -65,7 +65,7 @@ class Disturbance:
 
 
 def felt_as_silence(status: Status | None, names: Collection[str], since_s: float) -> str:
-    """Somebody of these was not heard of for a while, as the coordinator said; or it says nothing itself.
+    """Returns a text if one of these members, or the coordinator, was silent for a while; "" if not.
 
     Args:
         status: the last one; None: there is none yet.
@@ -84,7 +84,7 @@ def felt_as_silence(status: Status | None, names: Collection[str], since_s: floa
 
 
 def felt_as_refusal(code: int | None, log: Path) -> str:
-    """Another job was refused, and ended; "" where it runs (`code` is None), or has ended otherwise."""
+    """Returns the line in which another job was refused; "" while it runs (`code` is None), or ended otherwise."""
     if not code:
         return ""
     lines = log.read_text(errors="replace").splitlines()
@@ -92,7 +92,7 @@ def felt_as_refusal(code: int | None, log: Path) -> str:
 
 
 def felt_by_the_store(kind: str, waited: int, void: Sequence[Void]) -> str:
-    """Opens had to wait, or a checkpoint came to nothing by the very error of this trouble; "" if not.
+    """Returns a text if opens had to wait, or a checkpoint failed by this trouble's own error; "" if not.
 
     Args:
         kind: of `STORE_EVENTS`.
@@ -106,7 +106,7 @@ def felt_by_the_store(kind: str, waited: int, void: Sequence[Void]) -> str:
 
 
 def another_job(join: str, trainers: int, meet: str, script: Sequence[str]) -> list[str]:
-    """The command line of another launch that names the same cluster.
+    """Returns the command line of another launch that names the same cluster.
 
     Args:
         join: the cluster.
