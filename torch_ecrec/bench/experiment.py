@@ -597,7 +597,7 @@ class Experiment:
 
     @property
     def logs(self) -> Path:
-        """The folder of the processes' logs, and of what else they leave there."""
+        """The folder of the processes' logs, and of other files that they leave."""
         return self.out / "logs" / self.name
 
     @contextlib.contextmanager

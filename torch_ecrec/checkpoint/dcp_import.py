@@ -158,7 +158,7 @@ class Folder:
         tensors: by name. `others`: names of what is no tensor.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: it is no folder of DCP.
     """
 
     def __init__(self, path: Path) -> None:

@@ -50,7 +50,7 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         with open(folder / ".metadata", "rb") as file:
             found = _Reader(file).load()
-    except Exception as error:  # whatever a pickle that is none, was cut off, or was made to do harm raises
+    except Exception as error:  # a malformed, truncated or malicious pickle may raise anything
         raise CheckpointError(f"{folder} is no folder of torch.distributed.checkpoint: {error}") from error
     if not isinstance(found, Metadata):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""`torch-ecrec bench WHAT`: measurements, each a module of `bench` with its own `add_arguments` and `run`."""
+"""`torch-ecrec bench NAME`: runs a benchmark, a module of `bench` with its own `add_arguments` and `run`."""
 
 from __future__ import annotations
 

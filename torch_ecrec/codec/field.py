@@ -45,7 +45,7 @@ POLYNOMIAL = 0x11D
 WORD_BYTES = 4  # records are float32 values, so a row is a whole number of these
 VECTOR_WORDS = 16  # 64 bytes: the widest register there is; LLVM makes it several where they are narrower
 COMBINED_WORDS = 64  # of every source at a time: enough to hide what it takes to go on to the next source
-BLOCK_BYTES = 1 << 15  # of all sources together: they stay in the first-level cache from result to result
+BLOCK_BYTES = 1 << 15  # bytes of all sources together: they stay in the first-level cache from result to result
 
 
 def _product_table() -> Bytes:

@@ -15,7 +15,7 @@ __all__ = ["FunctionFiles", "UserFolder", "locators", "set_cache"]
 
 
 def set_cache(dispatcher: Any, cache: FunctionFiles) -> None:
-    """Gives a compiled function its cache; `njit` chooses Numba's own, or none."""
+    """Gives a compiled function this cache. `njit` itself chooses Numba's own, or none."""
     dispatcher._cache = cache
 
 

@@ -81,7 +81,7 @@ class WentBack:
 
 @dataclass(frozen=True)
 class Partly:
-    """Slots took their records from a checkpoint, and lack what was trained since: NOT EXACT."""
+    """Slots took their records from a checkpoint, and what was trained since is lost: NOT EXACT."""
 
     slots: list[int]
     checkpoint: str
@@ -208,7 +208,7 @@ class Record:
         self.kills: list[Kill] = []
         self.may_be_lost: set[str] = set()  # members that we stopped for so long that they may be taken for lost
         self.lost: dict[str, str] = {}  # members, and why
-        self.excused: set[str] | None = None  # who else may be lost now; trainers are looked at, too, if it is not None
+        self.excused: set[str] | None = None  # others that may be lost now; unless None, trainers are checked, too
         self.unexpected: list[str] = []  # losses that are not our doing
         self._ranks: set[int] = set()  # of trainers that have joined
         self.fatal: Message | None = None  # kind and reason

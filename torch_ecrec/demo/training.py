@@ -45,7 +45,7 @@ STALL_LIMIT_S = 150.0  # for one step: longer than a trainer's own patience
 STEP_LIMIT_S = 10.0  # for a step, on average
 FATAL_GRACE_S = 10.0  # for trainers to end by themselves once the cluster has stopped
 SETTLE_S = 20.0  # for a rebuild that goes on when training is over
-COORDINATOR_S = 60.0  # for one that is started again, on a busy machine
+COORDINATOR_S = 60.0  # time for a coordinator to be restarted, on a busy machine
 
 log = logging.getLogger(__name__)
 
@@ -346,7 +346,7 @@ class DemoRun:
             raise ClusterError(f"the trainers failed (exit code {code})\n{tail(self._log)}")
 
     def _raise_if_it_cannot_start(self) -> None:
-        """Trainers that end with the same exception whenever they are started will not do otherwise the next time."""
+        """Raises if trainers ended with the same exception at each start: they would at the next one, too."""
         lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
         why, count = max(Counter(reasons(lines)).items(), key=lambda one: one[1], default=("", 0))
         if count >= SAME_END * self.arguments.trainers:

@@ -61,7 +61,7 @@ class Attachment:
         own: names of those among `stateful` that are the user's: they may count passes, and batches.
 
     Raises:
-        TypeError: something of it cannot be kept.
+        TypeError: a part of its state cannot be kept.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Attachment:
             self._checks.check_schedulers()
 
     def _load_what_loops_reset(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
-        """Once more: before its first step a loop may put gradients to zero, evaluate, switch modes."""
+        """Restores again what a loop may change before its first step: gradients, buffers, settings of modules."""
         self._settings.load_(settings)
         model = self._live_model
         parameters = dict(dense_parameters(model))
@@ -223,7 +223,7 @@ class Attachment:
         self._gradients_then, self._buffers_then = {}, {}
 
     def _what_moves(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Buffers, and tables that TorchRec shards: an evaluation may move both (FBGEMM counts forwards)."""
+        """Yields buffers, and tables that TorchRec shards. An evaluation may change both: FBGEMM counts forwards."""
         yield from model.named_buffers()
         yield from self._dense.shards.tensors().items()
 

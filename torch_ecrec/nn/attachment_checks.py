@@ -45,7 +45,7 @@ _attached_somewhere: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # to any mo
 
 
 class AttachmentChecks:
-    """The checks of one attachment. Each raises a RuntimeError that says what to do instead, or warns in the log.
+    """The checks of one attachment. Each raises a RuntimeError that says what to do instead, or logs a warning.
 
     Args:
         model: held weakly.
@@ -66,7 +66,7 @@ class AttachmentChecks:
         optimizer_steps.watch(self._check_known)
         self._sealed = self._seal()
         self._groups = self._groups_now()
-        self._attributes: dict[str, int] | None = None  # as they were after the first step
+        self._attributes: dict[str, int] | None = None  # attributes after the first step
 
     def close(self) -> None:
         """Stops watching optimizers. May be called again."""
@@ -149,7 +149,7 @@ class AttachmentChecks:
                 )
 
     def check_tracing(self, before: Mapping[str, Mapping[str, Any]]) -> None:
-        """A pipeline runs the model's Python code when it is made: what that counts, it would count again."""
+        """Refuses settings that changed while a pipeline was made: it traces the model, at each start again."""
         now = self._settings.changed()
         moved = sorted(
             f"{path}.{name}"

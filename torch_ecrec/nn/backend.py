@@ -42,7 +42,7 @@ class EmbeddingBackend(Protocol):
         """Returns the unique rows of `rows` (N,) in the best order, (U,), and each one's index among them, (N,)."""
 
     def lookup_parts(self, rows: list[Tensor], evaluation: bool = False) -> list[Parts]:
-        """Weights (U, D) after `step - 1`, per slab, float32 or bfloat16. Does not end the step; may be repeated.
+        """Returns weights (U, D) after `step - 1`, per slab, float32 or bfloat16. Does not end the step; repeatable.
 
         Of an `evaluation`, which makes no gradients, the settings may have them less exact.
 
@@ -56,13 +56,13 @@ class EmbeddingBackend(Protocol):
         """Ends the step with gradients (U, D) and a learning rate per slab. Every trainer calls it in every step."""
 
     def read(self, slab: int, rows: Tensor) -> Tensor:
-        """Records (U, W), weights then optimizer state, after `step - 1`; rows ascending. Before `loaded`, too."""
+        """Reads records (U, W), weights then optimizer state, after `step - 1`; rows ascend. Also before `loaded`."""
 
     def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
-        """Overwrites records before the first step; rows ascending. Called by trainer 0 only."""
+        """Overwrites records before the first step; rows ascend. Only trainer 0 calls it."""
 
     def overwrite(self, slab: int, rows: Tensor, values: Tensor | None, first_byte: int = 0) -> None:
-        """Overwrites bytes of records, from `first_byte` on, between two steps: values (U, b) uint8; rows ascending.
+        """Overwrites bytes of records between two steps, from `first_byte` on: values (U, b) uint8; rows ascend.
 
         Every trainer calls it, with slab, rows and values of its own, or with None.
         """

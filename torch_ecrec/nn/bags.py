@@ -1,4 +1,4 @@
-"""Erasure-coded embedding bags: TorchRec's sharded `EmbeddingBagCollection` whose rows live on the servers.
+"""The sharded `EmbeddingBagCollection`: pooled embeddings of rows that live on the servers.
 
 Shape legend: F features, B batch size, U unique rows, D embedding dim.
 """
@@ -83,7 +83,7 @@ class ErasureCodedEmbeddingBagCollection(ServedModule[KeyedTensor]):
 
 @ShardedFusedEmbeddingBagCollection.register
 class ErasureCodedFusedEmbeddingBagCollection(ErasureCodedEmbeddingBagCollection):
-    """A sharded `FusedEmbeddingBagCollection`: the servers run the optimizer that it was made with."""
+    """A sharded `FusedEmbeddingBagCollection`. The servers run the optimizer with which it was made."""
 
     @property
     def unsharded_module_type(self) -> type[FusedEmbeddingBagCollection]:

@@ -115,7 +115,7 @@ class Coverage:
 
 
 def coverage_of(module: nn.Module, plan: ShardingPlan | None, sharders: Sequence[ModuleSharder[nn.Module]]) -> Coverage:
-    """Looks at every module of a model, and at what a given plan says of it.
+    """Returns how each module of a model is protected, given a plan.
 
     Args:
         module: the model, not sharded.
@@ -234,7 +234,7 @@ def _reason(module: nn.Module, tables_of: set[type[nn.Module]], planned: bool) -
 
 
 def check_sharders(sharders: Sequence[ModuleSharder[nn.Module]]) -> None:
-    """Refuses what a sharder for a served module wants and the servers do not do; where tables lie is their business.
+    """Refuses settings of a served module's sharder that the servers do not support. Placement is theirs to choose.
 
     Quantised collectives are told to have no effect, and so are `fused_params` for fused collections.
 

@@ -84,9 +84,9 @@ class Header(NamedTuple):
     step: int
     part: int  # 0 <= part < parts
     parts: int
-    stream_bytes: int  # of all parts
+    stream_bytes: int  # bytes of all parts together
     index_bytes: int  # the first ones of the stream
-    digest: int  # of the index
+    digest: int  # hash of the index
     whole_bytes: int  # in the payload, behind the part of the stream: what this trainer keeps whole
     own_bytes: int  # in the payload, last
 
@@ -102,7 +102,7 @@ class Header(NamedTuple):
         """Returns the header that came with a payload.
 
         Raises:
-            ValueError: it is none, or of another payload.
+            ValueError: it is no header, or that of another payload.
         """
         fields = Header._fields
         if len(numbers) != len(fields) or not all(type(n) is int and 0 <= n <= NUMBERS_MOST for n in numbers):
@@ -170,7 +170,7 @@ class DenseSnapshot:
         return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
 
     def use(self, optimizers: Sequence[Optimizer]) -> None:
-        """Takes these optimizers, in this order, rather than those that are found."""
+        """Uses these optimizers, in this order, instead of those that are found."""
         self._looks = False
         once = {id(optimizer): optimizer for optimizer in optimizers}
         self._optimizers = [weakref.ref(optimizer) for optimizer in once.values()]
@@ -472,7 +472,7 @@ class _SavedOptimizer:
 
 
 def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The data-parallel parameters, and tables that TorchRec replicates: under its DMP without the sharded ones."""
+    """Yields the parameters that all trainers have alike: dense ones, and tables that TorchRec replicates."""
     sharded = _sharded_names(model)
     return ((name, parameter) for name, parameter in model.named_parameters() if name not in sharded)
 
@@ -489,7 +489,7 @@ def _sharded_names(model: nn.Module) -> set[str]:
 
 
 def buffers_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those that are not persistent, too; not those that are replicated, or that TorchRec makes of its plan."""
+    """Yields buffers, non-persistent ones too, but not replicated ones or those that TorchRec makes of its plan."""
     kinds = (Replicated, ShardedModule)
     apart = {id(buffer) for module in model.modules() if isinstance(module, kinds) for buffer in module.buffers()}
     return ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in apart)
@@ -510,7 +510,7 @@ def tables_of(model: nn.Module) -> dict[str, tuple[str, str]]:
 
 
 def with_tables(model: nn.Module) -> dict[str, WithTables]:
-    """The modules whose rows are on the servers, by path as in TorchRec's state dicts."""
+    """Returns the modules whose rows are on the servers, by path as in TorchRec's state dicts."""
     root = model.module if isinstance(model, DistributedModelParallel) else model
     return {path: module for path, module in root.named_modules() if isinstance(module, WithTables)}
 

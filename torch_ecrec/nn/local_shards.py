@@ -60,7 +60,7 @@ def shards_of(model: nn.Module, paths: Iterable[str]) -> dict[str, nn.Module]:
 
 
 def replicated_tables(module: ShardedModule[Any, Any, Any, Any]) -> list[str]:
-    """Names of the parameters of data-parallel tables; TorchRec counts them among the sharded ones."""
+    """Returns the parameters' names of data-parallel tables, which TorchRec counts among the sharded ones."""
     plan: Mapping[str, Any] = getattr(module, "module_sharding_plan", {})
     whole = {table for table, entry in plan.items() if entry.sharding_type == ShardingType.DATA_PARALLEL.value}
     return [name for name, _ in module.named_parameters() if whole.intersection(name.split(".")[-2:-1])]

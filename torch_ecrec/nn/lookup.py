@@ -22,7 +22,7 @@ from torch_ecrec.nn.step import SparseStep
 
 
 class PooledLookup(torch.autograd.Function):
-    """Pooled rows from the backend on the way forward, gradients of the rows to the step on the way back."""
+    """Pools rows from the backend in the forward, and passes their gradients to the step in the backward."""
 
     @staticmethod
     def forward(

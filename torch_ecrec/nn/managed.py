@@ -42,7 +42,7 @@ from torch_ecrec.nn.tables_state import CHUNK_BYTES
 from torch_ecrec.records.halves import numbers_of, records_of
 from torch_ecrec.state_dicts.unsharded import draw_weights
 
-Both = tuple[Any, Any]  # what the collection gives, and remapped ids or None; both to be waited for
+Both = tuple[Any, Any]  # awaitables: the output of the collection, and remapped ids or None
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The state of modules beside tensors: modes, plain attributes, generators, and which parameters are trained.
 
-    settings = ModuleSettings(model)     # as they are now
+    settings = ModuleSettings(model)     # the settings as they are now
     changed = settings.changed()         # what differs since, by path
     settings.load_(changed)              # in a model that is made anew
 

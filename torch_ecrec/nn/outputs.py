@@ -1,4 +1,4 @@
-"""The dtype that a table's embeddings come out as: `output_dtype`, of `fused_params` or of a plan.
+"""The dtype of a table's embeddings: `output_dtype`, of `fused_params` or of a plan.
 
     EmbeddingBagCollectionSharder(fused_params={"output_dtype": SparseType.FP16})
 

@@ -82,7 +82,7 @@ NO_TRACKER = (
 
 
 class DistributedModelParallel(ShardedAtAllPaths):
-    """Drop-in for `torchrec.distributed.DistributedModelParallel`.
+    """A drop-in for `torchrec.distributed.DistributedModelParallel` whose tables survive the loss of servers.
 
     Args:
         module, env, device, plan, sharders, init_data_parallel, init_parameters, data_parallel_wrapper: as in TorchRec.
@@ -167,7 +167,7 @@ class DistributedModelParallel(ShardedAtAllPaths):
             env=env,
             device=device,
             plan=_plan(covered, plan or _planned(covered, module, env, device, others), env.world_size),
-            sharders=[*others, *sharders_for(step, names, others, outputs, columns)],  # of one kind, the last counts
+            sharders=[*others, *sharders_for(step, names, others, outputs, columns)],  # the last of a kind counts
             init_data_parallel=init_data_parallel,
             init_parameters=init_parameters,
             data_parallel_wrapper=data_parallel_wrapper,

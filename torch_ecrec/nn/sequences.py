@@ -84,7 +84,7 @@ class ErasureCodedEmbeddingCollection(ServedModule[dict[str, JaggedTensor]]):
 
 @ShardedFusedEmbeddingCollection.register
 class ErasureCodedFusedEmbeddingCollection(ErasureCodedEmbeddingCollection):
-    """A sharded `FusedEmbeddingCollection`: the servers run the optimizer that it was made with."""
+    """A sharded `FusedEmbeddingCollection`. The servers run the optimizer with which it was made."""
 
     @property
     def unsharded_module_type(self) -> type[FusedEmbeddingCollection]:

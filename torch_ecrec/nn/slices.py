@@ -1,4 +1,4 @@
-"""Where the features of a sharded module live, and how their bags are pooled on the host.
+"""Maps the features of a sharded module to slabs, and pools their bags on the host.
 
     Table   one table of a module and its place in the job: slab, first row
     Slice   the features of a module that live in one slab; makes bags of a batch

@@ -34,7 +34,7 @@ class Staging:
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        """The CUDA stream of the copies; made when it is first needed."""
+        """The CUDA stream of the copies, made when it is first used."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         return self._stream

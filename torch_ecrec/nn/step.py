@@ -72,9 +72,9 @@ class SparseStep:
         self.on_training_lookup: Callable[[], None] = lambda: None  # called before the first row of a step is asked for
         self.on_written: list[Callable[[str], None]] = []  # load what was written into state dicts (`load_written`)
         self.shares = Shares(session.trainer, session.trainers, tables_group if session.trainers > 1 else None)
-        self.closing = False  # this trainer leaves, others perhaps do not: nothing is done together any more
-        self.elsewhere: list[str] = []  # what TorchRec steps in the backward, whatever is refused here
-        self.form = "sharded"  # of tables in the state dict that is being made; see `TablesState.read`
+        self.closing = False  # this trainer leaves, and others may not: no more collective calls
+        self.elsewhere: list[str] = []  # modules that TorchRec steps in the backward, even in a step refused here
+        self.form = "sharded"  # form of tables in the state dict being made; see `TablesState.read`
         self.optimizers: list[tuple[Sequence[int], Optimizer]] = []  # group i has the learning rate of slab i of these
         self.frozen: list[Callable[[], Sequence[Table]]] = []  # tables that are looked up and not stepped
         self.on_pushed: list[Callable[[], None]] = []  # called when the rows of the next step may be asked for

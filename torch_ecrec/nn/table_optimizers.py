@@ -145,7 +145,7 @@ def _with_wishes(found: SparseOptimizer, wishes: dict[str, Any]) -> OptimizerSpe
     if "weight_decay_mode" in wishes:
         wishes["weight_decay_mode"] = mode = _decay_mode(wishes["weight_decay_mode"])
         if mode == _DECAY_MODES.index("DECOUPLE") and "weight_decay_mode" not in found.fixed and found.types:
-            del wishes["weight_decay_mode"]  # it is, where FBGEMM has no choice
+            del wishes["weight_decay_mode"]  # decoupled decay is what FBGEMM does where there is no choice
     fixed = {name: take_float(name, wishes.pop(name)) for name in found.fixed if name in wishes}
     _take_idle(found, wishes)
     has = ", ".join(f"`{name}`" for name in ("lr", *found.fixed))

@@ -154,7 +154,7 @@ class TablesState:
                 check_numbers(part.values)
         except ValueError as error:
             raise ValueError(f"`{field.name}` of table {name}: {error}") from None
-        form = "whole" if is_whole(value) else "sharded"  # not one trainer this, another one that
+        form = "whole" if is_whole(value) else "sharded"  # all trainers must load the same form
         self.load_parts(name, field, [len(part.values) for part in parts], parts, form)
 
     def load_parts(
@@ -297,7 +297,7 @@ def dtype_of(field: Field) -> torch.dtype:
 
 
 class ServerOptimizer(FusedOptimizer):
-    """The optimizer that the servers run, as TorchRec's schedulers and checkpoints expect it: one group per slab.
+    """The optimizer that the servers run, in the form of TorchRec's schedulers and checkpoints: one group per slab.
 
     `param_groups[i]["lr"]` at the time of a backward is the learning rate of that step. `state_dict` and
     `load_state_dict` read and load the state on the servers, under TorchRec's names (`<table>.momentum1`).

@@ -191,7 +191,7 @@ class Kept(NewEpoch, frozen=True, tag="kept"):
 
 
 class HealthyAgain(NewEpoch, frozen=True, tag="rebuilt"):
-    """A slot is healthy again; `SlotRebuilt` says which."""
+    """A slot is healthy again. `SlotRebuilt` says which."""
 
 
 class OfOneSlot(Happened, frozen=True):

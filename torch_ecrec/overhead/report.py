@@ -31,7 +31,7 @@ def measured(path: Path) -> dict[str, float]:
     longest from the kill until all trainers had joined again, and from there to the first step.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: the file is no result.json of a run.
     """
     try:
         result = json.loads(path.read_text())

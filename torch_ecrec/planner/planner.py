@@ -61,7 +61,7 @@ class ServersPartitioner(Partitioner):
         self._inner, self._enumerator = inner, enumerator
 
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
-        """Assigns devices to the plan, as TorchRec's partitioners do. Raises PlannerError: it does not fit."""
+        """Assigns devices to the plan, as TorchRec's partitioners do. Raises PlannerError if it does not fit."""
         sides: dict[str, set[bool]] = {}
         for option in proposal:
             sides.setdefault(option.path, set()).add(is_ours(option))

@@ -43,7 +43,7 @@ class Report(ReportedStats):
     def log(self, *args: Any, enumerator: AnyEnumerator | None = None, **more: Any) -> None:
         """Logs the report line by line, as TorchRec's does."""
         self._of = enumerator if isinstance(enumerator, Enumerator) else None
-        with short_name(ERASURE_CODED, SHORT):  # it knows its own types only
+        with short_name(ERASURE_CODED, SHORT):  # TorchRec's report knows its own sharding types only
             super().log(*args, enumerator=enumerator, **more)
 
     def traffic_of(

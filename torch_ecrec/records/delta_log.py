@@ -33,7 +33,7 @@ from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.runtime.kernel_cache import kernel
 
 Entry = tuple[tuple[Positions, Bytes], ...]
-Sealed = tuple[tuple[seals.SealsOf, int], ...]  # of an entry: for each slab the seals of its deltas, a sum of positions
+Sealed = tuple[tuple[seals.SealsOf, int], ...]  # for each slab: the seals of its deltas, and a sum of its positions
 
 
 def _plain_name(slab: int, position: int) -> str:

@@ -24,7 +24,7 @@ _MIX_2 = 0x94D049BB133111EB
 
 @kernel()
 def _mix(x: Any) -> Any:
-    """The finalizer of splitmix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014)."""
+    """Mixes bits by splitmix64's finalizer (Steele et al., "Fast splittable pseudorandom number generators", 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
     return x ^ (x >> np.uint64(31))

@@ -31,7 +31,7 @@ BLOCK = 256  # records whose gradients are summed at a time
 
 @kernel()
 def _union(left: Any, right: Any, result: Any) -> Any:
-    """Union of two ascending arrays into `result`, which has room for both; returns its length."""
+    """Writes the union of two ascending arrays to `result`, which has room for both; returns its length."""
     i, j, count = 0, 0, 0
     while i < left.shape[0] and j < right.shape[0]:
         a, b = left[i], right[j]

@@ -63,7 +63,7 @@ class Memory:
 
     def __init__(self, size: int, scattered: bool = False) -> None:
         self._first = 0  # address of the first huge page that could be
-        self._small = np.zeros(0, np.bool_)  # by huge page: not merged yet
+        self._small = np.zeros(0, np.bool_)  # for each huge page, whether it is not merged yet
         if not HUGE_PAGE_BYTES or size < LEAST_BYTES:
             memory = np.zeros(size + LINE_BYTES, np.uint8)
             first = -memory.__array_interface__["data"][0] % LINE_BYTES

@@ -40,7 +40,10 @@ def _in_order(word: Any) -> Any:
 
 @kernel(error_model="numpy")
 def _quantise(weights_UD: Any, words_UD: Any, floats_2: Any, words_2: Any, out_UB: Any) -> None:
-    """Args: `words_UD` and `words_2` are the same memory as the array before, int32."""
+    """Quantises rows to 8 bits a weight, followed by scale and bias.
+
+    `words_UD` and `words_2` are views of the arrays before them, int32.
+    """
     dim = weights_UD.shape[1]
     for u in range(weights_UD.shape[0]):
         least = greatest = _in_order(words_UD[u, 0])

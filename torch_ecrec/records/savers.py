@@ -75,7 +75,7 @@ class Everything:
         """Does nothing, see `Saver`."""
 
     def pick(self, most: int) -> Positions:
-        """See `Saver`."""
+        """Picks all rows, see `Saver`."""
         require(most >= self._rows, f"`most` must be at least {self._rows}, which is everything, got {most}")
         return np.arange(self._rows, dtype=np.int64)
 
@@ -96,26 +96,26 @@ class MostFrequentlyUsed:
 
     @property
     def memory_bytes(self) -> int:
-        """See `Saver`."""
+        """The memory of the counts and of the last pick, in bytes."""
         return self._counts_P.nbytes + self._picked_N.nbytes + self._were_N.nbytes
 
     def note(self, positions_U: Positions) -> None:
-        """See `Saver`."""
+        """Counts a change of these rows, see `Saver`."""
         self._counts_P[positions_U] += np.uint32(1)
 
     def pick(self, most: int) -> Positions:
-        """See `Saver`."""
+        """Picks the rows with the greatest counts, and sets these to 0, see `Saver`."""
         picked_N = greatest(self._counts_P, most)
         self._picked_N, self._were_N = picked_N, self._counts_P[picked_N]
         self._counts_P[picked_N] = 0
         return picked_N
 
     def settle(self) -> None:
-        """See `Saver`."""
+        """Forgets the counts of the last pick, see `Saver`."""
         self._picked_N, self._were_N = np.empty(0, np.int64), np.empty(0, np.uint32)
 
     def put_back(self) -> None:
-        """See `Saver`."""
+        """Adds the counts of the last pick again, see `Saver`."""
         self._counts_P[self._picked_N] += self._were_N
         self.settle()
 
@@ -143,11 +143,11 @@ class SubSampledUsed:
 
     @property
     def memory_bytes(self) -> int:
-        """See `Saver`."""
+        """The memory of the remembered rows and of the last pick, in bytes."""
         return self._kept_K.nbytes + self._is_kept_P.nbytes + self._picked_N.nbytes
 
     def note(self, positions_U: Positions) -> None:
-        """See `Saver`."""
+        """Remembers a sample of these rows, see `Saver`."""
         sample = positions_U[self._until :: self._every]
         self._until = (self._until - len(positions_U)) % self._every
         self._remember(sample)
@@ -177,7 +177,7 @@ class SubSampledUsed:
         return picked_N
 
     def settle(self) -> None:
-        """See `Saver`."""
+        """Forgets the last pick, see `Saver`."""
         self._picked_N = np.empty(0, np.int64)
 
     def put_back(self) -> None:
@@ -209,14 +209,14 @@ class ChangedMost:
 
     @property
     def memory_bytes(self) -> int:
-        """See `Saver`."""
+        """The memory of the saved weights and of the last pick, in bytes."""
         return self._saved_PD.nbytes + self._picked_N.nbytes + self._were_ND.nbytes
 
     def note(self, positions_U: Positions) -> None:
         """Does nothing, see `Saver`: it looks at every row when it picks."""
 
     def pick(self, most: int) -> Positions:
-        """See `Saver`."""
+        """Picks the rows with the greatest change since they were saved, see `Saver`."""
         rows = len(self._saved_PD)
         squares_P = np.empty(rows, np.float32)
         for first in range(0, rows, BLOCK):
@@ -230,12 +230,12 @@ class ChangedMost:
         return picked_N
 
     def settle(self) -> None:
-        """See `Saver`."""
+        """Forgets the weights before the last pick, see `Saver`."""
         self._picked_N = np.empty(0, np.int64)
         self._were_ND = np.empty((0, self._saved_PD.shape[1]), np.float32)
 
     def put_back(self) -> None:
-        """See `Saver`."""
+        """Restores the saved weights from before the last pick, see `Saver`."""
         self._saved_PD[self._picked_N] = self._were_ND
         self.settle()
 

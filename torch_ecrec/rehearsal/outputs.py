@@ -108,7 +108,7 @@ def stamps(folder: Path, without: Path) -> dict[str, Stamp]:
             path = Path(at, name)
             try:
                 seen = path.lstat()
-            except FileNotFoundError:  # it was temporary
+            except FileNotFoundError:  # the file was temporary and is gone
                 continue
             found[str(path.relative_to(folder))] = (seen.st_mtime_ns, seen.st_size, seen.st_ino)
     return found

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-HEAD_BYTES = 1 << 13  # of a large tensor: so many at its start,
+HEAD_BYTES = 1 << 13  # bytes of a large tensor: so many at its start,
 SPREAD = 1 << 11  # and so many elements, spread evenly over it
 DEPTH_MOST = 8
 _PLAIN = (str, bytes, int, float, bool, type(None))

@@ -183,7 +183,7 @@ class Reader(Iterator[Any]):
         self._passes = 0  # that have begun
         # of kind "all": drawn, whole, sum, began
         self._history: list[tuple[int, bool, int, dict[str, Any] | None]] = []
-        self._now: Position | None = None  # of the draw that is being made
+        self._now: Position | None = None  # position of the draw that is being made
         self._ahead: deque[_Draw] = deque()  # drawn, and not trained on yet
         self._in_turn: list[_Draw] = []  # trained on, since the last draw
         self._watches = may_give_again(reader)

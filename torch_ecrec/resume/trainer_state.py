@@ -104,7 +104,7 @@ class TrainerState:
         attached: the optimizers, and those in wrappers among them.
 
     Raises:
-        TypeError: something of it has no state, or one that cannot be kept, by name.
+        TypeError: an attached object has no state, or one that cannot be kept; names it.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], stateful: Mapping[str, Any], tables: Optimizer) -> None:
@@ -182,8 +182,11 @@ class TrainerState:
 
     @staticmethod
     def decoded(saved: Mapping[str, bytes]) -> dict[str, Any]:
-        """`values`, from `encoded`. Without what the build before did not keep: rates of tables whose optimizer was not
-        attached ("groups" is empty), and what gradients are divided by."""
+        """Returns `values` from `encoded`.
+
+        An earlier build did not keep the rates of tables whose optimizer was not attached, nor the divisor of
+        gradients: "groups" is empty then, and the divisor is the present one.
+        """
         prefix = "stateful/"
         before = GROUPS not in saved
         return {

@@ -1,4 +1,4 @@
-"""`kernel`, the decorator of every compiled function: Numba's `njit`, with entries of our own in its cache on disk.
+"""`kernel`, the decorator of every compiled function: Numba's `njit`, cached on disk in files of our own.
 
 Numba keeps what it compiled under the content of the file that defines a function. But a kernel has inside, from other
 files too, the code of all that it calls and the values of constants. When only such a file changed, with an upgrade,
@@ -168,7 +168,7 @@ class KernelCache(FunctionFiles, ways=_WAYS):
         """Returns the compiled code for a signature; None if there is none that can be loaded."""
         try:
             return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
-        except Exception as error:  # whatever a file may hold that a disk has damaged: it is compiled, and written anew
+        except Exception as error:  # a file that a disk has damaged may raise anything: the kernel is compiled anew
             _say_once(f"not read from {self.cache_path}", f"{type(error).__name__}: {error}")
             return None
 

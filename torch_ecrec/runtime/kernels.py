@@ -77,7 +77,7 @@ prefetch_row: Any = intrinsic(_type_prefetch_row)
 
 
 def _type_prefetch(context: Any, address: Any, row_bytes: Any) -> Any:
-    """Prefetches the row at an address. Whether it is there is not checked: a hint never faults."""
+    """Prefetches the row at an address. The address is not checked: a prefetch never faults."""
     tools: Any = cgutils  # untyped
 
     def generate(target: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -151,7 +151,7 @@ def addresses(arrays: Sequence[NDArray[Any]], width: int, *dtypes: Any) -> NDArr
 
 
 def _type_fused_multiply_add(context: Any, a: Any, b: Any, c: Any) -> Any:
-    """`a * b + c` of float32 with one rounding, on any processor."""
+    """Returns `a * b + c` of float32 with one rounding, on any processor."""
     tools: Any = cgutils  # untyped
 
     def generate(target: Any, builder: Any, signature: Any, args: Any) -> Any:

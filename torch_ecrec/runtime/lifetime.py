@@ -39,7 +39,7 @@ from torch_ecrec.runtime.threads import Worker, log_error
 INTERRUPTED = 130  # the exit code
 LOOK_S = 0.25
 IDLE = 0.05  # of a core: a thread that uses less does not compute
-THERE, COMPUTES = b".", b"c"  # what a process says of itself to who asks (`unlocked.py`)
+THERE, COMPUTES = b".", b"c"  # how a process answers a probe: it is there, or it computes (`unlocked.py`)
 
 # the parent, and being told to end --------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ Handler = Callable[[int, FrameType | None], object]
 SIGNALS = signal.SIGTERM, signal.SIGINT
 TO_SCRIPTS = signal.SIGUSR1, signal.SIGUSR2  # they say "save" to a script, and a process without a handler dies of them
 _parent_tells = False
-_handler: Handler | signal.Handlers = signal.SIG_IGN  # of the parent's word, where that tells
+_handler: Handler | signal.Handlers = signal.SIG_IGN  # handler of the parent's message, if the parent sends one
 
 
 def end_with_parent(tells: bool) -> None:

@@ -1,4 +1,4 @@
-"""`sum_rows` and `row_address`, for kernels: the sum of some rows, kept in registers until it is whole.
+"""`sum_rows` and `row_address`, for kernels: a sum of rows is kept in registers until it is complete.
 
 A loop of Numba's that adds row after row to an array reads and writes that array for each row, and looks each time
 whether the two overlap. Here columns are summed in blocks: all rows of the first 64 columns, then of the next 64, what
@@ -70,7 +70,7 @@ class _Rows:
 
 
 def _sum_blocks(rows: _Rows, out: Any, dim: Any, first: Any, stop: Any, weighted: bool) -> None:
-    """Code that sums rows [first, stop), at least one, block by block, and writes the sums at the address `out`."""
+    """Emits code that sums rows [first, stop), at least one, in blocks, and writes the sums at the address `out`."""
     builder, column = rows.builder, _LONG(0)
     for lanes, vectors in BLOCKS:
         end, width = builder.and_(dim, _LONG(-lanes * vectors)), _LONG(lanes * vectors)

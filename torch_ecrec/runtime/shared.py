@@ -145,7 +145,7 @@ class Pool:
         self._lock = threading.Lock()  # guards all below
         belongs_here(self)
         self._bytes = self._count = 0
-        self._free: list[Segment] = []  # that given back longest ago first
+        self._free: list[Segment] = []  # ordered by when they were given back, the earliest first
         self._held: list[tuple[int, Segment]] = []  # by address, ascending
 
     def on_forked(self) -> None:

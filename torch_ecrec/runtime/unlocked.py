@@ -32,7 +32,7 @@ from torch_ecrec.runtime.lifetime import THERE as THERE
 
 OVERDUE_S = 0.5
 RECENT_S = 2.0
-SHARE = 0.01  # of a core: a limit of 2 % for the whole process is enough to be seen
+SHARE = 0.01  # share of a core: a limit of 2 % for the whole process is enough to be seen
 LOOK_S = 0.25
 PAUSE_S = 0.2  # after a failed accept: no more descriptors, for instance
 
@@ -116,7 +116,10 @@ def _look(folder: Any, threads_N2: Any, count: Any, passed_ns: Any, words: Any) 
 
 @kernel()
 def _answer(listener: Any, said_5: Any, folder: Any, letters: Any, last_words: Any) -> Any:
-    """Until `said_5[_ENDS]`. `letters`: `THERE`, `COMPUTES`. `last_words`: on standard error, of one that hangs."""
+    """Answers connections until `said_5[_ENDS]`, and ends the process if it hangs.
+
+    `letters`: `THERE`, `COMPUTES`. `last_words`: written to standard error if the process hangs.
+    """
     words = np.zeros(_RUSAGE_WORDS, np.int64)
     waits = np.zeros(2, np.int32)  # struct pollfd
     threads_N2 = np.zeros((_THREADS_MOST, 2), np.int64)

@@ -70,7 +70,7 @@ class OptimizerSpec:
 
     @property
     def optimizer(self) -> SparseOptimizer:
-        """The optimizer that the servers run for this table."""
+        """The optimizer that the servers run for these tables."""
         return optimizer(self.kind)
 
 
@@ -232,7 +232,7 @@ class JobSpec:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> JobSpec:
-        """Inverse of `to_json`; raises `ValueError`, `TypeError` or `KeyError` on anything else."""
+        """Inverts `to_json`. Raises `ValueError`, `TypeError` or `KeyError` for anything else."""
         tables = tuple(
             TableSpec(**{**t, "optimizer": OptimizerSpec(o["kind"], o["lr"], o["max_gradient"], **dict(o["fixed"]))})
             for t in value["tables"]

@@ -1,4 +1,4 @@
-"""Time limits, sizes and choices of one process.
+"""The settings of one process: time limits, sizes and choices.
 
 The only module that reads environment variables (`Settings.from_environment`).
 """

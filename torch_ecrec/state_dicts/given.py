@@ -33,7 +33,7 @@ from torch_ecrec.compat.torch import version_of
 from torch_ecrec.resume.tensor_bytes import bytes_of
 from torch_ecrec.runtime.byte_sums import sum_of_bytes
 
-WHOLE_BYTES = 16 << 20  # of a tensor that every look looks at as a whole
+WHOLE_BYTES = 16 << 20  # the largest tensor that each look reads as a whole
 PART = 256  # elements of a larger one, spread evenly over it: every step may look at many tensors
 
 Place = tuple[str, str]
@@ -50,7 +50,7 @@ class _Given:
     whole: int  # and of all of it
     users: weakref.ref[Tensor]
     values: Tensor | None
-    looked: bool = False  # at the whole, since it was given
+    looked: bool = False  # the whole was read since it was given
 
     def is_written(self, quick: bool = False) -> bool:
         """Returns whether its values have changed since it was given. `quick`: it may look at a part of them."""

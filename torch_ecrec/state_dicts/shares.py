@@ -113,7 +113,7 @@ def parts_of(value: Any, trainer: int) -> list[Part]:
     """Returns the parts that this trainer has of a tensor, (rows, C) or (rows,): plain, sharded or distributed.
 
     Raises:
-        TypeError: it is none.
+        TypeError: `value` is no tensor.
         ValueError: its numbers are parts of sums that nobody has made yet.
     """
     if isinstance(value, ShardedTensor):

@@ -1,4 +1,4 @@
-"""How long a silence may be before it is none any more: learned from the silences that ended. Pure.
+"""Learns from silences that ended how long a silence may be before it is suspicious. Pure.
 
 An accrual failure detector: `phi(t) = -log10 P(a silence that ends is longer than t)`, so that at phi 8 one in 10^8
 such judgements is wrong, as far as the past is like the present (Hayashibara et al., "The phi Accrual Failure
@@ -21,7 +21,7 @@ from statistics import NormalDist, fmean, pstdev
 PHI = 8.0
 WINDOW = 1200  # silences: five minutes of heartbeats
 ENOUGH = 20  # before that nothing is known
-DEVIATION_LEAST_S = 0.05  # of timers, ticks and looks, however steady what they look at is
+DEVIATION_LEAST_S = 0.05  # jitter of timers and looks, however steady the peer is
 STRETCH = 1.5
 DEVIATIONS = NormalDist().inv_cdf(1.0 - 10.0**-PHI)
 

@@ -1,4 +1,4 @@
-"""The data plane as a node sees it: calls to members by name, and calls of theirs that it answers.
+"""The data plane as a node sees it: calls to members by name, and answers to their calls.
 
     transport = SocketTransport("server-3", handle, "10.0.0.3")
     transport.endpoint                                  # told to the others by the coordinator, with its roster

@@ -353,7 +353,7 @@ class ControlServer:
             self._loop.call_soon_threadsafe(self._loop.call_at, due_s, self._guard, action)
 
     def serve_forever(self) -> None:
-        """Serves on this thread until `close`. Raises what a callback raised. Once only."""
+        """Serves on this thread until `close`. Raises what a callback raised. May be called once only."""
         with self._lock:
             if self._serving:
                 raise RuntimeError("`serve_forever` was called twice")

@@ -188,7 +188,7 @@ class Door:
         except OSError as error:
             self._turn_away(stranger, error) if stranger.said else self._leave(stranger)
             return
-        if not said:  # who has said nothing has only tried whether it can come here (reachability.py)
+        if not said:  # a peer that said nothing only tried to reach this host (reachability.py)
             self._turn_away(stranger, "left without a hello") if stranger.said else self._leave(stranger)
             return
         stranger.said += said

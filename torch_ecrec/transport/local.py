@@ -1,4 +1,4 @@
-"""A network in one process on a virtual clock, with a fault at any chosen message.
+"""A simulated network in one process, on a virtual clock, with a fault at any chosen message.
 
 For the simulated cluster (`torch_ecrec.testing`): nodes are the real ones, only their `Port` differs. Nothing sleeps,
 nothing is concurrent; the order of events follows from the seed. Requests and answers travel unordered, with a random

@@ -140,8 +140,10 @@ def assemble(
     before: set[int],
     left_out: dict[str, str],
 ) -> dict[str, Any]:
-    """The contents of chaos.json; docs/chaos.md says what they mean. `before`: processes that were there before it;
-    `left_out`: kinds of events that are not to be had here, and why."""
+    """Returns the contents of chaos.json; docs/chaos.md says what they mean.
+
+    `before`: processes that existed before it; `left_out`: kinds of events that cannot be made here, and why.
+    """
     figures = run.figures()
     return {
         "versions": versions(),

@@ -20,12 +20,12 @@ from torch_ecrec.protocol.status import Status
 
 FELT_S = 90.0  # for a disturbance to be felt, on a busy machine
 LOOK_S = 0.5  # between two looks at whether it was felt
-QUIET_S = 0.7  # who was not heard of for so long, and heartbeats are 0.25 s apart, is silent ...
+QUIET_S = 0.7  # a member not heard of for so long is silent (heartbeats are 0.25 s apart) ...
 QUIET_SHARE = 0.5  # ... and for so much of the time since it began
 FROZEN_S = (2.0, 5.0)  # all servers, so much longer than the lease
 REFUSED_LIMIT_S = 300.0  # for another job to be refused: it may wait for the end of the first one's trainers before
 STORE_FELT_S = 240.0  # for the store's trouble to be felt: a checkpoint is tried a minute after the last one, at most
-SLOW_OPENS = 5  # that had to wait
+SLOW_OPENS = 5  # opens of files that had to wait
 AT_END = "training was over before"
 REFUSAL = "JoinRefused"  # what another job's trainers end with
 

@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 
 PORT, MEETING_PORT, ETCD_PORT, ETCD_PEER_PORT = 29400, 29500, 2379, 2380  # hosts are ours alone
 COORDINATORS = 3  # with election
-HEARD_S = 1.5  # who was heard of within that is there
+HEARD_S = 1.5  # a member that was heard of within this time is present
 FRESH_S = 3.0  # how old a status may be
-QUICK_S = 10.0  # who lived for less has ended soon after its start
+QUICK_S = 10.0  # a process that lived for less has ended too soon
 PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0)  # before the next start, by how many have ended soon
 STOP_S = 5.0  # between a polite and an impolite end
 ENDED_S = 0.02  # between two looks at whether trainers are done

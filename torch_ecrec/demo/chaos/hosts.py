@@ -1,5 +1,6 @@
-"""One training over several hosts, disturbed at random: its cluster, who watches it, and what happens to hosts, links,
-coordinators and etcd, beside what happens on one host (`run.py`)."""
+"""One training over several hosts, disturbed at random: its cluster, its watch, and the events of hosts, links,
+coordinators and etcd, beside those of one host (`run.py`).
+"""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class ChaosRun(DemoRun):
         self._hit: set[str] = set()  # members, at this instant
         self._kinds: Sequence[str] = ()  # of events, at this instant
         self._left_to_lose = code.parities  # slots, at this instant
-        self._leaderless = False  # nobody leads for a while, by what came at this instant
+        self._leaderless = False  # an event of this instant leaves the cluster without a leader for a while
         self._stopped: dict[int, float] = {}  # pid -> when it goes on
         self._under_way: list[Disturbance] = []
 
@@ -373,8 +373,10 @@ class ChaosRun(DemoRun):
             )
 
     def release(self) -> None:
-        """Lets everybody go on who is stopped: nobody can be ended politely otherwise. No more disturbances: of those
-        that nobody has felt yet, the end of training came first."""
+        """Lets all stopped processes go on: no stopped process can be ended politely. No more disturbances begin.
+
+        Those that were not felt yet were overtaken by the end of training.
+        """
         for one in list(self._under_way):
             one.entry["felt"] = one.entry["felt"] or one.at_end
             self._end(one)

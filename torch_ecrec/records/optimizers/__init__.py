@@ -1,4 +1,4 @@
-"""The sparse optimizers, one file each: what `OPTIMIZER` in it declares. To add one, add its file and its formula.
+"""The sparse optimizers, one file each, which declares `OPTIMIZER`. To add one, add its file and its formula.
 
 Names are those of the files. A file, and with it Numba, is loaded when its optimizer is asked for: who reads a command
 line or asks for a cluster's status needs names only.
