@@ -64,7 +64,7 @@ def export(catalog: Catalog, manifest: Manifest, folder: Path) -> Exported:
     """Writes a checkpoint, with all that it builds on, as a checkpoint of DCP.
 
     Args:
-        catalog, manifest: which.
+        catalog, manifest: the checkpoint.
         folder: on this machine, not there yet. It appears whole, or not at all; meanwhile it needs room twice.
 
     Raises:

@@ -70,7 +70,7 @@ def load(
 ) -> dict[str, Any]:
     """Loads what `save` or DCP has saved, by any number of trainers and servers. Every trainer calls it.
 
-    It is a load as `model.load_state_dict` is, in training, too: as safe as any step.
+    It is a load like `model.load_state_dict`, also during training, and as safe as any step.
 
     Args:
         model: see `save`.

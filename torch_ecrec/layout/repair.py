@@ -89,7 +89,7 @@ def unrecoverable_bases(layout: Layout, lost: Iterable[int]) -> list[int]:
 def rows_lost(layout: Layout, lost: Iterable[int], first: int = 0, end: int | None = None) -> int:
     """Returns how many rows of a slab cannot be decoded: those on lost slots in stripes that lost more than r members.
 
-    Of all rows, or of those from `first` to `end`, which is not one of them.
+    It counts all rows, or only those in [first, end).
     """
     gone, end = set(lost), layout.rows if end is None else end
     apart = layout.slots * layout.k  # rows of one member, from one stripe of a base to the next

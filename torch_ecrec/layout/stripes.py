@@ -313,7 +313,7 @@ class Layout:
     def runs(self, source: int, holder: int) -> tuple[SharedRun, ...]:
         """Returns how changes on `source` reach parity on `holder`, by position. Ranks without records are included.
 
-        Their number does not depend on the number of rows, so that it is the same in every slab of a job.
+        Their number does not depend on the number of rows, so it is the same for every slab of a job.
         """
         self._check_slot(source)
         self._check_slot(holder)

@@ -19,7 +19,7 @@ from torch_ecrec.spec.job import JobSpec
 class EmbeddingBackend(Protocol):
     """The connection of one trainer with the servers, as the sharded modules use it. Its methods block.
 
-    `client/session.py:Session` is one, `recorder.py:Recorded` one that notes what is done with it.
+    `client/session.py:Session` implements it, and `recorder.py:Recorded` wraps one to record what is done with it.
 
     Rows are slab rows, int64 on the CPU and unique; lists hold one tensor per slab of `job.slabs`. `arrange` says in
     which order they cost least.
@@ -44,9 +44,9 @@ class EmbeddingBackend(Protocol):
     def lookup_parts(self, rows: list[Tensor], evaluation: bool = False) -> list[Parts]:
         """Returns weights (U, D) after `step - 1`, per slab, float32 or bfloat16. Does not end the step; repeatable.
 
-        Of an `evaluation`, which makes no gradients, the settings may have them less exact.
+        An `evaluation` needs no gradients; the settings may make its weights less exact.
 
-        In parts of some rows each, (u, D), in the order of the rows. They are only read.
+        They come in parts (u, D), in the order of the rows. They must not be written to.
         """
 
     def look_ahead(self, rows: list[Tensor]) -> None:

@@ -55,8 +55,8 @@ class Coverage:
     Args:
         served: by path: those whose tables go to the servers.
         remapping: path -> that of the collection in it, which is one of `served`: modules with managed collisions.
-        unprotected: path -> why nobody protects it; "" is the model itself.
-        planned: of these, collections that TorchRec shards since the plan says so: these may be kept in snapshots.
+        unprotected: path -> why it is not protected; "" is the model itself.
+        planned: unprotected collections that the plan leaves to TorchRec: snapshots may keep these.
         dense: paths of collections that the plan makes data-parallel.
     """
 
@@ -181,7 +181,7 @@ def _types_of(path: str, chosen: Mapping[str, Any]) -> dict[str, str]:
     """Returns the sharding types of the tables of a collection that a plan leaves to TorchRec; none if it leaves none.
 
     Raises:
-        ValueError: it leaves some of them.
+        ValueError: the plan leaves some of its tables to TorchRec, and not the others.
     """
     types = {table: entry.sharding_type for table, entry in chosen.get(path, {}).items()}
     ours = [table for table, kind in types.items() if kind == ERASURE_CODED]
@@ -236,7 +236,7 @@ def _reason(module: nn.Module, tables_of: set[type[nn.Module]], planned: bool) -
 def check_sharders(sharders: Sequence[ModuleSharder[nn.Module]]) -> None:
     """Refuses settings of a served module's sharder that the servers do not support. Placement is theirs to choose.
 
-    Quantised collectives are told to have no effect, and so are `fused_params` for fused collections.
+    Warns of quantised collectives, and of `fused_params` for fused collections: they have no effect.
 
     Raises:
         ValueError: names the sharder and its wish.

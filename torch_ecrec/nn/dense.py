@@ -328,7 +328,7 @@ def load_(
         model: of the same architecture. Mutated.
         optimizers: torch optimizers over its dense parameters, in the order in which they first step. Mutated.
         parts: payload and header of every part of one step.
-        part: which of them this trainer had packed: what may differ from trainer to trainer is of that one.
+        part: the part that this trainer had packed. State that differs from trainer to trainer is taken from it.
         shards: what it has of tables that TorchRec shards. Mutated.
 
     Returns:

@@ -24,7 +24,7 @@ class WaitingGradients:
     """Tracks which gradients of a model their optimizers have not used yet.
 
     Args:
-        optimizers: that step dense parameters.
+        optimizers: those of the dense parameters.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:

@@ -57,13 +57,13 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
     """A sharded collection that remaps ids to rows. Takes a `KeyedJaggedTensor` of any int64 ids, on the host.
 
     Args:
-        module: as the user made it. Its maps go on to be used; not kept otherwise.
+        module: the unsharded module. Its maps are used on; the rest of it is not kept.
         inside: the collection of it, sharded.
         step: shared by all sharded modules of the model.
         path: of the module, for errors.
 
     Attributes:
-        module_sharding_plan: what the plan says of it.
+        module_sharding_plan: the plan's entry for this module.
     """
 
     module_sharding_plan: EmbeddingModuleShardingPlan

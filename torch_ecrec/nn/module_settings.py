@@ -43,7 +43,7 @@ class ModuleSettings:
     def changed(self) -> dict[str, dict[str, Any]]:
         """Returns the settings that differ from those at construction: path of a module -> name -> value.
 
-        Asked for every snapshot, so it does as little as it can for each attribute.
+        It is called for every snapshot, so it does little for each attribute.
         """
         found: dict[str, dict[str, Any]] = {}
         first, missing = self._first, object()

@@ -92,7 +92,7 @@ class DistributedModelParallel(ShardedAtAllPaths):
         session: the backend to use. None connects to the cluster that `settings` names, or starts a local one.
         settings: time limits and the cluster's address; None reads the environment.
         code: k, r and number of slots; None takes the cluster's, or the defaults for a local one.
-        seed: of the tables' first weights.
+        seed: for the tables' initial weights.
         nan_gradients: "raise" refuses a step with NaN or infinite embedding gradients on any trainer, on every trainer,
             with `NonFiniteGradient` out of its backward: no row has changed, and a trainer that skips its optimizer
             step may go on. "pass" applies them, as TorchRec does.
@@ -221,7 +221,7 @@ class DistributedModelParallel(ShardedAtAllPaths):
         Args:
             optimizer: all that step the dense parameters; TorchRec's wrappers and combinations as they are. Rates
                 of tables come back whether `fused_optimizer` is among them or not.
-            lr_scheduler: those of the learning rates, of tables or not.
+            lr_scheduler: learning rate schedulers, of tables or of dense parameters.
             reader: where batches come from. With `state_dict` and `load_state_dict` (torchdata's `StatefulDataLoader`
                 has them) it is put back by its state; else by drawing again (`resume/reader.py` says how).
                 Without a reader, put each step into `with model.step(): ...` if its batch is drawn at random.
@@ -262,8 +262,8 @@ class DistributedModelParallel(ShardedAtAllPaths):
     def step(self) -> contextlib.AbstractContextManager[None]:
         """Marks one step of a loop that attaches no reader: `with model.step(): ...`.
 
-        What the loop does outside, from the end of one to the begin of the next, counts for the one before; after a
-        restart the first one begins with the random states of then.
+        What the loop does between two steps counts for the step before. After a restart the first step begins with the
+        random states of that moment.
         """
         return contextlib.nullcontext() if self._attached is None else self._attached.step()
 
@@ -320,8 +320,8 @@ class DistributedModelParallel(ShardedAtAllPaths):
     def full_state_dict(self) -> dict[str, Any]:
         """Returns `state_dict` with whole tensors on the CPU on trainer 0, {} on others. Every trainer calls it.
 
-        For `torch.save`, exports, comparisons. Trainer 0 needs memory for all tables; it asks the servers for them in
-        portions, and the others for nothing.
+        It is for `torch.save`, exports and comparisons. Trainer 0 needs memory for all tables, which it reads from the
+        servers in portions. The other trainers need none.
         """
         made = _gathered(self._in_form("whole", self.state_dict))
         return made if self._step.session.trainer == 0 else {}
@@ -365,7 +365,8 @@ class DistributedModelParallel(ShardedAtAllPaths):
     def flush(self) -> None:
         """Waits until all that was sent to the servers so far survives r losses. Every trainer calls it, at any time.
 
-        The dense model of the present step is sent when that has ended; trainers that are lost before make it again.
+        The dense model after the step under way is sent once that step has ended. If trainers are lost before, they
+        make the step again.
         """
         self._step.open()
         self._step.load_written()
@@ -512,8 +513,8 @@ def _group_of_steps(env: ShardingEnv) -> dist.ProcessGroup | None:
 def _same_trainers(group: dist.ProcessGroup | None, backend: str | None = None) -> dist.ProcessGroup:
     """Makes another process group of the same trainers. Each of them calls it.
 
-    Of all processes if these are all: torch names a group that only its members make by how many groups each of them
-    is in, so that a script with a group of some of the trainers would wait for ever here.
+    If these are all processes, the group is made by all. Torch names a group that only its members make by how many
+    groups each of them is in. A script with a group of some of the trainers would then wait for ever here.
     """
     ranks = dist.get_process_group_ranks(group)
     return group_with(ranks, backend, alone=len(ranks) < dist.get_world_size())

@@ -24,7 +24,7 @@ def check_in_sync(forward: object) -> None:
     """Called before a lookup: refuses, in training, a pipeline that looks rows up too early.
 
     Args:
-        forward: of a sharded module; a pipeline has put its own there.
+        forward: the `forward` of a sharded module, which a pipeline may have replaced.
 
     Raises:
         RuntimeError: it looks rows up before the step before them is over.

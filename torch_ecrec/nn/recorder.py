@@ -57,8 +57,8 @@ def recorded(session: EmbeddingBackend, model: nn.Module) -> tuple[EmbeddingBack
 def tell_unless_rehearsed() -> None:
     """Warns if this script was not rehearsed, and says what that means.
 
-    What a script keeps for itself nobody can see from here, so that who trains it should know that it was not looked
-    at. The marks of `observe/rehearsed.py` are what there is to know it by: whose folder is not there is told, too.
+    The library cannot see what a script keeps for itself, so its user should know that nobody has checked that. Only
+    the marks of `observe/rehearsed.py` tell that a script was rehearsed. If their folder is missing, it warns, too.
     """
     folder = rehearsed_folder()
     if not is_marked(folder, script_digest()):

@@ -23,7 +23,7 @@ class OrderedMean:
     """A communication hook of `DistributedDataParallel`. It reduces one bucket at a time, beside the backward.
 
     Args:
-        group: of the trainers, used for nothing else.
+        group: a process group of the trainers, used for nothing else.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -59,10 +59,10 @@ def check_repeats(features: KeyedJaggedTensor, needed: Sequence[str]) -> None:
 def check_lengths(features: KeyedJaggedTensor) -> None:
     """Refuses a batch whose lengths do not fit its values: the kernels would read and write memory out of bounds.
 
-    TorchRec looks at the first batch only.
+    TorchRec checks the first batch only.
 
     Raises:
-        ValueError: lengths are negative, or are not those of the ids; other than one weight for each id.
+        ValueError: lengths are negative, or do not add up to the number of ids; or weights are not one for each id.
     """
     lengths_L, count, weights = features.lengths(), features.values().numel(), features.weights_or_none()
     named, least = (int(lengths_L.sum()), int(lengths_L.min())) if lengths_L.numel() else (0, 0)
@@ -111,7 +111,7 @@ def bag_of_sample(repeats: Repeats, features: Sequence[str], strides: Sequence[i
 def repeated(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Returns the batch with bags repeated so that every sample has its own: for features that are not pooled.
 
-    Features without inverse indices, which nobody looks up, are left out.
+    Features without inverse indices, which are not looked up, are left out.
 
     Raises:
         ValueError: as `bag_of_sample`.

@@ -74,7 +74,7 @@ class ServedModule(
 ):
     """A sharded module whose tables are served by erasure-coded servers. Takes a `KeyedJaggedTensor`.
 
-    Its parameters are placeholders without rows; `state_dict` reads of each table the trainer's range of rows.
+    Its parameters are placeholders without rows. `state_dict` reads this trainer's range of rows of each table.
 
     Args:
         module: the collection to serve. Not kept.
@@ -85,7 +85,7 @@ class ServedModule(
         columns: the order of its features; None: that of the module.
 
     Attributes:
-        module_sharding_plan: what the plan says of it.
+        module_sharding_plan: the plan's entry for this module.
         columns: the order of its features in what it gives out.
     """
 
@@ -305,7 +305,7 @@ class ServedModule(
     def reset_parameters(self) -> None:
         """Draws new initial weights for every row, as the configs say. Optimizer state stays. Every trainer calls it.
 
-        A load (`tables_state.py`): trainer 0 draws them, from its random state.
+        It is a load (`tables_state.py`): trainer 0 draws the weights from its random state.
         """
         for name, table in self._tables.items():
             config = self._configs[name]
@@ -352,7 +352,7 @@ class ServedModule(
 def show_tables(model: nn.Module) -> None:
     """Makes torch's modules list the tables of the sharded modules in them: adds the placeholders to their parameters.
 
-    Not before a model is built, since TorchRec's makes anew what it finds there on the meta device.
+    Call it after the model is built: TorchRec's constructor rebuilds whatever it finds on the meta device.
     """
     for module in model.modules():
         if isinstance(module, ServedModule):

@@ -78,7 +78,7 @@ def table_specs(
 
     Args:
         fused_params: of the sharder that was given for it.
-        planned: by table: what a given plan says of it.
+        planned: by table, the given plan's entry for it.
 
     Raises:
         ValueError: a data type, a pooling or an optimizer that is not supported.
@@ -252,8 +252,8 @@ class _OfOneKind(ModuleSharder[Any]):
 class ErasureCodedSharder(_OfOneKind):
     """Puts the tables of collections on the servers.
 
-    `shard` takes the weights of the original module away if optimizers are attached to them (its parameters are left
-    with no rows): they are on the servers. Others end with it.
+    If optimizers are attached to the original module's weights, `shard` frees these weights (its parameters have no
+    rows then), since they are on the servers. Other modules' weights are freed with the module.
 
     Args:
         served, step, names, other: as of `_OfOneKind`.

@@ -136,7 +136,7 @@ class Bags:
         per_id_N: weight of each id, or None.
         mean_F: bool, whether a feature is averaged.
         limit: gradients of pooled values are clamped to plus or minus this.
-        index_FN: which bag of each feature each of N samples has; None: as many bags as samples, in their order.
+        index_FN: for each feature, the bag of each of N samples; None: sample i has bag i.
     """
 
     slab: int

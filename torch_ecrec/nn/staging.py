@@ -24,7 +24,7 @@ class Staging:
     """Copies tensors between the host and one device.
 
     Args:
-        device: of the dense model. CUDA devices get pinned memory and a stream; others are copied to plainly.
+        device: that of the dense model. Copies to CUDA use pinned memory and a stream; others are plain copies.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -46,14 +46,14 @@ class Ticket:
 class SparseStep:
     """Collects the gradients of one model's sharded modules, and sends them as one optimizer step.
 
-    A backward pass ends the step: as soon as every lookup that is still waiting for its gradient has got it, so that
-    the servers work while the rest of the backward runs; or else (some output was not used in the loss) when the pass
-    is over.
+    A backward pass ends the step. The gradients are sent as soon as every waiting lookup has got its gradient, so that
+    the servers work while the rest of the backward runs. If some output was not used in the loss, they are sent when
+    the pass is over.
 
     Args:
         session: the backend.
         group: a process group of the trainers, used for nothing else; None with one trainer.
-        tables_group: that of the sharded tensors in state dicts; with one trainer they are plain ones.
+        tables_group: the process group of sharded tensors in state dicts; with one trainer these are plain.
         nan_gradients: "raise" refuses a step in which any trainer has a NaN or infinite gradient: `NonFiniteGradient`
             on every trainer when its backward is over, nothing sent. "pass" sends them, as TorchRec does.
     """
@@ -114,8 +114,8 @@ class SparseStep:
     def watch(self, outputs: Sequence[object]) -> None:
         """Called after a training forward with its output: counts the backward passes through it.
 
-        A trainer whose forward has looked no row up pushes nothing in its backward. The others would take its next push
-        for that one's, and from there on all would train on gradients of different turns.
+        A trainer whose forward looked up no row pushes nothing in its backward. The others would take its next push for
+        that one's, and all would then train on gradients of different steps.
         """
         for output in outputs:
             if isinstance(output, Tensor) and output.requires_grad:
@@ -142,8 +142,8 @@ class SparseStep:
     def hand_over(self, pack: Callable[[int], tuple[Tensor, list[int]]]) -> None:
         """Sends this trainer's part of the dense snapshot of the last step to the servers.
 
-        What was written into state dicts belongs to that step, so it is loaded before: whoever goes on from there does
-        not write it again. With several trainers that is refused by name: not all of them may come here.
+        Writes into state dicts belong to that step, so they are loaded before: a script that resumes there does not
+        write them again. With several trainers such writes are refused, since not all of them may come here.
 
         Args:
             pack: step -> payload and header.

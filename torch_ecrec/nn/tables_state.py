@@ -65,8 +65,8 @@ class TablesState:
     def read(self, name: str, field: Field) -> Tensor | None:
         """Returns this trainer's rows of a field, (rows, C), or (rows,) if the field has one number per row.
 
-        The form that a state dict has at present (`SparseStep.form`) may be another, of which every trainer calls it:
-        "whole", all rows on trainer 0, and None on others; "streamed", nothing yet (`state_dicts/streamed.py`).
+        `SparseStep.form` may ask for another form; every trainer must call it then. "whole": all rows on trainer 0,
+        None on the others. "streamed": no rows yet (`state_dicts/streamed.py`).
         """
         self.step.open()
         if self.step.form != "sharded":
@@ -131,7 +131,7 @@ class TablesState:
     def load(self, name: str, field: Field, value: Any) -> None:
         """Overwrites a field of a table with a tensor in the form that `read` returns, sharded in any way or whole.
 
-        Every trainer calls it. Of a sharded tensor each loads what it has; of a whole one trainer 0's counts.
+        Every trainer calls it. Each loads the shards that it has; of a whole tensor, trainer 0's is loaded.
 
         Raises:
             TypeError: no tensor.

@@ -82,7 +82,8 @@ class Lost(Happened, frozen=True, tag="lost"):
 class Cut(Happened, frozen=True, tag="cut"):
     """Members that can reach the coordinator cannot reach each other. `pairs`: who complains of whom.
 
-    `fenced`: servers that are taken for lost, so that training goes on. Nobody: it cannot, and `why`.
+    `fenced`: servers that are declared lost, so that training goes on. If it is empty, training cannot go on, and `why`
+    says so.
     """
 
     pairs: list[tuple[str, str]]
@@ -298,7 +299,7 @@ class BeganAnew(Happened, frozen=True, tag="began_anew"):
 class JobForgotten(Happened, frozen=True, tag="job_forgotten"):
     """The first trainers gave up before anything was made of their job. The job is now that of those who came later.
 
-    `difference`: between the two.
+    `difference`: between the two jobs.
     """
 
     difference: str
@@ -309,8 +310,8 @@ class RecoveredPartly(Happened, frozen=True, tag="recovered_partly"):
 
     What was trained in them since is lost; the other slots are as they were.
 
-    `step`: of training, that the checkpoint is of; `at`: where training goes on; `lost_samples`: CPR's portion of lost
-    samples, of the whole run until now; `saves`: prioritised ones that there were since, of which rows were newer.
+    `step`: of training, the checkpoint's; `at`: where training goes on; `lost_samples`: CPR's portion of lost samples
+    of the whole run until now; `saves`: prioritised saves since the checkpoint, whose rows were newer.
     """
 
     slots: list[int]

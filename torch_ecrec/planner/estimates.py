@@ -37,7 +37,7 @@ class Servers:
         code: k, r and the number of slots.
         memory_bytes: of the server of each slot, for its records, parities and logs; None: as much as it takes.
         window_steps, wire: as in `Settings`.
-        snapshot_every: as given to `DistributedModelParallel`; logs reach back as far.
+        snapshot_every: as given to `DistributedModelParallel`. Logs must reach back as far.
     """
 
     code: CodeSpec = CodeSpec()

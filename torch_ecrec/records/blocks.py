@@ -99,9 +99,8 @@ def blockwise(step: Any, halves: bool = False) -> Any:
 def sum_of_squares(values_UD: Any, i: Any, dim: Any) -> Any:
     """Returns the sum of squares of the first `dim` values of row i, in a fixed order.
 
-    Lane l of 8 adds the elements l, l + 8, l + 16, ... in order; the lanes are added as a tree.
-
-    The lanes are added as ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)).
+    Lane l of 8 adds the elements l, l + 8, l + 16, ... in order. The lanes are added as ((0 + 4) + (2 + 6)) + ((1 + 5)
+    + (3 + 7)).
     """
     v = values_UD
     zero = np.float32(0)

@@ -137,8 +137,8 @@ class DeltaLog:
         Args:
             step: `last + 1`.
             positions: for each slab (U,) int64, ascending, no duplicates. Kept: must not be written afterwards.
-            deltas: for each slab (U, B) uint8. Kept likewise.
-            of_deltas: for each slab (U,) uint32, the seals of its deltas, where somebody has made them already. Kept.
+            deltas: for each slab (U, B) uint8. Kept, too.
+            of_deltas: for each slab (U,) uint32, the seals of its deltas, where they are known already. Kept.
 
         Raises:
             ValueError: another step, or a shape, a dtype or the order of positions does not fit. Nothing was changed.
@@ -209,7 +209,7 @@ class DeltaLog:
         """Checks that an entry is still what was appended.
 
         Args:
-            step: which.
+            step: the entry's.
             slab: this one only.
             rows_M: (M,) int64, which of its deltas; all of them without.
 

@@ -43,8 +43,8 @@ def step_moments(
 ) -> None:
     """Updates both moments of record `position` by row i of the gradients. They are fields 1 and 2 of the record.
 
-    It becomes part of the kernel's own code. What has sums (a moment per row, the lengths of LAMB) does not live here:
-    put into kernels like this it made them half as fast (`torch-ecrec bench optimizers`).
+    It is inlined into the kernel. Steps with sums (a moment per row, the norms of LAMB) are not here: in kernels like
+    this they were half as fast (`torch-ecrec bench optimizers`).
     """
     beta1, rest1, beta2, rest2 = values_H[3], values_H[4], values_H[6], values_H[7]
     for j in range(dim):  # a loop for each field: with all in one there are too many arrays for vector code

@@ -43,7 +43,7 @@ class SparseOptimizer:
     """A sparse optimizer: its names, hyperparameters, state and kernel.
 
     Args:
-        name: as users and jobs name it; that of its file.
+        name: its name for users, in jobs, and of its file.
         fixed: hyperparameters that stay for a job, with their defaults (those of FBGEMM).
         state: what it keeps for a row.
         kernel: steps a block, see `blocks.py`.

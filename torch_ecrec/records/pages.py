@@ -88,7 +88,7 @@ class Memory:
     def merge(self, begin: int, end: int) -> None:
         """Merges small pages into huge ones, wherever one would hold some of the bytes from `begin` to `end`.
 
-        What the system refuses stays as it is: a page that nobody has written to becomes a huge one when somebody does.
+        If the system refuses, pages stay small; an untouched one becomes huge when it is first written.
         """
         offset = self._address - self._first
         pages = slice(max(begin + offset, 0) // HUGE_PAGE_BYTES, -(-(end + offset) // HUGE_PAGE_BYTES))

@@ -126,7 +126,7 @@ class SubSampledUsed:
     Args:
         rows: how many there are.
         most: rows that are remembered; once there are more, some of those remembered before are forgotten at random.
-        seed: of that.
+        seed: for that choice.
         every: every so many changes one is looked at.
     """
 
@@ -251,7 +251,7 @@ def saver_of(name: str, rows: int, portion: float, weights: Weights, seed: int =
         rows: of the slab on the slot.
         portion: of the rows that is saved at a time.
         weights: gives rows' weights as they are now.
-        seed: of what is random.
+        seed: for random choices.
 
     Raises:
         ValueError: no such name.
@@ -271,7 +271,7 @@ def saver_of(name: str, rows: int, portion: float, weights: Weights, seed: int =
 def greatest(values_P: NDArray[np.uint32] | Floats, most: int) -> Positions:
     """Returns the places (N,), ascending, of at most `most` greatest values above 0; of equal values the first ones.
 
-    A NaN is the greatest of all: a row that has become one is not passed over.
+    A NaN counts as the greatest of all, so that a row that has become NaN is saved.
     """
     some_S = np.flatnonzero(values_P != 0).astype(np.int64, copy=False)
     if len(some_S) <= most:

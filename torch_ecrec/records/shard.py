@@ -93,7 +93,7 @@ class Shard:
         sealed: seals are kept.
 
     Attributes:
-        touched: is told of all that changes while somebody copies the shard; None: nobody does.
+        touched: is told of all changes while the shard is being copied; None: it is not being copied.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class Output:
     """The lines that one run has printed, and the files that it has written.
 
     Attributes:
-        printed: of each trainer, of each of its lives, the lines on its standard output.
+        printed: for each trainer and each of its lives, the lines on its standard output.
         files: what was written below the folder that the script was started in: path -> hash.
     """
 

@@ -81,11 +81,11 @@ class Position:
     """A position in a reader at which a draw begins.
 
     Attributes:
-        epoch, drawn: which pass, and how many of its batches came before.
+        epoch, drawn: the number of the pass, and of the batches drawn in it before.
         began: random states with which the pass began; None for a reader that is put back by its state.
-        state: of such a reader, encoded; None: not asked for yet.
+        state: the encoded state of a reader that has one; None: not asked for yet.
         random: random states with which the draw begins.
-        sum: of what came before in the pass, see `Pass.sum`.
+        sum: the checksum of the pass so far, see `Pass.sum`.
     """
 
     epoch: int
@@ -411,7 +411,7 @@ class Reader(Iterator[Any]):
 
         Args:
             saved: as `saved` gave it.
-            checksum: of the batch that comes after those that were drawn ahead, if it is known.
+            checksum: that of the batch after those that were drawn ahead, if it is known.
 
         Raises:
             ValueError: it was another kind of reader, or a sequence of another length.

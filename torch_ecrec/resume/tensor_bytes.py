@@ -18,7 +18,7 @@ from torch import Tensor
 class TensorsOut:
     """Collects the tensors that `encode` leaves out. Their bytes follow each other, without padding.
 
-    One tensor that is met twice is kept once, and comes back as one.
+    A tensor that is met twice is kept once, and is decoded to one tensor.
     """
 
     def __init__(self) -> None:

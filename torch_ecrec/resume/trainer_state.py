@@ -96,7 +96,7 @@ class TrainerState:
     """All attached state except the reader's, and the hyperparameters of the tables' optimizer.
 
     Args:
-        optimizers: that are attached, TorchRec's or torch's; what wrappers count is kept here.
+        optimizers: the attached ones, TorchRec's or torch's. The counts of wrappers are kept here.
         stateful: whatever else, by name: Stateful, or a random generator.
         tables: the optimizer of all of the model's tables; its hyperparameters are kept here, attached or not.
 

@@ -38,7 +38,7 @@ def _sum(address: Any, count: Any, sums_L: Any) -> Any:
 def sum_of_bytes(address: int, count: int) -> int:
     """Returns the sum of `size` bytes at an address that is a multiple of 4. Not checked: that they are there.
 
-    By address, since a tensor that was once an array of NumPy cannot be resized any more.
+    It takes an address, since a tensor that was once viewed as a NumPy array cannot be resized any more.
     """
     return int(_sum(address, count, np.arange(_LANES, dtype=np.uint32)))
 

@@ -43,7 +43,7 @@ class Idle:
     Args:
         wanted_s: how long it has had a core, or waited for one.
         pause_s: between two looks.
-        share: of a core: what wants less does not compute.
+        share: the share of a core below which it does not compute.
     """
 
     def __init__(self, wanted_s: Callable[[], float], pause_s: float, share: float) -> None:

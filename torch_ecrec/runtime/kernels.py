@@ -25,8 +25,8 @@ LINE_BYTES = 64  # of the processor's caches
 def _prefetch(builder: Any, start: Any, row_bytes: Any) -> None:
     """Emits code that prefetches a row for reading, into the second-level cache.
 
-    Also where the row is about to be changed: asking for ownership at once is slower (on rows of 512 bytes, 7 GB/s of
-    XOR against 4.5 when this was written).
+    It is used for rows about to be changed, too: asking for ownership at once is slower (7 GB/s of XOR against 4.5 on
+    rows of 512 bytes, when this was written).
     """
     tools: Any = cgutils  # untyped
     ir = tools.ir
@@ -46,11 +46,11 @@ def _prefetch(builder: Any, start: Any, row_bytes: Any) -> None:
 def _type_prefetch_row(context: Any, array_NW: Any, rows_U: Any, i: Any) -> Any:
     """Prefetches the row of `array_NW` that comes `AHEAD` places after place `i` of `rows_U`, if there is one.
 
-    A hint for kernels that visit rows scattered over memory much larger than the caches: what is done to a row outlasts
-    the processor's own look-ahead, so without it every row costs a full miss.
+    It is for kernels that visit rows scattered over memory much larger than the caches. The work on a row outlasts the
+    processor's own look-ahead, so that without it every row costs a full miss.
 
-    Written in LLVM's code as a whole: a function of Numba's counts references to its arrays, atomically, at every call,
-    which takes ten times as long as the hint.
+    It is written in LLVM's code: a Numba function would count references to its arrays atomically at every call, which
+    takes ten times as long as the prefetch.
     """
     tools: Any = cgutils  # untyped
     ir = tools.ir
@@ -132,8 +132,8 @@ pointer: Any = intrinsic(_type_pointer)
 def addresses(arrays: Sequence[NDArray[Any]], width: int, *dtypes: Any) -> NDArray[np.int64]:
     """Returns the addresses of some arrays, (A,) int64. The caller keeps the arrays alive.
 
-    For kernels that work on any number of arrays: Numba compiles a tuple of arrays once per length. Behind an address a
-    kernel believes what it is told, so that is looked at here.
+    Kernels that work on any number of arrays take addresses, since Numba compiles a tuple of arrays once per length. A
+    kernel cannot check an address, so the arrays are checked here.
 
     Args:
         arrays: (any, `width`) each.

@@ -91,7 +91,7 @@ def tell_to_end(parents_end: int) -> None:
 def on_signals(handler: Handler | signal.Handlers) -> None:
     """Handles what tells this process to end: SIGTERM, SIGINT, or its parent's message (then on another thread).
 
-    On the main thread only.
+    Call it on the main thread only.
     """
     global _handler
     if _parent_tells:
@@ -109,7 +109,7 @@ def end_at_once(number: int, frame: FrameType | None) -> None:
 def pass_over_words_to_scripts() -> None:
     """Ignores the signals by which a job's scheduler tells scripts to save (Slurm's `--signal`).
 
-    A process that this one starts ignores them, too, unless it says otherwise.
+    Child processes ignore them, too, unless they say otherwise.
     """
     for number in TO_SCRIPTS:
         signal.signal(number, signal.SIG_IGN)
@@ -118,8 +118,8 @@ def pass_over_words_to_scripts() -> None:
 def keep_exit_code() -> None:
     """Ignores SIGTERM and SIGINT once all exit handlers registered after this call have run.
 
-    The interpreter takes its handlers away some 10 ms before the process ends; a signal in between would end it as one
-    that has none. What is ignored stays ignored.
+    The interpreter removes its signal handlers some 10 ms before the process ends. A signal in between would end the
+    process as one without handlers. An ignored signal stays ignored.
     """
     atexit.register(on_signals, signal.SIG_IGN)
 
@@ -130,7 +130,7 @@ def keep_exit_code() -> None:
 def freeze() -> None:
     """Keeps the interpreter from visiting all of torch's objects at its end, which takes 0.7 s of a core.
 
-    For processes of our own only: garbage that exists now is never collected.
+    It is for our own processes only: garbage that exists now is never collected.
     """
     gc.collect()
     gc.freeze()

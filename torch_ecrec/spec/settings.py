@@ -61,7 +61,7 @@ def new_run() -> str:
 def torchrun_launch() -> str:
     """Returns the id of the torchrun that started this process (`--rdzv-id`), the same for all nodes and restarts.
 
-    "" without torchrun, and where it was told none: then all say "none".
+    It is "" without torchrun, and if torchrun was given no id: every such torchrun says "none".
     """
     word = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return "" if word == "none" else word
@@ -92,7 +92,7 @@ def rehearsed_folder() -> Path:
 def own_secret() -> bytes:
     """Returns the secret that all processes of the cluster share; b"" if there is none.
 
-    TORCH_ECREC_SECRET, or what is in the file that TORCH_ECREC_SECRET_FILE names, without white space at its ends.
+    It is TORCH_ECREC_SECRET, or the contents of the file TORCH_ECREC_SECRET_FILE without white space at its ends.
 
     Raises:
         ValueError: it is too short, both are given, or the file cannot be read.
@@ -155,8 +155,8 @@ def set_unless_set(name: str, value: Callable[[], str]) -> None:
 def ask_name_servers_briefly() -> None:
     """Makes the C library wait for a silent name server for 1 s, twice, instead of 5 s; in child processes, too.
 
-    Torch's TCPStore asks for the name of whoever connects, backwards, and serves nobody meanwhile. To be called before
-    this process looks up its first name: the C library reads it then.
+    Torch's TCPStore looks up the name of every address that connects, and serves nobody meanwhile. Call it before the
+    process looks up its first name: the C library reads the setting then.
     """
     set_unless_set("RES_OPTIONS", lambda: "timeout:1 attempts:2")
 

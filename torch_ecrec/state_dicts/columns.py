@@ -69,8 +69,8 @@ class Placed:
     Args:
         kind: "whole" in one part, in "rows", "columns" or a "grid"; "plain" where TorchRec's fused optimizer has no
             state of it, as it has of others: a table that is data-parallel.
-        trainers: who has written the parts, in their order.
-        parts: of each its first row and column, and its rows and columns.
+        trainers: the trainer that wrote each part, in the order of the parts.
+        parts: for each part its first row and column, and its numbers of rows and columns.
     """
 
     kind: str
@@ -83,10 +83,10 @@ class Found:
     """What a checkpoint tells of the order of one collection's columns.
 
     Args:
-        said: the order that was recorded with it; None: no record.
-        placed: by table; None: it does not say who has written what.
-        trainers: how many have written.
-        stepped: there is state of TorchRec's fused optimizer.
+        said: the order that was recorded with it; None: none was.
+        placed: the parts of each table; None: it does not tell which trainer wrote which part.
+        trainers: the number of trainers that wrote the checkpoint.
+        stepped: whether it has state of TorchRec's fused optimizer.
     """
 
     said: tuple[str, ...] | None = None
@@ -119,8 +119,8 @@ class Columns:
         fused_params: as of the sharder that was given for it.
 
     Attributes:
-        keys: of the output, in its order.
-        begun: it trains, and the order stays.
+        keys: the features in the order of the output.
+        begun: whether training has begun, so that the order stays.
         on_changed: called when the order has changed.
     """
 

@@ -80,7 +80,7 @@ class Shares:
 
 
 def shape_of(value: Tensor) -> tuple[int, ...]:
-    """Returns the shape of the whole tensor. Not `value.shape`, of which torch warns for a `ShardedTensor`."""
+    """Returns the shape of the whole tensor. (Torch warns of `value.shape` for a `ShardedTensor`.)"""
     return tuple(value.metadata().size if isinstance(value, ShardedTensor) else value.shape)
 
 
@@ -114,7 +114,7 @@ def parts_of(value: Any, trainer: int) -> list[Part]:
 
     Raises:
         TypeError: `value` is no tensor.
-        ValueError: its numbers are parts of sums that nobody has made yet.
+        ValueError: it is a distributed tensor of partial sums.
     """
     if isinstance(value, ShardedTensor):
         return [_part(shard.metadata.shard_offsets, shard.tensor) for shard in value.local_shards()]

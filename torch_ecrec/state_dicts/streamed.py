@@ -33,7 +33,7 @@ class StreamedTable(Tensor):
 
     Args:
         what: for messages.
-        size: of all of it.
+        size: the shape of the whole field.
         dtype: of its numbers.
         rows: [first, last) that are this trainer's.
         read: gives rows [first, last).

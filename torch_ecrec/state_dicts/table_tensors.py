@@ -77,8 +77,8 @@ class Tie:
         """Called when a checkpoint is about to be loaded: hands its order of columns to `Columns.meet`.
 
         Args:
-            name: that the first table's weights have in it.
-            metadata: of it.
+            name: the name of the first table's weights in the checkpoint.
+            metadata: the checkpoint's.
 
         Raises:
             CheckpointError: its order is another one, see `Columns.meet`.

@@ -133,7 +133,7 @@ class Transport(ABC):
         Args:
             peer: a member's name.
             request: its tensors must not be changed until `done`.
-            timeout_s: without an answer by then, the outcome is `Unknown`.
+            timeout_s: if no answer has come by then, the outcome is `Unknown`.
             done: called exactly once, on a thread of the transport or on this one, before or after this returns.
                 `Failed`: certainly not handled. `Unknown`: time ran out, the peer died or is no member any more.
 
@@ -222,8 +222,8 @@ class Transport(ABC):
     def close(self) -> None:
         """Leaves the cluster for good. Calls under way end as `Unknown`. May be called again.
 
-        It waits for calls that are being handled: do not call it with a lock held that these need. Called from `handle`
-        or `done` it does not wait: the cluster is left soon after.
+        It waits for calls that are being handled, so it must not be called with a lock that these need. Called from
+        `handle` or `done` it does not wait, and the cluster is left soon after.
         """
         if getattr(self._callback, "runs", False):
             Worker(self._close, "close", self._report, daemon=False).start()  # waited for at the end

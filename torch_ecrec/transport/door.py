@@ -57,7 +57,7 @@ class Door:
         admit: `admit(sock, caller)` of who has said hello, by name; the socket blocks, and is the callee's. On the
             door's thread: it must not wait.
         visited: gets the host of everybody who connects from another one.
-        complaints: get why somebody was not let in.
+        complaints: told why a peer was refused.
         on_error: gets what goes wrong here; the door stays open.
     """
 

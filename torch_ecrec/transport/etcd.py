@@ -50,8 +50,8 @@ class Place:
 
     Args:
         protocol: "http" or "https".
-        addresses: of etcd.
-        name: of the cluster.
+        addresses: host and port of each etcd.
+        name: the cluster's.
         tls: files: the authority's certificate, one's own, and its key; None: not given.
     """
 
@@ -103,7 +103,7 @@ class Run:
     """A run of a cluster, as etcd has it.
 
     Args:
-        word: of the run.
+        word: the random word that names the run.
         leader: id of who has led it last.
         began_with: the checkpoint that it began with, as the first to lead has found it.
         over: the run has ended. Who leads next begins another.
@@ -122,8 +122,8 @@ class View:
     """All that etcd has of a cluster at one moment.
 
     Args:
-        leader: who leads; None: nobody.
-        run: the newest run; None: there has not been one.
+        leader: the coordinator that leads; None: none does.
+        run: the newest run; None: there was none yet.
         cluster: etcd's id of itself; `revision`: of all that it has, which only grows.
     """
 
@@ -154,7 +154,7 @@ class EtcdKeys:
     Raises:
         ClusterError: the package for etcd is not installed.
 
-    Every method raises EtcdUnavailable where etcd does not answer; what was asked may have been done all the same.
+    Every method raises EtcdUnavailable if etcd does not answer. The operation may have been done nevertheless.
     """
 
     def __init__(self, place: Place, timeout_s: float, patient_s: float | None = None) -> None:
@@ -224,7 +224,7 @@ class EtcdKeys:
     def take(self, address: tuple[str, int], lease: int, ttl_s: int, run: Run, seen: int) -> None:
         """Takes the lead if nobody leads, and if `run` is as at revision `seen` (0: there was none). `look` tells.
 
-        A leader without a lease is nobody: somebody has copied the keys from another etcd, which copies no leases.
+        A leader without a lease does not count: its key was copied from another etcd, and leases are not copied.
         """
         about = {"id": run.leader, "address": list(address), "ttl_s": ttl_s}
         self._txn(
@@ -256,8 +256,8 @@ def allowed_s(limit_s: float, known_s: float, least_s: float, most_s: float) -> 
     """Returns how long the next answer may take, in seconds.
 
     Args:
-        limit_s: by how long the last one took.
-        known_s: how long that might have taken; from one to the next, it falls slowly.
+        limit_s: the limit that follows from how long the last answer took.
+        known_s: the limit of the last answer. From one to the next the limit falls slowly.
     """
     return min(max(limit_s, FALLS * known_s, least_s), most_s)
 

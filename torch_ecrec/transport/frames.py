@@ -103,8 +103,6 @@ def _room(sizes: tuple[int, ...], code: int) -> tuple[Tensor, memoryview | None]
     """Allocates a tensor, and returns it with its memory, if it has any.
 
     Small ones are NumPy's, which takes half of torch's time. Torch aligns memory to cache lines.
-
-    NumPy allocates in half of torch's time; torch's memory is aligned to cache lines.
     """
     kind = _NUMPY[code]
     size = math.prod(sizes) * kind.itemsize
@@ -199,8 +197,8 @@ class Frame:
 class FrameReader:
     """Reads frames from a connection, one after the other.
 
-    What comes first of a frame is read together, with some bytes of its tensors perhaps: every system call may have to
-    wait for the interpreter's lock. What is in the buffer is summed at once, before it is overwritten.
+    The beginning of a frame is read at once, perhaps with bytes of its tensors: after every system call the thread may
+    wait for the interpreter's lock. Bytes in the buffer enter the checksum before they are overwritten.
     """
 
     def __init__(self, sock: socket.socket, lending: Lending | None = None) -> None:
@@ -217,7 +215,7 @@ class FrameReader:
 
         Raises:
             OSError: it ended within one.
-            OtherBuild: who listens has said so.
+            OtherBuild: the listener runs another build.
             Spoilt: its checksum is another.
             ValueError: what arrives is not a frame.
         """
@@ -382,7 +380,8 @@ class FrameReader:
     def _fill_much(self, rest: deque[memoryview]) -> None:
         """Over TCP, wakes this thread once for much data: each packet, of 64 KiB at most, would wake it otherwise.
 
-        `recvmsg` itself must not wait here: what it has taken already does not count for the bytes to wake at.
+        `recvmsg` itself must not wait here: bytes that it has taken no longer count towards the number at which the
+        thread is woken.
         """
         left = sum(map(len, rest))
         if left < AWAIT_LEAST_BYTES:

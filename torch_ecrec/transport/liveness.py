@@ -60,7 +60,7 @@ class SignOfLife:
     """Listens at `address` as long as this process lives; answers each connection with its state, and closes it.
 
     Raises:
-        OSError: nobody can listen at `host`.
+        OSError: this process cannot listen at `host`.
     """
 
     def __init__(self, host: str) -> None:

@@ -31,8 +31,6 @@ class Port(Protocol):
 
     `processes/member.py:Member` is the real one, `local.py:LocalPort` that of the simulation.
     None of the methods blocks or raises for network conditions.
-
-    None of these blocks or raises for network conditions.
     """
 
     def call(self, peer: str, request: Request[A], timeout_s: float, done: Callable[[Outcome[A]], None]) -> None: ...
@@ -49,7 +47,7 @@ class Port(Protocol):
 class Exchange(Generic[A]):
     """One request to a slot, wherever it lives, repeated until it is answered or cancelled.
 
-    Not repeated across incarnations when it was made for one in particular: `lost` is called instead.
+    If it was made for one incarnation, it is not repeated to a later one: `lost` is called instead.
     """
 
     def __init__(
@@ -210,7 +208,7 @@ class Node:
         """Asks a slot until it answers.
 
         Args:
-            slot: whom.
+            slot: the slot to ask.
             make: builds the request for a given incarnation of the slot.
             done: called once, inside `run`, with an answer that is not `Refused`.
             bound_to: only this incarnation is meant; when it has been replaced, `lost` is called and nothing is sent.

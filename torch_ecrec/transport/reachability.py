@@ -147,7 +147,7 @@ class Tries:
         """Continues the tries: reads answers, and begins those that are due.
 
         Args:
-            connections: that are there, with whomever.
+            connections: the open ones, with any peers.
             in_doubt: it takes long to find them, so that it is only done for a host that is silent.
         """
         if self._known is not self._wanted:
@@ -188,7 +188,7 @@ class Tries:
 def refusing(host: str) -> socket.socket:
     """Reserves a port at this address at which nobody listens, so that the kernel refuses whoever tries it.
 
-    For where the program's own port would take a try for a caller. Raises OSError.
+    It is for transports whose own port would take a try for a caller. Raises OSError.
     """
     sock = socket.socket(family_of(host), socket.SOCK_STREAM)
     try:
@@ -245,7 +245,7 @@ _LAST_RECEIVED = struct.Struct("=II")  # at byte 52: milliseconds since data and
 def heard_s_ago(sock: socket.socket) -> tuple[str, float] | None:
     """Returns the peer's host of a TCP connection, and the seconds since its kernel last sent something.
 
-    None: it is no such connection, not one any more, or the system does not tell.
+    It is None if `sock` is no TCP connection, or no longer one, or if the system does not tell.
     """
     if sock.family not in (socket.AF_INET, socket.AF_INET6) or not hasattr(socket, "TCP_INFO"):
         return None

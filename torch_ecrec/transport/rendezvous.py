@@ -55,7 +55,7 @@ def meet(
     Polls, since torch's own waiting is neither quiet nor interruptible.
 
     Args:
-        name: who says it, one of the members.
+        name: the member that says it.
         says: `GOES_ON`, or why it cannot.
         check: called again and again; raises to end the waiting.
         limit_s: how long the first member waits for the others; None: until `check` raises.

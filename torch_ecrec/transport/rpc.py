@@ -82,7 +82,7 @@ def _prepare_process() -> None:
 def _listen_at(host: str) -> None:
     """Makes torch's agent listen at `host`. By default it takes the address of the host's name, perhaps a loopback one.
 
-    It looks at this once in a process, when the first one is made. Of a host with an IPv6 address it is left alone.
+    Torch reads the setting once in a process, when it makes its first agent. For an IPv6 address nothing is set.
     """
     if ":" in host:
         return

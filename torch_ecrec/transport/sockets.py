@@ -117,7 +117,7 @@ class Sender:
 class FrameConnection:
     """The sending side of a connection. A thread of the owner reads from `sock`, and closes it at its end.
 
-    Frames that come before `start` wait for it.
+    Frames that are sent before `start` wait for it.
     """
 
     def __init__(self, sock: socket.socket, sender: Sender) -> None:
@@ -601,7 +601,7 @@ def _listen(host: str) -> tuple[list[socket.socket], Address]:
     """Listens at a free port of `host`, and within the host, if this process has shared memory.
 
     Raises:
-        ClusterUnavailable: nobody can.
+        ClusterUnavailable: this process cannot listen there.
     """
     name = NO_NAME if shared.pool() is None else f"torch_ecrec-{secrets.token_hex(KEY_BYTES)}"
     listeners: list[socket.socket] = []

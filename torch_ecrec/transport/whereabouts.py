@@ -34,7 +34,7 @@ class Whereabouts(Protocol):
     """Finds the coordinator: `Named` has its address, `Elected` asks etcd.
 
     Attributes:
-        changes: it may become another.
+        changes: whether another coordinator may take its place.
     """
 
     changes: bool
@@ -43,7 +43,7 @@ class Whereabouts(Protocol):
         """Returns the coordinator; waits for one if there is none.
 
         Raises:
-            ClusterUnavailable: nobody within `limit_s`.
+            ClusterUnavailable: none was found within `limit_s`.
         """
 
     def look(self) -> Leader | None:
@@ -132,7 +132,7 @@ def reach(where: Whereabouts, limit_s: float, connect: Callable[[Leader, float],
     """Connects with the coordinator; returns the connection and the coordinator.
 
     Args:
-        connect: `connect(leader, seconds)`; raises ClusterUnavailable where nobody answers in so many.
+        connect: `connect(leader, seconds)`; raises ClusterUnavailable if there is no answer in that time.
 
     Raises:
         ClusterUnavailable: not within `limit_s`.
@@ -190,9 +190,9 @@ def follow(
     The host of one that led may be gone, or its process may hang: neither ends a connection.
 
     Args:
-        connected: with whom there is a connection; None: there is none.
+        connected: returns the coordinator that is connected with; None: there is no connection.
         on_other: gets the reason to give it up.
-        on_error: gets why nobody looks any more.
+        on_error: gets the error that ended the watching.
     """
 
     def watch() -> None:
