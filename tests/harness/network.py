@@ -1,4 +1,4 @@
-"""A network in one process on a virtual clock, with a fault at any chosen message.
+"""A simulated network in one process, on a virtual clock, with a fault at any chosen message.
 
 For the simulated cluster (`simulation.py`): nodes are the real ones, only their `Port` differs. Nothing sleeps,
 nothing is concurrent; the order of events follows from the seed. Requests and answers travel unordered, with a random
@@ -47,7 +47,7 @@ EOF_S = 0.002  # after which a peer's death is noticed
 
 @dataclass
 class Fault:
-    """What happens to request number `message`.
+    """A fault to be injected at request number `message`.
 
     Attributes:
         fired: it happened.
@@ -65,7 +65,7 @@ class Fault:
 
 
 class VirtualClock:
-    """Events in virtual time, in a fixed order."""
+    """Runs events in virtual time, in a fixed order."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -81,7 +81,7 @@ class VirtualClock:
         heapq.heappush(self._events, (time_s, self._count, action))
 
     def advance(self) -> bool:
-        """Does the next event; false if there is none."""
+        """Runs the next event; returns False if there is none."""
         if not self._events:
             return False
         self.now_s, _, action = heapq.heappop(self._events)
@@ -90,7 +90,7 @@ class VirtualClock:
 
 
 class Line:
-    """One direction of a connection to or from the coordinator: delays vary, the order stays."""
+    """One direction of a connection with the coordinator: delays vary, the order of messages stays."""
 
     def __init__(self, clock: VirtualClock, seed: str) -> None:
         self._clock, self._random = clock, random.Random(seed)
@@ -147,7 +147,7 @@ class LocalNetwork:
         return LocalPort(self, name, tell)
 
     def kill(self, name: str) -> None:
-        """The process is gone: it handles and sends nothing more; what it sent may still arrive."""
+        """Kills a process: it handles and sends nothing more. Messages that it sent may still arrive."""
         if name not in self.dead:
             self.dead.add(name)
             self.crash(name)
@@ -215,7 +215,7 @@ class LocalNetwork:
 
 @dataclass
 class LocalPort:
-    """One process's `Port` (see `transport/node.py`)."""
+    """The `Port` of one simulated process (see `transport/node.py`)."""
 
     network: LocalNetwork
     name: str

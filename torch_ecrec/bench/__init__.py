@@ -1,4 +1,4 @@
-"""Measurements, as commands: `torch-ecrec bench NAME`. A module NAME has `add_arguments(parser)` and `run(arguments)`.
+"""The benchmarks, as commands `torch-ecrec bench NAME`. A module NAME has `add_arguments(parser)` and `run(arguments)`.
 
 Of real training, made of an `Experiment` each (experiment.py): modes, models, and what happens to them in turn
     train.py       throughput, CPU time, bytes and memory of a training step, beside plain TorchRec

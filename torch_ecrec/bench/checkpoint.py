@@ -1,4 +1,4 @@
-"""What checkpoints cost training, how large they are, and how long a restore takes.
+"""Measures what checkpoints cost training, how large they are, and how long a restore takes.
 
 Ways of training
     k2r1                  our servers with that code, and no option of checkpoints
@@ -93,7 +93,7 @@ class Way:
 
 
 def parse_way(name: str) -> Way:
-    """A way by its name. Raises ValueError."""
+    """Returns a way by its name. Raises ValueError."""
     base, _, more = name.partition("+")
     mode = parse_mode(base)
     require(base == "torchrec" or mode.code is not None, f"{name!r}: there are torchrec, and ours, such as k2r1")
@@ -108,7 +108,7 @@ def parse_way(name: str) -> Way:
 
 
 class Written(NamedTuple):
-    """A checkpoint that counts; when servers were told to write it, and when it counted, by `time.time()`."""
+    """A complete checkpoint, when servers were told to write it, and when it was complete, by `time.time()`."""
 
     event: events.Checkpointed
     begin_s: float
@@ -116,7 +116,7 @@ class Written(NamedTuple):
 
 
 def written(running: Running, step: int) -> Written:
-    """A checkpoint of this step of training, or a later one, once it is whole.
+    """Waits until a checkpoint of this step of training, or a later one, is complete, and returns it.
 
     Raises:
         Stopped: it came to nothing, or not in time.
@@ -138,20 +138,20 @@ def written(running: Running, step: int) -> Written:
 
 
 class Writing:
-    """Turns of so many steps, in each of which a checkpoint is due. `every`: steps between checkpoints."""
+    """Turns of as many steps as lie between two checkpoints (`every`), so that in each one checkpoint is due."""
 
     def __init__(self, every: int) -> None:
         self.every = every
         self._done: dict[Running, int] = {}  # steps that these processes have trained
 
     def begin(self, running: Running, part: Part) -> None:
-        """Three quarters of a turn, so that checkpoints are due after a quarter of each that follows."""
+        """Trains three quarters of a turn, so that a checkpoint is due after a quarter of each turn that follows."""
         if running not in self._done:
             self._done[running] = 0
             self.turn("", running, self.every - self.every // 4)
 
     def turn(self, saves: str, running: Running, steps: int | None = None) -> dict[str, Any]:
-        """Trains so many steps, and waits for what is being written: a block. `saves`: of TorchRec, see `Way`."""
+        """Trains a block of steps, and waits for what is being written. `saves`: of TorchRec, see `Way`."""
         steps = steps or self.every
         pids = running.trainer_pids + running.cluster_pids
         before_s = cpu_s(pids)
@@ -189,7 +189,7 @@ class Writing:
 
 
 def turns(arguments: argparse.Namespace, shape: workload.Shape, ways: Sequence[Way]) -> Experiment:
-    """All ways, in turn."""
+    """Returns the experiment in which all ways take turns."""
     name, every, parts = record.labelled(f"checkpoint-{arguments.shape}", arguments), arguments.every, []
     writing, model = Writing(every), Model(shape, arguments.trainers, arguments.seed, pool=every)
     for way in ways:
@@ -214,7 +214,7 @@ def turns(arguments: argparse.Namespace, shape: workload.Shape, ways: Sequence[W
 
 
 def _first_step(running: Running) -> dict[str, Any]:
-    """Seconds from the start of the trainers' processes until each stage."""
+    """Returns the seconds from the start of the trainers' processes to each stage."""
     answers = running.ask({"run": 1, "snapshot": True, "checkpoint": 0})
     return {
         "imported_s": max(one["imported_s"] for one in running.ready) - running.started_s,
@@ -224,7 +224,7 @@ def _first_step(running: Running) -> dict[str, Any]:
 
 
 def restore(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Writes a checkpoint of tables of about so many bytes, starts with it, and starts without one.
+    """Writes a checkpoint of tables of about that many bytes, starts with it, and starts without one.
 
     Raises:
         Stopped: a process failed, or the checkpoint came to nothing.
@@ -261,12 +261,12 @@ def restore(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def durations(block: Block) -> list[float]:
-    """How many seconds each step took."""
+    """Returns the seconds that each step took."""
     return [end - begin for begin, end in pairwise([block["begin_s"], *block["ends_s"]])]
 
 
 def beside(block: Block) -> list[int]:
-    """Which steps overlap a checkpoint of the block."""
+    """Returns the steps that overlap a checkpoint of the block."""
     return [
         i
         for i, (begin, end) in enumerate(pairwise([block["begin_s"], *block["ends_s"]]))
@@ -275,19 +275,19 @@ def beside(block: Block) -> list[int]:
 
 
 def before(block: Block) -> list[int]:
-    """Which steps ended before the first checkpoint of the block began; all where there is none."""
+    """Returns the steps that ended before the block's first checkpoint began; all if it has none."""
     begins_s = min((first for first, _ in block["spans_s"]), default=float("inf"))
     return [i for i, end in enumerate(block["ends_s"]) if end <= begins_s]
 
 
 def rate(block: Block, steps: Sequence[int], samples: int) -> float | None:
-    """Samples per second of some steps; None of none."""
+    """Returns the samples per second of some steps; None if there are none."""
     seconds = durations(block)
     return samples * len(steps) / sum(seconds[i] for i in steps) if steps else None
 
 
 def figures(block: Block, samples: int) -> dict[str, float | None]:
-    """What one block says.
+    """Returns the figures of one block.
 
     Args:
         block: see above, with `cpu_s`: of all processes.
@@ -329,7 +329,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def ratios(block: Block, plain: Block, samples: int) -> dict[str, float | None]:
-    """What one turn says of a way beside the same without checkpoints; None where nothing was written, or before it.
+    """Returns the ratios of a way's turn to the same without checkpoints; None where nothing was written, or before it.
 
     `same steps without`: of the way without checkpoints, the steps beside which the other one wrote / those before.
     """
@@ -349,8 +349,10 @@ def ratios(block: Block, plain: Block, samples: int) -> dict[str, float | None]:
 
 
 def notch(values: Sequence[float]) -> float | None:
-    """Half a notch of the median: 1.57 times the range between the quartiles / the square root of how many; None of
-    fewer than four."""
+    """Returns half a notch of the median: 1.57 times the interquartile range / the square root of the count.
+
+    It is None for fewer than four values.
+    """
     if len(values) < 4:
         return None
     low, _, high = statistics.quantiles(values, n=4)
@@ -358,7 +360,7 @@ def notch(values: Sequence[float]) -> float | None:
 
 
 def sizes(some: Sequence[Block], kind: str) -> float | None:
-    """Bytes of a checkpoint of that kind, "full" or "incremental": their median; None where there is none."""
+    """Returns the median of the bytes of "full" or "incremental" checkpoints; None if there are none."""
     return _median(
         [
             size
@@ -370,7 +372,7 @@ def sizes(some: Sequence[Block], kind: str) -> float | None:
 
 
 def rows(blocks: Blocks, base_of: Mapping[str, str], samples: int) -> list[dict[str, Any]]:
-    """The table: a line per way; ratios are medians of the ratios within a turn.
+    """Returns the table, a row for each way. Ratios are medians of the ratios within a turn.
 
     Args:
         blocks: of each way; where something stopped, some have fewer.
@@ -406,7 +408,7 @@ def rows(blocks: Blocks, base_of: Mapping[str, str], samples: int) -> list[dict[
 
 
 def restore_rows(restored: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The table of a restore: a start with a checkpoint, and one without."""
+    """Returns the table of a restore: a start with a checkpoint, and one without."""
     return [
         {
             "start": name,
@@ -423,7 +425,7 @@ def restore_rows(restored: Mapping[str, Any]) -> list[dict[str, Any]]:
 def targets(
     blocks: Blocks, base_of: Mapping[str, str], samples: int, restored: Mapping[str, Any] | None
 ) -> list[dict[str, Any]]:
-    """What is wanted beside what was measured; "-" where it was not.
+    """Returns the targets beside what was measured; "-" where it was not.
 
     Bytes are of an increment, in its encoding, / those of a full checkpoint with exact weights.
     """
@@ -450,7 +452,7 @@ def targets(
 
 
 def _beside_theirs(by_way: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each of ours beside the better one of TorchRec's: how much of the throughput is left, and bytes."""
+    """Returns our ways beside the better one of TorchRec's: which share of the throughput is left, and bytes."""
 
     def of_theirs(figure: str) -> list[float]:
         return [value for way in THEIRS if way in by_way and (value := by_way[way][figure]) is not None]
@@ -468,7 +470,7 @@ def _beside_theirs(by_way: Mapping[str, Mapping[str, Any]]) -> list[dict[str, An
 
 
 def draw(shape: str, blocks: Blocks, samples: int) -> Figure:
-    """The throughput of each way's last block, step by step, with the time of a checkpoint shaded."""
+    """Plots the throughput of each way's last block, step by step, with the time of a checkpoint shaded."""
     from matplotlib.figure import Figure
 
     last_ones = {way: some[-1] for way, some in blocks.items()}
@@ -497,7 +499,7 @@ def draw(shape: str, blocks: Blocks, samples: int) -> Figure:
 
 
 def check(arguments: argparse.Namespace) -> tuple[workload.Shape, list[Way]]:
-    """What is trained, in which ways. Raises ValueError or TypeError if an argument is wrong."""
+    """Returns the model's shape and the ways. Raises ValueError or TypeError if an argument is wrong."""
     shape = workload.resized(
         workload.SHAPES[arguments.shape], rows=arguments.rows, dim=arguments.dim, batch=arguments.batch_size
     )
@@ -552,7 +554,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `torch-ecrec bench checkpoint`."""
+    """Adds the arguments of `torch-ecrec bench checkpoint`."""
     parser.add_argument("--shape", choices=["embedding-heavy", "paper"], default="embedding-heavy")
     parser.add_argument("--ways", metavar="A,B,...", default=DEFAULT, help=f"default {DEFAULT}")
     parser.add_argument("--blocks", type=int, default=3, metavar="N", help="turns of each way (default 3)")

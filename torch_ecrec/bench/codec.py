@@ -1,4 +1,4 @@
-"""How fast one core encodes, decodes and folds, beside memcpy of the same bytes and ISA-L, all in one run.
+"""Measures how fast one core encodes, decodes and folds, beside memcpy of the same bytes and ISA-L.
 
 Every number is GB/s of *source* bytes: the k members that are encoded or decoded from, the deltas that are folded.
 Times are the thread's own: while the machine runs something else they stand still. The same source bytes are also
@@ -76,7 +76,7 @@ of ...: the median over the blocks of the ratio within a block."""
 
 
 class Isal:
-    """ISA-L's erasure codes, with our coefficients.
+    """The erasure codes of ISA-L, with our coefficients.
 
     Raises:
         OSError: there is no libisal.so.2.
@@ -104,14 +104,14 @@ class Isal:
         self.fold_: Any = njit(nogil=True)(fold)
 
     def tables(self, coefficients_RK: Bytes) -> Bytes:
-        """What ISA-L makes of coefficients: 32 bytes for each."""
+        """Returns the tables that ISA-L makes of coefficients: 32 bytes for each."""
         r, k = coefficients_RK.shape
         coefficients, tables = np.ascontiguousarray(coefficients_RK), np.zeros(32 * k * r, np.uint8)
         self._init_tables(k, r, coefficients.ctypes.data, tables.ctypes.data)
         return tables
 
     def encode_(self, result_RUB: Bytes, tables: Bytes, sources_KUB: Bytes) -> None:
-        """result = coefficients * sources; both contiguous."""
+        """Computes result = coefficients * sources. Both are contiguous."""
         sources, results = _addresses(sources_KUB), _addresses(result_RUB)
         self._encode(
             sources_KUB[0].nbytes,
@@ -129,7 +129,7 @@ def _addresses(array: Bytes) -> NDArray[np.int64]:
 
 
 def find_isal() -> tuple[Isal | None, str]:
-    """ISA-L, if it is here, and a note."""
+    """Returns ISA-L, if it is installed, and a note."""
     try:
         return Isal(), "ISA-L: libisal.so.2"
     except OSError as error:
@@ -140,7 +140,7 @@ def find_isal() -> tuple[Isal | None, str]:
 
 
 class Pool:
-    """Memory much larger than the caches, given out in turns, and arrays of the rest.
+    """Memory much larger than the caches, handed out in turns, and arrays of the rest.
 
     Args:
         nbytes: of the pool.
@@ -156,7 +156,7 @@ class Pool:
         self._next = 0
 
     def window(self, place: str, k: int, record_bytes: int) -> Callable[[], Bytes]:
-        """Returns what gives (k, U, B) sources: always the same in the cache, others at every call in memory."""
+        """Returns a function that gives (k, U, B) sources: the same in the cache, others at each call in memory."""
         nbytes = min(CACHED_BYTES if place == "cache" else CALL_BYTES, len(self.bytes))
         records = max(1, nbytes // (k * record_bytes))
         shape, size = (k, records, record_bytes), k * records * record_bytes
@@ -172,7 +172,10 @@ class Pool:
         return take
 
     def rows(self, place: str, record_bytes: int) -> tuple[Bytes, int, Callable[[], NDArray[np.int64]]]:
-        """Returns (N, B) parity, U, and what gives (U,) ascending rows of it with gaps, others at every call."""
+        """Returns (N, B) parity, U, and a function that gives other (U,) rows of it at each call.
+
+        The rows ascend, with gaps.
+        """
         in_cache = place == "cache"
         nbytes = min(2 * CACHED_BYTES, len(self.bytes)) if in_cache else len(self.bytes)
         parity = self.bytes[: nbytes // record_bytes * record_bytes].reshape(-1, record_bytes)
@@ -194,7 +197,7 @@ class Pool:
 def interleaved(
     alternatives: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]], repeats: int, calls: int
 ) -> dict[str, list[float]]:
-    """Seconds of this thread that a call of each alternative takes, once per block.
+    """Returns the seconds of this thread that a call of each alternative takes, once per block.
 
     In a block all have their turn, in every block another one first. An alternative is what prepares a call, untimed,
     and the call, which gets what that returned.
@@ -218,7 +221,7 @@ def interleaved(
 def _row(
     what: str, code: LinearCode, width: int, place: str, nbytes: int, moved: float, times: Mapping[str, Sequence[float]]
 ) -> dict[str, Any]:
-    """One line of the table: rates of "ours" and of each of `RIVALS`, None where it did not take part."""
+    """Returns a row of the table: the rates of "ours" and each of `RIVALS`, None for one that did not take part."""
     row: dict[str, Any] = {"what": what, "k": code.k, "r": code.r, "record_bytes": width, "place": place}
     row |= {"call_bytes": nbytes, "moved": moved, "memcpy_moved": 2.0}
     for name, prefix in (("ours", ""), *((rival, f"{rival}_") for rival in RIVALS)):
@@ -327,7 +330,7 @@ COLOURS = ("#2563eb", "#0d9488", "#d97706", "#dc2626", "#7c3aed", "#475569")
 
 
 def draw(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
-    """A panel for each of fold, encode, decode, in memory above in cache: GB/s over the size of a record."""
+    """Plots GB/s over the size of a record: a panel for each of fold, encode, decode, in memory and in cache."""
     from matplotlib.figure import Figure
 
     widths = sorted({row["record_bytes"] for row in rows})
@@ -409,7 +412,7 @@ def _code(text: str) -> tuple[int, int]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `torch-ecrec bench codec`."""
+    """Adds the arguments of `torch-ecrec bench codec`."""
     parser.add_argument("--codes", nargs="+", type=_code, default=list(CODES), metavar="K,R")
     parser.add_argument("--records", nargs="+", type=int, default=list(RECORD_BYTES), metavar="BYTES", help="sizes")
     parser.add_argument("--repeats", type=int, default=15, metavar="N", help="interleaved blocks (default 15)")

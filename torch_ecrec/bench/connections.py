@@ -1,4 +1,4 @@
-"""What our own connection costs between two processes that do nothing else: CPU time of both ends over TCP.
+"""Measures the CPU time that our connection takes at both ends, between two processes that do nothing else.
 
 One process calls the other, `--at-once` calls at a time; each call is a push whose tensors have so many bytes, and is
 answered by a few. In training a step of one of three slots has messages of 0.7 to 2.5 MB.
@@ -56,7 +56,7 @@ CALLS_MOST = 1000
 
 
 class End:
-    """One of the two processes. The caller keeps the store where they meet."""
+    """One of the two processes. The caller has the store at which they meet."""
 
     def __init__(self, name: str, store: tuple[str, int]) -> None:
         allocator.keep_freed(Settings().keep_freed_bytes)
@@ -77,7 +77,7 @@ class End:
         reply(wire.Acknowledged(1))
 
     def block(self, size: int, calls: int, at_once: int, bare: bool) -> dict[str, Any]:
-        """Makes so many calls; returns seconds by the clock."""
+        """Makes `calls` calls; returns the seconds they took by the clock."""
         if bare:
             assert self._bare is not None, "the caller is told"
             return {"seconds": self._bare.block(size, calls, at_once)}
@@ -96,7 +96,7 @@ class End:
         return {"seconds": time.perf_counter() - begin_s}
 
     def serve(self) -> None:
-        """Does what lines on its input say, until they end."""
+        """Obeys lines on its input until they end."""
         print(json.dumps({"ready": True}), flush=True)
         for line in sys.stdin:
             asked = json.loads(line)
@@ -108,7 +108,7 @@ class End:
 
 
 class BareCaller:
-    """The caller's end of a plain socket. Each message has its length before it, and is answered by 8 bytes."""
+    """The caller's end of a plain socket. A message follows its length, and is answered by 8 bytes."""
 
     def __init__(self, host: str, store: TCPStore) -> None:
         with socket.create_server((host, 0)) as listener:
@@ -119,7 +119,7 @@ class BareCaller:
         self._messages: dict[int, list[bytes]] = {}
 
     def block(self, size: int, calls: int, at_once: int) -> float:
-        """Makes so many calls; returns seconds by the clock."""
+        """Makes `calls` calls; returns the seconds they took by the clock."""
         if size not in self._messages:
             self._messages[size] = [size.to_bytes(8, "little") + random.randbytes(size) for _ in range(KEPT)]
         messages, answer = self._messages[size], bytearray(8)
@@ -132,12 +132,12 @@ class BareCaller:
         return time.perf_counter() - begin_s
 
     def close(self) -> None:
-        """The other end ends with it."""
+        """Closes the connection; the other end then ends, too."""
         self._socket.close()
 
 
 def answer_bare_calls(host: str, store: TCPStore) -> None:
-    """The other end, on a thread of its own until the caller's ends. It reads into the same memory each time."""
+    """Answers a `BareCaller`, on a thread that ends with it. It reads into the same memory each time."""
     sock = socket.create_connection((host, int(store.get(BARE))), LIMIT_S)
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -163,7 +163,7 @@ def _push(size: int) -> wire.Push:
 
 
 class Pair:
-    """The two processes. Use as a context manager."""
+    """Both processes. Use as a context manager."""
 
     def __init__(self, place: Here) -> None:
         where = place.meeting()
@@ -209,7 +209,7 @@ class Pair:
 
 
 def measure(pair: Pair, sizes: Sequence[int], at_once: int, repeats: int) -> list[dict[str, Any]]:
-    """A row for each size, ours beside plain sockets: medians over the blocks."""
+    """Returns a row for each size, ours beside plain sockets: medians over the blocks."""
     turns = [(size, bare) for size in sizes for bare in (False, True)]
     found: dict[tuple[int, bool], list[list[float]]] = {turn: [] for turn in turns}
     for repeat in range(-1, repeats):  # the first is for warming up
@@ -252,7 +252,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `torch-ecrec bench connections`."""
+    """Adds the arguments of `torch-ecrec bench connections`."""
     sizes: Sequence[int] = list(BYTES)
     parser.add_argument("--bytes", nargs="+", type=int, default=sizes, metavar="B", help="of tensors in a push")
     parser.add_argument("--at-once", type=int, default=3, metavar="N", help="calls under way (default 3)")

@@ -1,4 +1,4 @@
-"""Kills in real runs, many of them: is everything that follows bit-identical, and how long does training pause?
+"""Kills processes in many real runs: is all that follows bit-identical, and how long does training pause?
 
 Each case is a run of the demonstration (`demo/training.py`), compared with the undisturbed run of the same optimizer:
 the digest over all records and dense parameters, and every loss of every trainer. The cases, per table optimizer:
@@ -38,7 +38,7 @@ TIMES = ("detected_s", "rehosted_s", "first_step_s", "rebuilt_s")
 
 @dataclass(frozen=True)
 class Case:
-    """One run. `reference` names the undisturbed run that it must equal; "": it is one. `more`: of its cluster."""
+    """One run, and the undisturbed run that it must equal (`reference`; "": it is one). `more`: of its cluster."""
 
     name: str
     reference: str
@@ -49,7 +49,7 @@ class Case:
 
 
 class Quiet(Terminal):
-    """A terminal on which nothing is shown."""
+    """A terminal that shows nothing."""
 
     def say(self, text: str = "") -> None:
         pass
@@ -117,7 +117,7 @@ def run_case(case: Case, arguments: argparse.Namespace, references: Mapping[str,
 
 
 def rows(found: Sequence[tuple[Case, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The table: median, least and most of the times after kills with a spare at hand."""
+    """Returns the table: median, least and most of the times after kills with a spare at hand."""
     kills = [kill["after_kill_s"] for case, one in found if "spares" not in case.more for kill in one["kills"]]
     known = {name: [kill[name] for kill in kills if kill[name] is not None] for name in TIMES}
     return [
@@ -128,7 +128,7 @@ def rows(found: Sequence[tuple[Case, Mapping[str, Any]]]) -> list[dict[str, Any]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs all cases, prints a line each and the times of all kills; writes OUT/exactness.json. 1 if any differs."""
+    """Runs all cases, prints them and the times of all kills, writes OUT/exactness.json. Returns 1 if any differs."""
     references: dict[str, dict[str, Any]] = {}
     found: list[tuple[Case, dict[str, Any]]] = []
     logging.getLogger("torch_ecrec").setLevel(logging.WARNING)  # that a server was killed and is started again is known
@@ -153,7 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `torch-ecrec bench exactness`."""
+    """Adds the arguments of `torch-ecrec bench exactness`."""
     parser.add_argument("--data", type=Path, metavar="FILE", help="Criteo rows; default: made-up rows")
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=["rowwise_adagrad", "sgd", "adagrad"])
     parser.add_argument("--steps", type=int, default=80, help="of runs with one kill")

@@ -1,4 +1,4 @@
-"""What benchmarks of real training are made of: modes and models, what happens to them in turn, and one result.
+"""The parts of benchmarks of real training: modes and models, what happens to them in turn, and one result.
 
     model = Model(workload.SHAPES["embedding-heavy"], trainers=2, pool=0)
     parts = [
@@ -94,7 +94,7 @@ PAUSE_STEPS = 20  # a pause is announced so far ahead, so that it finds all trai
 
 
 class Stopped(RuntimeError):
-    """A measurement did not come to its end; the message says which and why."""
+    """A measurement did not complete; the message says which and why."""
 
 
 # what is compared -------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class Mode:
 
 
 def parse_mode(name: str) -> Mode:
-    """A mode by its name. Raises ValueError."""
+    """Returns a mode by its name. Raises ValueError."""
     variants = "|".join([*VARIANTS, ":tuned", ":pipeline"])
     found = re.fullmatch(rf"(torchrec|torch|none|k(\d+)r(\d+))(?:@(\d+))?({variants})?(\+ckpt|\+snap)?", name)
     require(
@@ -149,7 +149,7 @@ def parse_mode(name: str) -> Mode:
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained.
+    """The model of an experiment, its batches, and the number of its trainers.
 
     Args:
         shape: of the model and its batches.
@@ -167,12 +167,12 @@ class Model:
 
     @property
     def samples(self) -> int:
-        """Of a step of all trainers together."""
+        """The samples in a step of all trainers together."""
         return self.trainers * self.shape.batch
 
     @property
     def start_limit_s(self) -> float:
-        """Until all trainers have their model, and their tables the first values."""
+        """The time limit until all trainers have their model, and their tables the initial values."""
         return START_S + START_S_PER_GB * 4e-9 * self.shape.tables * self.shape.rows * (self.shape.dim + 1)
 
 
@@ -181,7 +181,7 @@ Turn = Callable[["Running"], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Part:
-    """A mode with a model, and what happens to it.
+    """A mode with a model, and the turns that it takes.
 
     Args:
         name: in the result.
@@ -206,7 +206,7 @@ class Part:
 
 
 class Steps:
-    """When each trainer's steps began and ended. Times in seconds since the epoch, steps from 1."""
+    """The times at which each trainer's steps began and ended, in seconds since the epoch. Steps count from 1."""
 
     def __init__(self, trainers: int) -> None:
         self._begun: list[list[float]] = [[] for _ in range(trainers)]
@@ -214,7 +214,7 @@ class Steps:
         self.times: list[float] = []  # [i]: when step i + 1 was complete at all trainers
 
     def add(self, trainer: int, begin_s: float, end_s: float) -> None:
-        """The next step of a trainer."""
+        """Adds the next step of a trainer."""
         self._begun[trainer].append(begin_s)
         self._ended[trainer].append(end_s)
         while len(self.times) < min(map(len, self._ended)):
@@ -226,21 +226,21 @@ class Steps:
         return max(map(len, self._ended))
 
     def first_begun_after(self, time_s: float) -> float | None:
-        """When the first step was complete that all trainers began after `time_s`; None if it is not yet."""
+        """Returns when the first step that all trainers began after `time_s` was complete; None if none is yet."""
         for i in range(len(self.times) - 1, -1, -1):
             if min(begun[i] for begun in self._begun) <= time_s:
                 return self.times[i + 1] if i + 1 < len(self.times) else None
         return self.times[0] if self.times else None
 
     def rate(self, begin_s: float, end_s: float) -> float | None:
-        """Steps per second in a window; a step counts in part where the window cuts it. None if it is not covered."""
+        """Returns steps per second in a window, steps cut by it counted in part; None if it is not covered."""
         if end_s <= begin_s or len(self.times) < 2 or not (self.times[0] <= begin_s and end_s <= self.times[-1]):
             return None
         first, last = np.interp([begin_s, end_s], self.times, np.arange(len(self.times)))
         return float(last - first) / (end_s - begin_s)
 
     def stall_s(self, begin_s: float, end_s: float) -> float | None:
-        """The longest time between two completed steps, from the last before `begin_s` to the one at `end_s`."""
+        """Returns the longest time between two completed steps, from the last before `begin_s` to that at `end_s`."""
         times = np.asarray(self.times)
         around = times[max(0, int(np.searchsorted(times, begin_s)) - 1) : int(np.searchsorted(times, end_s, "right"))]
         return float(np.diff(around).max()) if len(around) > 1 else None
@@ -341,7 +341,7 @@ class Running:
         self.on_line(trainer, {})
 
     def on_line(self, trainer: int, message: dict[str, Any]) -> None:
-        """A trainer has said something; {}: it says nothing any more."""
+        """Called with each line of a trainer; {}: its output has ended."""
         with self.changed:
             if not message:
                 self._ended.append(trainer)
@@ -352,7 +352,7 @@ class Running:
             self.changed.notify_all()
 
     def on_message(self, message: dict[str, Any]) -> None:
-        """The coordinator has said something."""
+        """Called with each message of the coordinator."""
         with self.changed:
             event = self.record.on_message(message)
             if event is not None:
@@ -363,7 +363,7 @@ class Running:
             self.changed.notify_all()
 
     def on_closed(self, reason: str) -> None:
-        """The connection with the coordinator has ended."""
+        """Called when the connection with the coordinator has ended."""
         with self.changed:
             self._gone = reason
             self.changed.notify_all()
@@ -372,11 +372,11 @@ class Running:
 
     @property
     def leader(self) -> Leader | None:
-        """The coordinator that is watched; None: none at the moment."""
+        """The coordinator that is watched; None if there is none at the moment."""
         return None if self.watch is None else self.watch.leader
 
     def trouble(self) -> str:
-        """Why nothing more can come of this; "": nothing is wrong. Where hosts are taken, servers are to be lost."""
+        """Returns why the run cannot go on; "": nothing is wrong. Servers lost with their hosts may be intended."""
         if self.record.fatal is not None:
             return f"the cluster has stopped: {self.record.fatal['reason']}"
         if self._ended:
@@ -386,7 +386,7 @@ class Running:
         return ""
 
     def until(self, lacks: Callable[[], str], limit_s: float, what: str) -> float:
-        """Until nothing lacks; `lacks` says what does, and is called with `changed` held. Returns when, `time.time()`.
+        """Waits until nothing is lacking; returns when (`time.time()`). `lacks` says what is, with `changed` held.
 
         Raises:
             Stopped: not within `limit_s`, or nothing more can come of this.
@@ -408,7 +408,10 @@ class Running:
                 self.changed.wait(TICK_S)
 
     def whole(self) -> str:
-        """What lacks until all slots are healthy, and all servers and spares are there; "": nothing. With the lock."""
+        """Returns what is lacking until all slots are healthy, and all servers and spares are there; "": nothing.
+
+        It is called with the lock.
+        """
         assert self.mode.code is not None
         if self.leader is None or not self.place.complete(self.cluster):
             return "a process is not there, or nobody leads"
@@ -419,7 +422,7 @@ class Running:
     # training -----------------------------------------------------------------------------------
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """A line to each trainer (`worker.py`); one that has ended is noticed elsewhere."""
+        """Sends a line to each trainer (`worker.py`). One that has ended is noticed elsewhere."""
         for worker in self.workers:
             assert worker.stdin is not None
             with contextlib.suppress(BrokenPipeError):
@@ -427,7 +430,7 @@ class Running:
                 worker.stdin.flush()
 
     def answers(self, limit_s: float, what: str) -> list[dict[str, Any]]:
-        """One answer of every trainer. Raises `Stopped` if one ends, or gives none in time."""
+        """Returns an answer of every trainer. Raises `Stopped` if one ends, or gives none in time."""
 
         def lacks() -> str:
             silent = [trainer for trainer, some in enumerate(self._answers) if not some]
@@ -438,37 +441,37 @@ class Running:
             return [some.popleft() for some in self._answers]
 
     def ask(self, message: Mapping[str, Any], limit_s: float = BLOCK_S) -> list[dict[str, Any]]:
-        """Every trainer's answer to a line (`worker.py`). Raises `Stopped`."""
+        """Sends a line to every trainer (`worker.py`), and returns the answers. Raises `Stopped`."""
         self.tell(message)
         return self.answers(limit_s, f"answers to {', '.join(message)}")
 
     def go(self) -> None:
-        """Trains without a pause from now on; `steps` has when each step was."""
+        """Trains without a pause from now on; `steps` gets the time of each step."""
         self._is_free = True
         self.tell({"go": True})
 
     def pause(self) -> None:
-        """Free training ends, after the same step at all trainers. Raises `Stopped`."""
+        """Ends free training, after the same step at all trainers. Raises `Stopped`."""
         with self.changed:
             step = self.steps.newest + PAUSE_STEPS
         self.ask({"pause": step}, STEP_S)
         self._is_free = False
 
     def rest(self) -> None:
-        """Others have their turn: free training pauses until `resume`. Raises `Stopped`."""
+        """Pauses free training until `resume`, while others have their turn. Raises `Stopped`."""
         if self._is_free:
             self.pause()
             self._rests = True
 
     def resume(self) -> None:
-        """It has its turn: training goes on, if it was free."""
+        """Begins a turn: training goes on, if it was free."""
         self.resumed_s = time.time()
         if self._rests:
             self._rests = False
             self.go()
 
     def trains(self, seconds: float) -> tuple[float, float]:
-        """Lets it train freely for so long; begin and end, all steps until which are known. Raises `Stopped`."""
+        """Trains freely for a time; returns begin and end of it, with all steps until then known. Raises `Stopped`."""
         begin_s = time.time()
 
         def lacks() -> str:
@@ -510,12 +513,12 @@ class Running:
 
     @property
     def cluster_pids(self) -> list[int]:
-        """The servers' and the coordinator's processes."""
+        """The pids of the servers' and the coordinator's processes."""
         children = self.cluster.children if self.cluster is not None else []
         return [pid for child in children for pid in (child.pid, *descendants(child.pid))]
 
     def sent(self) -> dict[str, int]:
-        """Bytes of tensors sent so far by all members, by kind; TorchRec does not say."""
+        """Returns the bytes of tensors that all members have sent, by kind; nothing for TorchRec."""
         total: dict[str, int] = {}
         for member in self.cluster.status().members if self.cluster is not None else ():
             for kind, size in (member.report.bytes_sent or {}).items():
@@ -523,7 +526,7 @@ class Running:
         return total
 
     def server_bytes(self) -> dict[str, int]:
-        """What the slots hold: bytes of records, parities and logs."""
+        """Returns the bytes of records, parities and logs in the slots."""
         members = self.cluster.status().members if self.cluster is not None else ()
         slots = [slot for member in members for slot in member.report.slots or ()]
         names = ("record_bytes", "parity_bytes", "log_bytes") if slots else ()
@@ -549,7 +552,7 @@ class Running:
 
 
 def cpu_s(pids: Sequence[int]) -> float:
-    """User and system time of some processes so far."""
+    """Returns the user and system time of some processes so far, in seconds."""
     times = [psutil.Process(pid).cpu_times() for pid in pids]
     return float(sum(spent.user + spent.system for spent in times))
 
@@ -559,7 +562,7 @@ def cpu_s(pids: Sequence[int]) -> float:
 
 @dataclass
 class Experiment:
-    """Runs parts, and keeps what was read off.
+    """Runs parts, and collects what they return.
 
     Args:
         name: of the files.
@@ -594,12 +597,12 @@ class Experiment:
 
     @property
     def logs(self) -> Path:
-        """The folder of the processes' logs, and of what else they leave there."""
+        """The folder of the processes' logs, and of other files that they leave."""
         return self.out / "logs" / self.name
 
     @contextlib.contextmanager
     def caught(self) -> Iterator[None]:
-        """What ends that which is done within goes to `error`; Ctrl-C, too, which `finish` passes on."""
+        """Keeps an error in the block in `error`. After Ctrl-C, too, which `finish` passes on."""
         try:
             yield
         except KeyboardInterrupt:
@@ -608,7 +611,7 @@ class Experiment:
             self.error = str(failure)
 
     def run(self) -> None:
-        """Runs all parts; `found` and `error` say what came of it."""
+        """Runs all parts; `found` and `error` have the results."""
         shutil.rmtree(self.logs, ignore_errors=True)
         warm()  # once, not in each process that is started
         with self.caught():
@@ -620,7 +623,7 @@ class Experiment:
                 self.logs.parent.rmdir()
 
     def results(self) -> dict[str, list[dict[str, Any]]]:
-        """Runs all parts; what was found. Raises `Stopped`, or KeyboardInterrupt."""
+        """Runs all parts; returns the results. Raises `Stopped`, or KeyboardInterrupt."""
         self.run()
         if self.interrupted:
             raise KeyboardInterrupt
@@ -647,7 +650,7 @@ class Experiment:
                     self._turns(part, running[part.mode.group], f"{part.name}, {repeat + 1}/{self.repeats}")
 
     def _turns(self, part: Part, running: Running, name: str) -> None:
-        """A part has its turn."""
+        """Runs the turns of a part."""
         if self.together:
             running.resume()
         for turn in part.turns:
@@ -665,7 +668,7 @@ class Experiment:
         draw: Callable[[], Figure] | None,
         copy: Path | None = None,
     ) -> int:
-        """Writes and prints what was found (`record.finish`); `draw` is asked only where there are rows."""
+        """Writes and prints the results (`record.finish`). `draw` is called only if there are rows."""
         code = record.finish(
             self.out,
             self.name,

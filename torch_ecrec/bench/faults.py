@@ -1,4 +1,4 @@
-"""What happens to an experiment's training, as turns of a `Part`, and what is read off: kills, and what befalls hosts.
+"""Faults in an experiment's training, as turns of a `Part`, and their figures: kills, and events of hosts.
 
     part = Part("1 GB", parse_mode("k2r1"), model, [Kill(steady_s=8.0, seed=0)], spares=1, watched=True)
     Experiment("recovery", out, [part], repeats=5, begin=start_training)
@@ -76,7 +76,7 @@ WINDOWS = ("before", "after", "control")  # without an event
 
 
 def start_training(running: Running, part: Part) -> None:
-    """Trains freely, until everything is there and warm: what faults come to. Raises `Stopped`."""
+    """Trains freely until everything is there and warm, so that faults may come. Raises `Stopped`."""
     running.go()
     running.until(lambda: "" if running.steps.times else "it", part.model.start_limit_s, "the first step")
     running.until(running.whole, WHOLE_S, "spares")
@@ -87,7 +87,7 @@ def start_training(running: Running, part: Part) -> None:
 
 
 def slot_bytes(code: CodeSpec, rows: int, record_bytes: int, slot: int) -> tuple[int, int]:
-    """Bytes of data and of parity records on a slot. `rows`: of all tables."""
+    """Returns the bytes of data and of parity records on a slot. `rows`: of all tables."""
     layout = Layout(code.slots, code.k, code.parities, rows)
     return record_bytes * layout.data_rows(slot), record_bytes * layout.parity_rows(slot)
 
@@ -100,7 +100,7 @@ def figures_of_kill(
     samples: int,
     lost: tuple[int, int],
 ) -> dict[str, float | None]:
-    """All `KILLED` of one kill.
+    """Returns all figures of one kill, named in `KILLED`.
 
     Args:
         kill: with all its times but `first_step_s`, which is the trainers' to say.
@@ -139,7 +139,7 @@ def figures_of_kill(
 
 
 class Kill:
-    """SIGKILL to the host of a random slot; a turn of a part.
+    """Kills the host of a random slot by SIGKILL: a turn of a part.
 
     Args:
         steady_s: of training around each kill.
@@ -157,7 +157,7 @@ class Kill:
         return running.trains(self.steady_s + self._rng.uniform(0.0, MOMENT_S))
 
     def __call__(self, running: Running) -> dict[str, Any]:
-        """One kill, and what is read off. Raises `Stopped`."""
+        """Kills once, and returns the figures. Raises `Stopped`."""
         before_s = self._before_s if self._before_s > running.resumed_s else self._window(running)[0]
         if self.idle:
             running.pause()
@@ -220,7 +220,7 @@ def _ratio(one: float | None, other: float | None) -> float | None:
 
 
 def figures_of_outage(event: Mapping[str, Any], steps: Steps) -> dict[str, Any]:
-    """What one event says.
+    """Returns the figures of one event.
 
     Args:
         event: `event_s`, and the windows `before_s`, `after_s`, `control_s` (begin and end of each), by `time.time()`;
@@ -253,7 +253,7 @@ def figures_of_outage(event: Mapping[str, Any], steps: Steps) -> dict[str, Any]:
 
 
 class Outage:
-    """An event of `KINDS`, on a part that is `Apart`; a turn of it.
+    """Makes an event of `KINDS`, on a part that is `Apart`: a turn of it.
 
     Args:
         kind: of the event.
@@ -265,7 +265,7 @@ class Outage:
         self.kind, self.steady_s, self._rng = kind, steady_s, rng
 
     def __call__(self, running: Running) -> dict[str, Any]:
-        """One event, until all is repaired, then whole again, then as long without one: its figures.
+        """Makes one event, waits until all is repaired and whole, then as long without one; returns the figures.
 
         Raises:
             Stopped: something did not come back in time.
@@ -311,7 +311,7 @@ class Outage:
 
     @staticmethod
     def _host_of(running: Running, slot: int) -> int:
-        """On which host the server of a slot runs. Called with the lock."""
+        """Returns the host on which the server of a slot runs. Called with the lock."""
         assert isinstance(running.place, Apart)
         pid = running.record.pids.get(running.record.places[slot][0])
         host = None if pid is None else running.place.hosts.host_of(pid)
@@ -323,7 +323,10 @@ class Outage:
     def _unrepaired(
         running: Running, event_s: float, slots: Sequence[int], lives: Sequence[int], leader: Leader | None
     ) -> Callable[[], str]:
-        """What lacks until these slots (one of them, of several) have new lives, another leads, and all are healthy."""
+        """Returns a function that says what is lacking until all is repaired.
+
+        All is repaired once (one of) these slots have new hosts, another coordinator leads, and all are healthy.
+        """
 
         def lacks() -> str:
             status, leads = running.record.status, running.leader
@@ -338,7 +341,7 @@ class Outage:
         return lacks
 
     def _take(self, running: Running, place: Apart, ends: Sequence[int]) -> None:
-        """What happens, to the hosts of two slots or to the leader's."""
+        """Makes the event happen, to the hosts of two slots or to the leader's."""
         if self.kind == HOST:
             place.hosts[ends[0]].unplug()
         elif self.kind == KILL:
@@ -358,7 +361,7 @@ class Outage:
     # draining -----------------------------------------------------------------------------------
 
     def _drain(self, running: Running, name: str) -> dict[str, Any]:
-        """All slots leave a server, by the command; the window of it, and the bytes that were there."""
+        """Drains a server by the command; returns the window of time, and the bytes that were there."""
         with running.changed:
             reports = next(one for one in running.record.members if one.name == name).report.slots or ()
         held = sum(one.record_bytes + one.parity_bytes + one.log_bytes for one in reports)

@@ -1,4 +1,4 @@
-"""What one push costs as a message: made into bytes, read again, and sent through a socket; and what packing does.
+"""Measures one push as a message: encoded, decoded, and sent through a socket; and what packing saves.
 
 Every number is microseconds of one core. A push has, for each slab, positions of `ROWS` rows and their gradients.
 
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `torch-ecrec bench messages`."""
+    """Adds the arguments of `torch-ecrec bench messages`."""
     slabs: Sequence[int] = list(SLABS)
     parser.add_argument("--slabs", nargs="+", type=int, default=slabs, metavar="S", help="in a push")
     parser.add_argument("--repeats", type=int, default=15, metavar="N", help="interleaved blocks (default 15)")

@@ -1,4 +1,4 @@
-"""Our operators on a batch, beside FBGEMM's and torch's for the same work, all in one run, in the time of one core.
+"""Measures our operators on a batch, beside FBGEMM's and torch's for the same work, in the time of one core.
 
     range check      ids to rows of the slab; an id that is no row is found
     unique rows      each row of a batch once, and the place of each id among them; ours also sorts them by slot
@@ -69,7 +69,7 @@ Alternatives = Mapping[str, tuple[Callable[[], Any], Call]]
 
 @dataclass(frozen=True)
 class Case:
-    """Alternatives for one piece of work: what prepares a call, untimed, and the call, which returns its result.
+    """Alternatives for one piece of work. Each has an untimed preparation, and a call that returns the result.
 
     `same` makes results comparable; without it they are not compared.
     """
@@ -84,7 +84,7 @@ def _nothing() -> None:
 
 
 class _Batch:
-    """A batch of all features, and what each operator is given of it."""
+    """A batch of all features, and the arguments of each operator for it."""
 
     def __init__(self, batch: int, ids: int, dim: int, rows: int, seed: int) -> None:
         random = np.random.default_rng(seed)
@@ -103,7 +103,7 @@ class _Batch:
         self.gradient_BFD = torch.from_numpy(random.standard_normal((batch, FEATURES, dim), dtype=np.float32))
 
     def offsets(self) -> Tensor:
-        """(F B + 1,) int64."""
+        """Returns the offsets of the bags: (F B + 1,) int64."""
         found: Tensor = _FBGEMM.asynchronous_complete_cumsum(torch.from_numpy(self.lengths_FB).view(-1).long())
         return found
 
@@ -169,7 +169,7 @@ class _Batch:
         return out_UD
 
     def _fbgemm_pool(self, table_UD: Tensor, weighted: bool) -> Tensor:
-        """All features look into the rows of the batch, as one table."""
+        """Pools by FBGEMM. All features look into the rows of the batch, as one table."""
         columns_F = torch.arange(FEATURES + 1, dtype=torch.int32) * self.dim
         sizes_F = torch.tensor([0] * FEATURES + [len(table_UD)])  # summed before each feature's table, and all
         weights = self.weights_N if weighted else None
@@ -180,7 +180,7 @@ class _Batch:
         return out.view(-1, FEATURES, self.dim)
 
     def _torch_pool(self, table_UD: Tensor, weighted: bool) -> Tensor:
-        """Feature by feature; sample by sample is what the model wants."""
+        """Pools by torch, feature by feature, and arranges the result sample by sample, as the model wants it."""
         weights = self.weights_N if weighted else None
         out = functional.embedding_bag(
             self.inverse_N, table_UD, self.offsets(), mode="sum", per_sample_weights=weights, include_last_offset=True
@@ -206,7 +206,7 @@ class _Batch:
         return Case(name, alternatives)
 
     def _autograd(self, forward: Callable[[Tensor], Tensor], gradient: Tensor) -> tuple[Callable[[], Any], Call]:
-        """The backward alone: the forward is what prepares it."""
+        """Returns preparation and call for the backward alone: the forward is the preparation."""
 
         def prepare() -> tuple[Tensor, Tensor]:
             table_UD = self.weights_UD.clone().requires_grad_()
@@ -290,7 +290,7 @@ class _Batch:
 
 
 def _same(result: Tensor, other: Tensor) -> str:
-    """ "yes", or how much they differ at most."""
+    """Returns "yes" if results are equal, or else how much they differ at most."""
     if result.dtype == other.dtype and torch.equal(result, other):
         return "yes"
     return f"{(result.double() - other.double()).abs().max():.1e}"
@@ -315,7 +315,7 @@ def _measure(case: Case, repeats: int) -> dict[str, Any]:
 def measure(
     dims: Sequence[int], ids: Sequence[int], batch: int, rows: int, repeats: int, seed: int
 ) -> list[dict[str, Any]]:
-    """A row for each kind of work, dim, and number of ids in a bag."""
+    """Returns a row for each kind of work, dim, and number of ids in a bag."""
     found = []
     for dim in dims:
         for count in ids:
@@ -339,7 +339,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `torch-ecrec bench operators`."""
+    """Adds the arguments of `torch-ecrec bench operators`."""
     parser.add_argument("--dims", nargs="+", type=int, default=[64, 128], metavar="D", help="weights in a row")
     parser.add_argument("--ids", nargs="+", type=int, default=[1, 10], metavar="N", help="ids of a bag")
     parser.add_argument("--batch-size", type=int, default=1024, help="samples (default 1024)")

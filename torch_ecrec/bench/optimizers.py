@@ -1,4 +1,4 @@
-"""How fast one core applies a step, for each optimizer there is, beside memcpy and a scattered copy, all in one run.
+"""Measures how fast one core applies a step of each optimizer, beside memcpy and a scattered copy.
 
 Every number is GB/s of bytes *moved*, read or written. A step reads a row's gradient, reads and writes its record, and
 writes the delta: (D + 3 M) * 4 bytes of a record of M words and D weights. A copy moves each byte twice.
@@ -101,7 +101,7 @@ def measure(
     seed: int = 0,
     weights: Sequence[str] = ("float32",),
 ) -> list[dict[str, Any]]:
-    """A row for each optimizer, dim and dtype of weights."""
+    """Returns a row for each optimizer, dim and dtype of weights."""
     memory = np.zeros(memory_mib << 18, np.float32)
     cases = [(kind, dim, dtype) for kind in kinds for dim in dims for dtype in weights]
     return [_measure(*case, memory, repeats, seed) for case in cases]
@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `torch-ecrec bench optimizers`."""
+    """Adds the arguments of `torch-ecrec bench optimizers`."""
     parser.add_argument("--optimizers", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--dims", nargs="+", type=int, default=list(DIMS), metavar="D", help="weights in a row")
     parser.add_argument("--weights", nargs="+", choices=list(ITEM_BYTES), default=["float32"], help="their dtypes")

@@ -1,4 +1,5 @@
-"""How long training stands when a server's host, a link or the coordinator's host goes, and what a drain costs.
+"""Measures how long training stands still when a server's host, a link or the coordinator's host is lost, or in a
+drain.
 
     torch-ecrec bench outages --repeats 5                    # needs root, iproute2 and etcd's server
     torch-ecrec bench outages --events host,kill,cut         # without etcd
@@ -70,7 +71,7 @@ SHOWN = (
 
 
 def rows(found: Mapping[str, Events]) -> list[dict[str, Any]]:
-    """The table: a line per kind; medians, and the worst of the longest steps and of the repair."""
+    """Returns the table, a row for each kind: medians, and the worst of the longest steps and of the repair."""
     lines = []
     for kind, some in found.items():
         if some:
@@ -90,7 +91,7 @@ def _of(some: Events, name: str, which: str) -> float | None:
 
 
 def targets(found: Mapping[str, Events]) -> list[dict[str, Any]]:
-    """What is wanted beside what was measured; "-" where it was not."""
+    """Returns the targets beside what was measured; "-" where it was not."""
     return [
         record.aim(f"{KINDS[kind]}: {name}, {which}", relation, bound, _of(found.get(kind, ()), name, which))
         for kind, name, which, relation, bound in WANTED
@@ -98,7 +99,7 @@ def targets(found: Mapping[str, Events]) -> list[dict[str, Any]]:
 
 
 def draw(found: Mapping[str, Events]) -> Figure:
-    """Steps per second around each event, one picture for each kind, one line for each time."""
+    """Plots steps per second around each event: a picture for each kind, a line for each time."""
     from matplotlib.figure import Figure
 
     shown = [(kind, some) for kind, some in found.items() if some]
@@ -124,7 +125,7 @@ def _tell(name: str, one: Mapping[str, Any]) -> None:
 
 
 def check(arguments: argparse.Namespace) -> tuple[CodeSpec, list[str], Path | None]:
-    """The code, the kinds of events, and etcd's server, if one is needed. Raises ValueError or TypeError."""
+    """Returns the code, the kinds of events, and etcd's server if needed. Raises ValueError or TypeError."""
     code = CodeSpec(arguments.servers, arguments.k, arguments.r)
     require(code.parities > 0, "without parity nothing is survived: `-r` must be at least 1")
     kinds = arguments.events.split(",")
@@ -178,7 +179,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `torch-ecrec bench outages`."""
+    """Adds the arguments of `torch-ecrec bench outages`."""
     parser.add_argument("--events", default=",".join(KINDS), metavar="A,B,...", help=f"default {','.join(KINDS)}")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each event (default 5)")
     add_cluster(parser)

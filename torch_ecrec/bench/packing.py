@@ -1,4 +1,4 @@
-"""What packing leaves of deltas and ids on their way between hosts, and what it takes: part of `bench messages`.
+"""Measures what packing saves of deltas and ids sent between hosts, and its time: part of `bench messages`.
 
 A small DLRM, that of `partial_auc.py`, is trained on Criteo rows or made-up ones, its tables in one slab with real
 records, rowwise Adagrad's. Where there are fewer rows than the steps take, they come again, as in the demo: a model
@@ -54,7 +54,7 @@ packed %: where that pays; left %: what is sent, in all. ms of one core for each
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `bench messages` takes for this."""
+    """Adds the arguments of `bench messages` for this part."""
     group = parser.add_argument_group("packing", "of the deltas and ids of a small DLRM in training")
     group.add_argument("--data", type=Path, metavar="FILE", help="Criteo rows; default: made-up rows")
     steps: Sequence[int] = list(STEPS)
@@ -66,15 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Before anything is measured. Raises ValueError, TypeError: a number cannot be."""
+    """Checks arguments before anything is measured. Raises ValueError or TypeError."""
     require_counts(arguments, "batch_size", "rows_per_table", "dim", "slots")
     for step in arguments.steps:
         require_int("steps", step, 1)
 
 
 def deltas_of(clicks: Clicks, steps: int, batch: int, rows: int, dim: int) -> Iterator[tuple[Positions, Bytes]]:
-    """Yields, for each step of training, the ids (U,) of the rows that it changes, ascending, and their deltas (U,
-    B)."""
+    """Yields, for each step, the ids (U,) of the rows that it changes, ascending, and their deltas (U, B)."""
     torch.manual_seed(0)
     model, spec, count = Model(dim), optimizer(OPTIMIZER), CATEGORIES * rows
     shard = Shard(spec.schema(dim), count, 0, sealed=False)
@@ -104,14 +103,14 @@ def _bytes_of(arrays: Sequence[NDArray[Any]]) -> list[Bytes]:
 
 
 def _as_words(array: Bytes) -> int:
-    """Bytes of its packed form."""
+    """Returns the bytes of an array's packed form."""
     words = array[: len(array) - len(array) % GROUP_BYTES].view(np.uint32)
     more = sum(int(np.count_nonzero(words > most)) for most in (0xFF, 0xFFFF, 0xFFFFFF))
     return len(words) // GROUP + len(words) + more + len(array) % GROUP_BYTES
 
 
 def _left(arrays: Sequence[Bytes]) -> int:
-    """Returns how many bytes are sent."""
+    """Returns how many bytes are sent of these arrays."""
     return sum(len(array) if (packed := pack(array)) is None else len(packed) for array in arrays)
 
 
@@ -145,7 +144,7 @@ def _row(ids: Sequence[Bytes], deltas: Sequence[Bytes], repeats: int) -> dict[st
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each of `--steps`, in order.
+    """Returns a row for each of `--steps`, in order.
 
     Raises:
         ValueError: the file is none of Criteo's.

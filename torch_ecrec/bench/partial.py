@@ -1,4 +1,4 @@
-"""CPR's emulation, scaled: what failures cost a training of many hours by each way, and what partial recovery loses.
+"""Emulates CPR scaled down: what failures cost a training of many hours by each way, and what partial recovery loses.
 
     full          at a failure all go back to the last save; saves at Young's interval
     everything    partial recovery: the slot that failed takes what was saved of it; saved as seldom as the portion of
@@ -63,7 +63,7 @@ RATE, DENSE_RATE = 0.05, 0.05
 
 @dataclass(frozen=True)
 class Job:
-    """What is emulated.
+    """The training that is emulated, and its failures.
 
     Attributes:
         costs: seconds, by the names in `COSTS`.
@@ -86,7 +86,7 @@ class Job:
 
     @staticmethod
     def of(arguments: argparse.Namespace) -> Job:
-        """As the command line says. Raises ValueError, TypeError."""
+        """Makes the job from the command line. Raises ValueError or TypeError."""
         require_counts(arguments, "slots", "failures", "steps", "rows", "touched", "dim")
         require(arguments.hours > 0, f"`hours` must be positive, got {arguments.hours}")
         for name in ("pls", "portion"):
@@ -120,24 +120,24 @@ class Job:
 
     @property
     def failures_per_s(self) -> float:
-        """How often per second any slot fails."""
+        """How often any of the slots fails, per second."""
         return len(self.failures) / (self.hours * HOUR_S)
 
     def steps_of(self, seconds: float, what: str) -> int:
-        """How many steps stand for so long. Raises ValueError where that is less than one."""
+        """Returns how many steps stand for so many seconds. Raises ValueError if that is less than one."""
         steps = seconds * self.steps / (self.hours * HOUR_S)
         require(steps >= 1, f"{what} is {steps:.2g} steps: raise --steps to {int(self.steps / steps) + 1} or more")
         return round(steps)
 
     def batch(self, step: int, slot: int) -> Merged:
-        """What a step does to a slot: the same for every way."""
+        """Returns a step's gradients for a slot, which are the same for every way."""
         rng = np.random.default_rng((self.seed, step, slot))
         at = np.unique((rng.zipf(ZIPF, self.draws) - 1) % self.rows).astype(np.int64)
         return merge([(at, rng.standard_normal((len(at), self.dim), np.float32))])
 
 
 class EmulatedSlot:
-    """One slot's records, what was saved of them, and its saver.
+    """One slot's records, what was saved of them, and the saver.
 
     Args:
         name: of the saver.
@@ -160,38 +160,38 @@ class EmulatedSlot:
         self.saver = self._new_saver()
 
     def _new_saver(self) -> Saver:
-        """As a new host has it: what is there is what was saved."""
+        """Makes a saver as a new host has it: the present records count as saved."""
         return saver_of(self.name, len(self.everything), self.portion, self.shard.gather_weights, self._seed)
 
     def note(self, positions_U: Positions) -> None:
-        """A step has changed these rows."""
+        """Notes that a step has changed these rows."""
         self.saver.note(positions_U)
         self.since_P[positions_U] += 1
 
     def save(self, rows_N: Positions) -> None:
-        """These rows, which the saver has picked, are durable as they are."""
+        """Saves these rows as they are. The saver has picked them."""
         self.saved_PB[rows_N] = self.shard.gather(rows_N)
         self.since_P[rows_N] = 0
         self.saver.settle()
 
     def save_everything(self) -> None:
-        """All of them, whatever the saver knows."""
+        """Saves all rows, whatever the saver knows."""
         self.saver.pick(len(self.everything))
         self.save(self.everything)
 
     def pick(self) -> Positions:
-        """The rows of a save of a portion."""
+        """Returns the rows of the next save of a portion."""
         return self.saver.pick(max(1, int(self.portion * len(self.everything))))
 
     def save_if_due(self, step: int, every: int, some: int) -> None:
-        """Everything every so many steps, and a portion between."""
+        """Saves everything every so many steps, and a portion in between."""
         if step % every == 0:
             self.save_everything()
         elif step % some == 0 and self.portion < 1:
             self.save(self.pick())
 
     def lose(self) -> tuple[int, float]:
-        """It begins anew with what was saved of it: updates that are lost, and squared L2 of the weights' change."""
+        """Restores the slot from what was saved. Returns the updates lost, and the squared L2 change of the weights."""
         before = self.shard.gather_weights(self.everything)
         self.shard.scatter_(self.everything, self.saved_PB)
         change = before - self.shard.gather_weights(self.everything)
@@ -201,7 +201,7 @@ class EmulatedSlot:
 
 
 def interval_of(job: Job) -> float:
-    """Seconds between two saves of everything, as seldom as the portion of lost samples allows."""
+    """Returns the seconds between two saves of everything, as many as the portion of lost samples allows."""
     costs = Costs(job.slots, job.slots / job.failures_per_s, k=1, r=max(1, job.slots - 1), **job.costs)  # r: unused
     return partial_interval_s(costs, job.pls)
 
@@ -211,7 +211,7 @@ def interval_of(job: Job) -> float:
 
 @dataclass
 class Way:
-    """What one way has cost and lost.
+    """The costs and losses of one way.
 
     Attributes:
         interval_h: between two saves of everything.
@@ -257,7 +257,7 @@ class Way:
 
 
 def full(job: Job) -> Way:
-    """All go back at each failure. Nothing is lost, so nothing is computed: only time counts."""
+    """Returns the costs of full recovery: all roll back at each failure. Nothing is lost, so only time is computed."""
     interval_s = young_interval_s(job.costs["save_s"], job.failures_per_s)
     step_s = job.hours * HOUR_S / job.steps
     total_s = job.hours * HOUR_S
@@ -273,7 +273,7 @@ def full(job: Job) -> Way:
 
 
 def emulate(job: Job, name: str) -> Way:
-    """Partial recovery with one saver: steps are made, and rows saved and lost.
+    """Emulates partial recovery with one saver: makes steps, saves rows and loses them.
 
     Raises:
         ValueError: an interval is less than a step.
@@ -331,7 +331,7 @@ def emulate(job: Job, name: str) -> Way:
 
 @dataclass(frozen=True)
 class Training:
-    """How the models are trained.
+    """The options of the models' training.
 
     Attributes:
         rows: of each table.
@@ -349,8 +349,10 @@ class Training:
 
     @staticmethod
     def of(arguments: argparse.Namespace, job: Job, interval_s: float, trained: int) -> Training:
-        """Makes the workload of so many rows, with saves as often as in the emulation. Raises ValueError, TypeError for
-        what cannot be."""
+        """Makes the workload of so many rows, with saves as often as in the emulation.
+
+        Raises ValueError or TypeError if an argument is wrong.
+        """
         require_counts(arguments, "seeds", "epochs", "batch_size", "rows_per_table")
         steps = arguments.epochs * (trained // arguments.batch_size)
         every = round(interval_s / (job.hours * HOUR_S) * steps)
@@ -364,7 +366,7 @@ class Training:
 
 
 class Model(nn.Module):
-    """DLRM without its tables."""
+    """A DLRM without its tables."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -376,7 +378,7 @@ class Model(nn.Module):
         self.pairs: Tensor
 
     def forward(self, dense: Tensor, embedded: Tensor) -> Tensor:
-        """(N, 13) and (N, C, D) to (N,) logits."""
+        """Maps dense features (N, 13) and embeddings (N, C, D) to logits (N,)."""
         below = self.bottom(dense)
         all_NVD = torch.cat([below[:, None], embedded], dim=1)
         products = (all_NVD @ all_NVD.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
@@ -399,7 +401,7 @@ class Tables:
         self._spec = optimizer(job.optimizer)
 
     def rows_of(self, clicks: Clicks) -> tuple[Positions, Tensor]:
-        """Distinct rows (U,) of a batch, ascending, and (N, C) where each of its categories is among them."""
+        """Returns a batch's distinct rows (U,), ascending, and (N, C), the index of each category among them."""
         all_NC = clicks.categories.astype(np.int64) + self._rows * np.arange(CATEGORIES)
         rows_U, inverse = np.unique(all_NC, return_inverse=True)
         return rows_U, torch.from_numpy(inverse.reshape(all_NC.shape))
@@ -413,7 +415,7 @@ class Tables:
         return torch.from_numpy(weights)
 
     def update(self, rows_U: Positions, gradients: Tensor, step: int) -> int:
-        """One step; returns how many rows it has changed."""
+        """Applies one step; returns how many rows it has changed."""
         gradients_UD = gradients.numpy()
         for index, slot in enumerate(self.slots):
             mine = rows_U % self._slots == index
@@ -424,7 +426,7 @@ class Tables:
 
 
 def train(training: Training, train_on: Clicks, test_on: Clicks, way: str, seed: int) -> tuple[float, float]:
-    """AUC on other rows, and the share of all updates of rows that failures have thrown away."""
+    """Returns the AUC on test rows, and the share of all updates of rows that failures have lost."""
     torch.manual_seed(seed)
     job, exact = training.job, way == "exact"
     model, tables = Model(job.dim), Tables(training, "everything" if exact else way, seed)
@@ -462,7 +464,7 @@ def _score(model: Model, tables: Tables, test_on: Clicks) -> float:
 
 
 def compare(arguments: argparse.Namespace, job: Job) -> list[dict[str, Any]]:
-    """A row of each way; prints a line after each seed.
+    """Returns a row for each way; prints a line after each seed.
 
     Raises:
         ValueError: the file is none of Criteo's, or a number cannot be.
@@ -501,7 +503,7 @@ def _deviation(values: Sequence[float]) -> float | None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `bench partial`."""
+    """Adds the arguments of `bench partial`."""
     parser.add_argument("--hours", type=float, default=56.0, help="of training (default 56, as in CPR)")
     parser.add_argument("--failures", type=int, default=2, help="in that time (default 2)")
     parser.add_argument("--slots", type=int, default=8, help="of which a failure takes one (default 8)")
@@ -526,7 +528,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints a table, and writes it.
+    """Measures, prints a table, and writes it.
 
     Raises:
         ValueError, TypeError: a number cannot be, or a cost is not known.

@@ -1,4 +1,4 @@
-"""Where the processes of a benchmark run: on this machine as it is, or on several hosts made of it.
+"""The place in which a benchmark's processes run: this machine as it is, or several hosts made of it.
 
     Here()                      one host: processes share memory, and what they send goes over the loopback interface
     OnHosts(5, 1e9)             five hosts with links of 1 Gbit/s: network namespaces (`testing/hosts.py`)
@@ -40,18 +40,18 @@ LOOK_S = 0.2  # between two looks at whether a service has ended
 
 
 def require_hosts() -> None:
-    """Raises ValueError, with the reason, where there can be no hosts."""
+    """Raises ValueError, with the reason, if hosts cannot be made here."""
     reason = kit.unavailable()
     require(not reason, f"`--hosts`: {reason}")
 
 
 def _meeting_on(host: Host, port: int) -> dict[str, str]:
-    """Environment of trainers that meet on a host."""
+    """Returns the environment of trainers that meet on a host."""
     return {"MASTER_ADDR": host.address, "MASTER_PORT": str(port), **dict.fromkeys(INTERFACE_VARIABLES, "eth0")}
 
 
 class Here:
-    """This machine. Use as a context manager.
+    """This machine, as a place for processes. Use as a context manager.
 
     Attributes:
         takes_hosts: servers are taken together with their hosts, so that losses are no trouble.
@@ -63,7 +63,7 @@ class Here:
         return self
 
     def __exit__(self, *_: BaseException | TracebackType | type[BaseException] | None) -> None:
-        """Nothing is to be ended."""
+        """Does nothing: there is nothing to end."""
 
     def cluster(
         self,
@@ -74,14 +74,17 @@ class Here:
         spares: int = 0,
         restart: bool = True,
     ) -> Any:
-        """A coordinator and servers, as a context manager; a `Supervisor`, but for `Apart`. Arguments: as for that."""
+        """Returns a coordinator and servers, as a context manager: a `Supervisor`, whose arguments it takes.
+
+        On `Apart` it is another class.
+        """
         return Supervisor(code, spares, restart=restart, logs=logs, environment=dict(settings), coordinator=coordinator)
 
     def look(self, cluster: Any) -> None:
-        """Called many times a second by who waits for something: there may be something to be started again."""
+        """Called many times a second by whoever waits: restarts what must be restarted."""
 
     def complete(self, cluster: Any) -> bool:
-        """Whether all that is to run there does, as far as is known here."""
+        """Returns whether all that is to run there does, as far as is known."""
         return True
 
     def within(self, action: Callable[[], T]) -> T:
@@ -89,25 +92,25 @@ class Here:
         return action()
 
     def meeting(self) -> dict[str, str]:
-        """Environment of the trainers of one mode: where they meet."""
+        """Returns the environment that tells the trainers of one mode where they meet."""
         return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
     def local(self, rank: int, trainers: int) -> dict[str, str]:
-        """Environment of one of them: which it is on its host, and how many there are."""
+        """Returns the environment that tells a trainer its number on its host, and how many there are."""
         return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(trainers)}
 
     def start_trainer(self, rank: int, command: Sequence[str], **more: Any) -> subprocess.Popen[str]:
-        """Starts a trainer. Arguments: `more` of `subprocess.Popen`."""
+        """Starts a trainer. `more`: arguments of `subprocess.Popen`."""
         return subprocess.Popen(command, text=True, **more)
 
     def bytes_sent(self) -> int:
-        """What went over the loopback interface so far."""
+        """Returns the bytes sent over the loopback interface so far."""
         interfaces = psutil.net_io_counters(pernic=True)
         return int(interfaces["lo"].bytes_sent) if "lo" in interfaces else 0
 
 
 class OnHosts(Here):
-    """Several hosts. Use as a context manager: leaving ends all that runs there, however it was left.
+    """Several hosts. Use as a context manager: leaving ends all that runs there, in every case.
 
     Args:
         count: of hosts.
@@ -166,12 +169,12 @@ class OnHosts(Here):
         return self.hosts[rank % len(self.hosts)].start(command, text=True, **more)
 
     def bytes_sent(self) -> int:
-        """What left all hosts so far."""
+        """Returns the bytes that have left all hosts so far."""
         return sum(host.bytes_sent() for host in self.hosts)
 
 
 class _Spread(Supervisor):
-    """A cluster whose servers are on hosts from the last on."""
+    """A cluster whose servers are spread over hosts, from the last one on."""
 
     def __init__(self, hosts: Hosts, code: CodeSpec, spares: int, **more: Any) -> None:
         self._hosts, self._servers = hosts, itertools.count(1)
@@ -190,7 +193,7 @@ class _Spread(Supervisor):
 
 
 class Apart(OnHosts):
-    """A host for each process, and one more, from which it is watched. Use as a context manager, for one cluster.
+    """A host for each process, and one from which they are watched. Use as a context manager, for one cluster.
 
     Args:
         code: of the cluster.
@@ -237,7 +240,7 @@ class Apart(OnHosts):
 
     @property
     def watches_from(self) -> Host:
-        """A host that nothing happens to."""
+        """The host from which processes are watched, and to which nothing happens."""
         return self.hosts[len(self.hosts) - 1]
 
     def within(self, action: Callable[[], T]) -> T:

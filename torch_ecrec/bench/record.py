@@ -1,4 +1,4 @@
-"""What every benchmark prints and writes: a header that says where and when, a table, JSON, CSV.
+"""The output of every benchmark: a header that says where and when it ran, a table, JSON, CSV.
 
 A benchmark called NAME leaves `NAME.json` (`{"header": ..., "rows": [...]}` and whatever else it has), `NAME.csv` (the
 rows) and `NAME.png` in its folder. `docs/performance.md` is made from the JSON files (`bench report`).
@@ -42,7 +42,7 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """The commit of the checkout that runs, with a + where files differ from it."""
+    """Returns the commit of the checkout that runs, with a + if files differ from it."""
     root = Path(torch_ecrec.__file__).resolve().parent.parent
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
 
@@ -56,7 +56,7 @@ def _commit() -> str:
 
 
 def header() -> dict[str, Any]:
-    """Machine, versions, commit, time and command."""
+    """Returns the machine, versions, commit, time and command."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -76,7 +76,7 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def aim(what: str, relation: str, bound: float, measured: float | None) -> dict[str, Any]:
-    """A line of a table of what is wanted beside what was measured; `relation`: ">=" or "<="."""
+    """Returns a row of a table of targets beside what was measured. `relation`: ">=" or "<="."""
     holds = measured is not None and (measured >= bound if relation == ">=" else measured <= bound)
     reached = "-" if measured is None else "yes" if holds else "no"
     return {"figure": what, "wanted": f"{relation} {bound:.3g}", "measured": measured, "reached": reached}
@@ -113,7 +113,7 @@ def finish(
     error: str | None = None,
     copy: Path | None = None,
 ) -> int:
-    """Writes all that a benchmark leaves, and prints what it shows.
+    """Writes a benchmark's files, and prints its results.
 
     Args:
         out, name, content, rows, copy: as for `write`.
@@ -138,7 +138,7 @@ def finish(
 
 
 def add_files(parser: argparse.ArgumentParser, out: str, copies: bool = False) -> None:
-    """What is said of a benchmark's files. `out`: the default folder; `copies`: it takes another place for the JSON."""
+    """Adds the arguments on a benchmark's files. `out`: the default folder; `copies`: it may copy the JSON."""
     parser.add_argument("--label", help="added to the names of the files: another shape, machine or selection")
     if copies:
         parser.add_argument("--json", type=Path, metavar="FILE", help="another copy of the JSON")
@@ -146,18 +146,18 @@ def add_files(parser: argparse.ArgumentParser, out: str, copies: bool = False) -
 
 
 def labelled(name: str, arguments: argparse.Namespace) -> str:
-    """The name of the files: the benchmark's, and the label, if there is one."""
+    """Returns the name of the files: the benchmark's, and the label, if there is one."""
     return "-".join(filter(None, (name, arguments.label)))
 
 
 def require_counts(arguments: argparse.Namespace, *names: str, least: int = 1) -> None:
-    """Raises ValueError or TypeError where one of these arguments is no number of at least so much."""
+    """Raises ValueError or TypeError unless each of these arguments is an integer of at least `least`."""
     for name in names:
         require_int(name.replace("_", "-"), getattr(arguments, name), least)
 
 
 def require_positive(arguments: argparse.Namespace, *names: str) -> None:
-    """Raises ValueError where one of these arguments is not positive."""
+    """Raises ValueError unless each of these arguments is positive."""
     for name in names:
         require(getattr(arguments, name) > 0, f"`{name}` must be positive, got {getattr(arguments, name)}")
 
@@ -171,7 +171,7 @@ def _cell(value: Any) -> str:
 
 
 def table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
-    """Rows as an aligned text table. Numbers to three digits, thousands whole."""
+    """Returns rows as an aligned text table. Numbers have three digits; thousands are whole."""
     columns = list(columns or (rows[0] if rows else []))
     cells = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
@@ -184,7 +184,7 @@ def table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
 
 
 def markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
-    """Rows as a Markdown table."""
+    """Returns rows as a Markdown table."""
     columns = list(columns or (rows[0] if rows else []))
     lines = [columns, ["---"] * len(columns), *([_cell(row.get(column)) for column in columns] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

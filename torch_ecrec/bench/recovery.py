@@ -1,4 +1,4 @@
-"""How long a failure takes, phase by phase, what the rebuild costs training, and what a checkpoint would have cost.
+"""Measures the phases of a recovery, what the rebuild costs training, and a restart from a checkpoint.
 
     torch-ecrec bench recovery --gigabytes 1 4 8 --kills 5 --rebuild-mb-per-s 0 50 200
 
@@ -62,7 +62,7 @@ RESTARTS = ("gigabytes", "save_s", "start_s", "load_s", "until_training_s", "red
 
 @dataclass(frozen=True)
 class Case:
-    """One cluster's worth of kills. `mb_per_s`: `Settings.rebuild_bytes_per_s` in 10^6, 0 for no limit."""
+    """The kills of one cluster. `mb_per_s`: `Settings.rebuild_bytes_per_s` in 10^6; 0 for no limit."""
 
     gigabytes: float
     mb_per_s: float
@@ -75,7 +75,7 @@ class Case:
 
 
 def cases(gigabytes: Sequence[float], limits: Sequence[float], throttled: float | None, idle: bool) -> list[Case]:
-    """All cases, sizes first.
+    """Returns all cases, ordered by size.
 
     Args:
         gigabytes: sizes of all records, in 10^9 bytes.
@@ -91,18 +91,18 @@ def cases(gigabytes: Sequence[float], limits: Sequence[float], throttled: float 
 
 
 def rows_per_table(gigabytes: float) -> int:
-    """Rows of each table so that all records together have `gigabytes` * 10^9 bytes."""
+    """Returns the rows of each table so that all records together have `gigabytes` * 10^9 bytes."""
     return max(1, round(gigabytes * 1e9 / (TABLES * RECORD_BYTES)))
 
 
 def model_of(gigabytes: float, arguments: argparse.Namespace) -> Model:
-    """What is trained, with so many bytes of records; each step draws other rows."""
+    """Returns the model with so many bytes of records. Each step draws other rows."""
     shape = workload.Shape(rows=rows_per_table(gigabytes), batch=arguments.batch_size, zipf=arguments.zipf)
     return Model(shape, arguments.trainers, arguments.seed, pool=0)
 
 
 def part_of(case: Case, code: CodeSpec, arguments: argparse.Namespace) -> Part:
-    """A case, as a part of the experiment."""
+    """Returns a case as a part of the experiment."""
     settings = {"TORCH_ECREC_REBUILD_BYTES_PER_S": str(case.mb_per_s * MB)}
     return Part(
         case.name,
@@ -116,7 +116,7 @@ def part_of(case: Case, code: CodeSpec, arguments: argparse.Namespace) -> Part:
 
 
 def summary(case: Case, kills: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A flat row: median, least and most of every figure over the kills; None where a figure does not apply."""
+    """Returns a row: median, least and most of every figure over the kills; None if it does not apply."""
     row: dict[str, Any] = {
         "case": case.name,
         "gigabytes": case.gigabytes,
@@ -135,7 +135,7 @@ def summary(case: Case, kills: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def forget_pages(folder: Path) -> int:
-    """Takes files out of the page cache, so that reading them reads the disk; returns their bytes."""
+    """Drops files from the page cache, so that the next read is from the disk; returns their bytes."""
     total = 0
     for path in folder.rglob("*"):
         if path.is_file():
@@ -148,7 +148,7 @@ def forget_pages(folder: Path) -> int:
 
 
 def restart(gigabytes: float, arguments: argparse.Namespace) -> Experiment:
-    """A restart of plain TorchRec from a checkpoint: two parts, of which the second loads what the first has saved."""
+    """Returns the experiment of restarting plain TorchRec: one part saves a checkpoint, the second loads it."""
     folder = (arguments.out / "checkpoint").resolve()
     model, mode = model_of(gigabytes, arguments), parse_mode("torchrec")
     train = {"run": STEPS_BEFORE_SAVE, "snapshot": False, "checkpoint": 0}
@@ -179,7 +179,7 @@ def restart(gigabytes: float, arguments: argparse.Namespace) -> Experiment:
 
 
 def from_checkpoint(gigabytes: float, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a restart of plain TorchRec from a checkpoint takes; `skipped` says why if it was not measured.
+    """Measures a restart of plain TorchRec from a checkpoint. `skipped` says why if it was not measured.
 
     Raises:
         Stopped: the trainers failed, or what was loaded is not what was saved.
@@ -220,7 +220,7 @@ def kill_line(name: str, figures: Mapping[str, Any]) -> None:
 
 
 def tables(rows: Sequence[Mapping[str, Any]], checkpoints: Sequence[Mapping[str, Any]], interval_s: float) -> str:
-    """What is printed at the end."""
+    """Returns the tables that are printed at the end."""
     blocks = []
     for title, figures in SHOWN.items() if rows else ():
         shown = [{c: row[c] for c in ("case", "kills")} | {f: row[f"{f}_median"] for f in figures} for row in rows]
@@ -245,7 +245,7 @@ def tables(rows: Sequence[Mapping[str, Any]], checkpoints: Sequence[Mapping[str,
 
 
 def draw(rows: Sequence[Mapping[str, Any]], checkpoints: Sequence[Mapping[str, Any]]) -> Figure:
-    """Times of the phases by size, and throughput in each phase by rate limit.
+    """Plots the times of the phases by size, and throughput in each phase by rate limit.
 
     Args:
         rows: `summary` of each case.
@@ -271,7 +271,7 @@ def _spread(axes: Any, at: Sequence[float], of: Sequence[Mapping[str, Any]], nam
 
 
 def _draw_times(times: Any, rows: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]) -> None:
-    """Seconds after a kill, by size; beside them, those of a restart from a checkpoint."""
+    """Plots the seconds after a kill by size, beside those of a restart from a checkpoint."""
     free = [row for row in rows if row["mode"] == "training" and not row["limit_mb_per_s"]]
     idle = [row for row in rows if row["mode"] == "idle"]
     curves = [(free, name, {"marker": "o", "color": color, "label": label}) for name, (color, label) in PHASES.items()]
@@ -294,7 +294,7 @@ def _draw_times(times: Any, rows: Sequence[Mapping[str, Any]], loaded: Sequence[
 
 
 def _draw_rates(rates: Any, training: Sequence[Mapping[str, Any]]) -> None:
-    """Samples per second before, during and after, by case."""
+    """Plots the samples per second before, during and after a recovery, by case."""
     width = 0.26
     for i, (phase, color) in enumerate((("before", "#9aa5b1"), ("during", "#f59e0b"), ("after", "#86c7a3"))):
         name = f"{phase}_samples_per_s"
@@ -311,7 +311,7 @@ def _draw_rates(rates: Any, training: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check(arguments: argparse.Namespace) -> CodeSpec:
-    """Everything about the arguments that can be wrong, before anything starts. Raises ValueError, TypeError."""
+    """Checks all arguments before anything starts. Raises ValueError or TypeError."""
     code = CodeSpec(arguments.servers, arguments.k, arguments.r)
     record.require_counts(arguments, "spares", least=0)
     record.require_counts(arguments, "trainers", "batch_size", "kills")
@@ -363,7 +363,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Servers and trainers that a benchmark takes things from, and what they train."""
+    """Adds the servers and trainers of a benchmark with losses, and what they train."""
     parser.add_argument("--servers", type=int, default=3, metavar="S", help="slots, one server each (default 3)")
     parser.add_argument("--spares", type=int, default=1, metavar="P", help="servers in reserve (default 1)")
     parser.add_argument("-k", type=int, default=2, help="data records in a stripe (default 2)")
@@ -381,7 +381,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `torch-ecrec bench recovery`."""
+    """Adds the arguments of `torch-ecrec bench recovery`."""
     parser.add_argument(
         "--gigabytes", type=float, nargs="+", default=[1.0, 4.0, 8.0], metavar="GB", help="of records, without parity"
     )

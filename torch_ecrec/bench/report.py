@@ -1,4 +1,4 @@
-"""Makes docs/performance.md and the tables of docs/scaling.md from the JSON files that benchmarks leave.
+"""Makes docs/performance.md, and the tables of docs/scaling.md, from the JSON files of benchmarks.
 
     torch-ecrec bench report --from build/bench --out docs
 
@@ -85,12 +85,12 @@ Contents = Mapping[str, Content]
 
 
 class NotMeasured(LookupError):
-    """A figure cannot be had from the files; the message says why."""
+    """The files do not have a figure; the message says why."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured number, with its spread, and the median within blocks, where it has them."""
+    """A measured number with its spread, and the median within blocks, if it has them."""
 
     value: float
     least: float | None = None
@@ -107,7 +107,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Target:
-    """A figure of a file, and what it should be; `least` and `most` are None where nothing was decided."""
+    """A figure in a file, and its bounds. `least` and `most` are None where nothing was decided."""
 
     name: str
     file: str
@@ -116,7 +116,7 @@ class Target:
     most: float | None = None
 
     def row(self, contents: Contents) -> dict[str, str]:
-        """Its line of the table."""
+        """Returns the target's row of the table."""
         limits = {"at least": self.least, "at most": self.most}
         bounds = [f"{which} {_number(limit)}" for which, limit in limits.items() if limit is not None]
         try:
@@ -163,7 +163,7 @@ def _blocks(contents: Contents, shape: str, system: str) -> Sequence[Content]:
 
 
 def ratio(figure: str, shape: str, system: str, other: str) -> Callable[[Contents], Figure]:
-    """`figure` of one system in a training benchmark over that of another."""
+    """Returns a figure's reader: `figure` of one system in a training benchmark over that of another."""
 
     def of(contents: Contents) -> Figure:
         ours, theirs = ([b[figure] for b in _blocks(contents, shape, name)] for name in (system, other))
@@ -175,7 +175,7 @@ def ratio(figure: str, shape: str, system: str, other: str) -> Callable[[Content
 
 
 def snapshot_share(shape: str, system: str) -> Callable[[Contents], Figure]:
-    """Which share of its throughput a system gives for the dense snapshot."""
+    """Returns a figure's reader: the share of its throughput that a system spends on dense snapshots."""
 
     def of(contents: Contents) -> Figure:
         kept = ratio("samples_per_s", shape, f"{system}+snap", system)(contents)
@@ -186,7 +186,7 @@ def snapshot_share(shape: str, system: str) -> Callable[[Contents], Figure]:
 
 
 def memory_of_records(shape: str, system: str) -> Callable[[Contents], Figure]:
-    """Records, parities and logs over records."""
+    """Returns a figure's reader: the bytes of records, parities and logs over those of records."""
 
     def of(contents: Contents) -> Figure:
         held = _file(contents, f"train-{shape}")["server_bytes"].get(system)
@@ -198,7 +198,7 @@ def memory_of_records(shape: str, system: str) -> Callable[[Contents], Figure]:
 
 
 def of_kills(key: str, worst: bool = False, **cases: object) -> Callable[[Contents], Figure]:
-    """The median of a figure over kills, or the most of it. `cases`: what the rows of the cases have that are meant."""
+    """Returns a figure's reader: the median over kills, or the worst. `cases`: which rows count, by their values."""
 
     def of(contents: Contents) -> Figure:
         content = _file(contents, "recovery")
@@ -214,7 +214,7 @@ def of_kills(key: str, worst: bool = False, **cases: object) -> Callable[[Conten
 
 
 def of_memcpy(what: str, k: int, r: int) -> Callable[[Contents], Figure]:
-    """Speed of a kernel from memory, over that of memcpy of the same source bytes."""
+    """Returns a figure's reader: a kernel's speed from memory over that of memcpy of the same bytes."""
 
     def of(contents: Contents) -> Figure:
         for row in _file(contents, "codec")["rows"]:
@@ -227,7 +227,7 @@ def of_memcpy(what: str, k: int, r: int) -> Callable[[Contents], Figure]:
 
 
 def _targets() -> list[Target]:
-    """What was promised of each figure."""
+    """Returns the promised bounds of each figure."""
     found = []
 
     def training(what: str, figure: str, shape: str, system: str, other: str, **bounds: float) -> None:
@@ -275,7 +275,7 @@ TARGETS = _targets()
 
 
 def load(folder: Path) -> dict[str, Content]:
-    """What the benchmarks left in a folder, by name. Raises ValueError for a file that is not theirs."""
+    """Reads the benchmarks' files in a folder, by name. Raises ValueError for a file that is not theirs."""
     found = {}
     for name in NAMES:
         path = folder / f"{name}.json"
@@ -290,12 +290,12 @@ def load(folder: Path) -> dict[str, Content]:
 
 
 def columns(rows: Sequence[Content], titles: Mapping[str, str]) -> str:
-    """A Markdown table of some columns, with titles."""
+    """Returns a Markdown table of some columns, with titles."""
     return record.markdown([{title: row.get(key) for key, title in titles.items()} for row in rows])
 
 
 def _origin(header: Content) -> str:
-    """Machine, versions, commit, date and command."""
+    """Returns machine, versions, commit, date and command as text."""
     versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
     return (
         f"    {header['command']}\n\n"
@@ -429,7 +429,7 @@ trainers, and no byte crosses a network. A commit with a + had changes that were
 
 
 def performance(contents: Contents, pictures: set[str], notes: str | None) -> str:
-    """The text of performance.md.
+    """Returns the text of performance.md.
 
     Args:
         contents: what `load` gave.
@@ -469,7 +469,7 @@ def performance(contents: Contents, pictures: set[str], notes: str | None) -> st
 
 
 def scaling(contents: Contents, pictures: set[str]) -> str:
-    """What goes between the markers of scaling.md."""
+    """Returns the text between the markers of scaling.md."""
     if "scaling" not in contents:
         return "\n\n".join([MADE_BY, _missing("scaling", "scaling")])
     content = contents["scaling"]
@@ -494,7 +494,7 @@ def scaling(contents: Contents, pictures: set[str]) -> str:
 
 
 def between_markers(document: str, generated: str) -> str:
-    """The document with what is between the markers replaced. Raises ValueError if they are not there, in order."""
+    """Replaces the text between a document's markers. Raises ValueError if they are not there, in order."""
     head, begin, rest = document.partition(BEGIN)
     _, end, tail = rest.partition(END)
     require(bool(begin and end), f"scaling.md must have the markers {BEGIN} and {END}, in this order")
@@ -502,7 +502,7 @@ def between_markers(document: str, generated: str) -> str:
 
 
 def copy_files(source: Path, target: Path, names: Sequence[str]) -> set[str]:
-    """Copies what the benchmarks left; returns the names whose picture is there."""
+    """Copies the benchmarks' files; returns the names of those with a picture."""
     target.mkdir(parents=True, exist_ok=True)
     pictures = set()
     for name in names:
@@ -521,7 +521,7 @@ def copy_files(source: Path, target: Path, names: Sequence[str]) -> set[str]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the documents; 0, also when files are missing: the documents say which.
+    """Writes the documents; returns 0, even if files are missing: the documents say which.
 
     Raises:
         ValueError: there is no such folder, a file in it is not a benchmark's, or scaling.md has lost its markers.
@@ -546,7 +546,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `torch-ecrec bench report`."""
+    """Adds the arguments of `torch-ecrec bench report`."""
     parser.add_argument(
         "--from", dest="source", type=Path, default=Path("build/bench"), metavar="DIR", help="what benchmarks left"
     )

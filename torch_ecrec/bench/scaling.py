@@ -1,4 +1,4 @@
-"""How each cost of a training step grows, with parity and without, and how many messages a step takes.
+"""Measures how each cost of a training step grows, with parity and without, and the messages of a step.
 
     torch-ecrec bench scaling --sweeps rows servers --out build/scaling
     torch-ecrec bench scaling --quick                                    # about a minute, tiny sizes
@@ -101,7 +101,7 @@ FAN_OUT_COLUMNS = {
 
 @dataclass(frozen=True)
 class Point:
-    """What one cluster is. `rows` of one table; a stripe is k and r, also where the run without protection is meant."""
+    """The sizes of one cluster. `rows` are of one table. Without parity, k and r name the code it is compared with."""
 
     rows: int = 20_000
     dim: int = 64
@@ -114,7 +114,7 @@ class Point:
 
     @property
     def bare(self) -> Point:
-        """The same without protection. k and r mean nothing then: one run serves all codes."""
+        """The same point without protection. k and r do not matter then: one run serves all codes."""
         return dataclasses.replace(self, k=2, r=1, parity=False)
 
     @property
@@ -133,7 +133,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Plan:
-    """Base and values of the sweeps: (k, r) for `code`, numbers for the others."""
+    """The base point and the values of the sweeps: (k, r) for `code`, numbers for the others."""
 
     base: Point
     values: Mapping[str, Sequence[Any]]
@@ -181,7 +181,7 @@ QUICK_SWEEPS = ("rows", "batch")  # what `--quick` takes by itself: two clusters
 
 
 def holders_of(member_slot_BN: NDArray[np.int64], k: int) -> list[set[int]]:
-    """By slot, the slots with a parity of a stripe that it has data of.
+    """Returns for each slot the slots that hold a parity of a stripe of its data.
 
     Args:
         member_slot_BN: (B, N) the slot of each of the N members of the stripes of each of B bases.
@@ -195,17 +195,17 @@ def holders_of(member_slot_BN: NDArray[np.int64], k: int) -> list[set[int]]:
 
 
 def fatal_sets(member_slot_BN: NDArray[np.int64], r: int) -> int:
-    """How many sets of r + 1 slots hold r + 1 members of one stripe: losing them all at once loses data."""
+    """Returns how many sets of r + 1 slots hold r + 1 members of one stripe: losing such a set loses data."""
     return len({s for members in member_slot_BN.tolist() for s in itertools.combinations(sorted(members), r + 1)})
 
 
 def one_group(slots: int, n: int) -> NDArray[np.int64]:
-    """Members by base if all slots were one coding group, in the rotation of `Layout`."""
+    """Returns the members by base as if all slots were one coding group, in the rotation of `Layout`."""
     return (np.arange(slots)[:, None] + np.arange(n)[None, :]) % slots
 
 
 def fan_out(servers: int, k: int, r: int) -> dict[str, Any]:
-    """Requests of one step, and sets of r + 1 slots that must not be lost together, by how members are placed.
+    """Returns the requests of a step, and the sets of r + 1 slots that must not be lost together, by placement.
 
     `anywhere`: each stripe on slots of its own choice. With many stripes every slot then folds to every other, and
     every set of r + 1 slots meets in some stripe.
@@ -234,14 +234,14 @@ def fan_out(servers: int, k: int, r: int) -> dict[str, Any]:
 
 
 def messages(point: Point) -> int:
-    """Requests of one step: a lookup and a push of each trainer to each slot, a fold of each slot to each holder."""
+    """Returns the requests of a step: a lookup and a push per trainer and slot, a fold per slot and holder."""
     layout = Layout(point.servers, point.k, point.code.parities, 0)
     folds = sum(len(layout.holders(slot)) for slot in range(point.servers)) if point.parity else 0
     return 2 * point.trainers * point.servers + folds
 
 
 def needed_bytes(point: Point) -> int:
-    """Memory that a point takes, about: records and parities, the trainers' drawing of ids, and the processes."""
+    """Estimates the memory of a point: records and parities, the trainers' drawing of ids, and the processes."""
     rows = TABLES * point.rows
     record_bytes = optimizer("rowwise_adagrad").schema(point.dim).nbytes
     records = rows * record_bytes * (1 + point.code.parities / point.k)
@@ -257,7 +257,7 @@ Figures = Mapping[str, Any]
 
 
 def row_of(sweep: str, value: Any, point: Point, ours: Figures, none: Figures | None) -> dict[str, Any]:
-    """A line of the table: a point with its code beside the same without protection, None where that is not known."""
+    """Returns a row of the table: a point beside the same without protection. None where that is not known."""
 
     def of(key: str) -> float | None:
         return ours[key] / none[key] if none is not None and none[key] else None
@@ -286,7 +286,7 @@ def row_of(sweep: str, value: Any, point: Point, ours: Figures, none: Figures | 
 
 
 def measure(point: Point, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Starts a cluster, warms it up, measures some blocks, ends it; returns the medians.
+    """Starts a cluster, warms it up, measures some blocks and ends it; returns the medians.
 
     Raises:
         Stopped: a process failed; its log is in OUT/logs.
@@ -316,7 +316,7 @@ def measure(point: Point, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class Sweeper:
-    """Measures points, each once, however many sweeps it is in."""
+    """Measures points, each once, even if several sweeps have it."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -359,7 +359,7 @@ INK, BLUE, AMBER, GREY = "#1f2933", "#2563eb", "#d97706", "#7b8794"
 
 
 def _short(number: float) -> str:
-    """1,500,000 as 1.5M; what has four digits as it is."""
+    """Formats a number briefly: 1,500,000 is 1.5M. Numbers of up to four digits stay as they are."""
     for size, letter in ((1e6, "M"), (1e3, "k")):
         if number >= 10_000 and number >= size:
             return f"{number / size:.3g}{letter}"
@@ -367,7 +367,7 @@ def _short(number: float) -> str:
 
 
 def _panel_of_sweep(axes: Any, sweep: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Time and CPU time of a step over what the sweep changes, with parity and without."""
+    """Plots time and CPU time of a step over what the sweep changes, with parity and without."""
     at = list(range(len(rows))) if sweep == "code" else [row["rows" if sweep == "rows" else sweep] for row in rows]
     for key, colour, label in (("cpu_ms", BLUE, "CPU time"), ("step_ms", AMBER, "time")):
         axes.plot(at, [row[key] for row in rows], color=colour, marker="o", markersize=4, label=f"{label}, parity")
@@ -416,7 +416,7 @@ def _panel_of_fan_out(axes: Any, fans: Sequence[Mapping[str, Any]]) -> None:
 
 
 def draw(rows: Sequence[Mapping[str, Any]], fans: Sequence[Mapping[str, Any]], title: str, columns: int = 4) -> Figure:
-    """A panel for each sweep, memory over rows, and the fan-out."""
+    """Plots a panel for each sweep, memory over rows, and the fan-out."""
     from matplotlib.figure import Figure
 
     sweeps = [s for s in SWEEPS if any(row["sweep"] == s for row in rows)]
@@ -511,7 +511,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `torch-ecrec bench scaling`."""
+    """Adds the arguments of `torch-ecrec bench scaling`."""
     parser.add_argument("--sweeps", nargs="*", choices=SWEEPS, help="default: all; with --quick: rows batch")
     parser.add_argument("--quick", action="store_true", help="tiny sizes and two points a sweep: does it work?")
     parser.add_argument("--blocks", type=int, metavar="N", help="measured in each point (default 3, quick 1)")

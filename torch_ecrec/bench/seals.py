@@ -1,4 +1,4 @@
-"""What seals cost a server: a step, a fold and a log of it, with and without; and how fast a scrubber reads.
+"""Measures what seals cost a server's step, fold and log, and how fast a scrubber reads.
 
 Nanoseconds of one thread for each record that a step touches, scattered over the table; the median of `--repeats`.
 Beside them a lookup, which has nothing to do with seals, and a look (`TORCH_ECREC_RECORD_CHECKS=use`).
@@ -23,7 +23,7 @@ from torch_ecrec.records.shard import SealedDeltas, Shard
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `bench seals`."""
+    """Adds the arguments of `bench seals`."""
     parser.add_argument("--rows", type=int, default=1_000_000, help="records, and as many parities")
     parser.add_argument("--touched", type=int, default=40_000, help="of them, in a step")
     parser.add_argument("--dim", type=int, default=64)
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints a table, and writes it.
+    """Measures, prints a table, and writes it.
 
     Raises:
         ValueError, TypeError: a number is less than 1.
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(arguments: argparse.Namespace, sealed: bool) -> dict[str, float]:
-    """Seconds for each record, by what is done; `scrub`: bytes per second."""
+    """Returns seconds for each record, by operation; for `scrub`, bytes per second."""
     spec, code, rng = optimizer(arguments.optimizer), LinearCode(2, 1), np.random.default_rng(0)
     shard = Shard(spec.schema(arguments.dim), arguments.rows, arguments.rows, sealed=sealed)
     count = min(arguments.touched, arguments.rows)

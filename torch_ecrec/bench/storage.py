@@ -1,4 +1,4 @@
-"""How fast one thread writes and reads a part of a checkpoint.
+"""Measures how fast one thread writes and reads a part of a checkpoint.
 
     write       records to a file, hashed on the way
     synced      the same, and the file made durable
@@ -37,7 +37,7 @@ NOTES = """GB/s of records of {dim} weights and row-wise Adagrad ({mb} MB), one 
 
 
 def _once(location: Location, encoding: Encoding, rows_N: Positions, records_NB: Bytes) -> tuple[int, dict[str, float]]:
-    """Bytes of the file, and seconds."""
+    """Writes and reads one part; returns the bytes of its file, and seconds."""
     schema = Schema.of(DIM, (StateField("momentum1", True),))
     portion = PORTION_BYTES // schema.nbytes
     part = PartWriter(location, "measured.part", [schema], encoding)
@@ -58,7 +58,7 @@ def _once(location: Location, encoding: Encoding, rows_N: Positions, records_NB:
 
 
 def measure(folder: Path, encoding: Encoding, megabytes: int, repeats: int) -> dict[str, Any]:
-    """One row of the table."""
+    """Returns one row of the table."""
     schema = Schema.of(DIM, (StateField("momentum1", True),))
     count = max(megabytes * 10**6 // schema.nbytes, 1)
     numbers_NW = np.random.default_rng(0).standard_normal((count, schema.width), np.float32)
@@ -74,7 +74,7 @@ def measure(folder: Path, encoding: Encoding, megabytes: int, repeats: int) -> d
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `bench storage`."""
+    """Adds the arguments of `bench storage`."""
     folders = [Path("/dev/shm"), Path(tempfile.gettempdir())]
     parser.add_argument("--folders", nargs="+", type=Path, default=folders, help="default: /dev/shm, temporary files")
     parser.add_argument("--megabytes", type=int, default=200, help="of records (default 200)")

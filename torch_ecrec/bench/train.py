@@ -1,4 +1,4 @@
-"""Throughput of training: our servers with several codes beside plain TorchRec, in one run, in turn.
+"""Measures throughput of training: our servers with several codes beside plain TorchRec, in turn.
 
 All systems (`experiment.py` has their names) are started, then take turns: one block of steps each, again and again,
 while the others wait. So noise that comes and goes meets all of them, and ratios hold where times do not. CPU seconds
@@ -31,7 +31,7 @@ FIGURES = ("samples_per_s", "step_ms", "cpu_s_per_step", "server_cpu_s_per_step"
 
 
 class Blocks:
-    """Turns of so many seconds, about: how many steps that is, is found out while a mode warms up.
+    """Turns of about so many seconds. How many steps that is, is measured while a mode warms up.
 
     Args:
         warmup: steps before that, and again as many that are timed.
@@ -45,18 +45,18 @@ class Blocks:
         self.steps: dict[str, int] = {}  # of a block, by the name of the mode
 
     def warm_up(self, running: Running, part: Part) -> None:
-        """Before the first turn of a part."""
+        """Called before the first turn of a part: warms up, and measures the steps of a turn."""
         warm, timed = (running.block(self.warmup, dataclasses.replace(part.mode, checkpoint=False)) for _ in range(2))
         self.steps[part.mode.name] = max(self.least_steps, round(1e3 * self.seconds / timed["step_ms"]))
         print(f"{part.name:16} warm: {warm['step_ms']:.1f}, then {timed['step_ms']:.1f} ms/step", flush=True)
 
     def turn(self, mode: Mode, running: Running) -> dict[str, Any]:
-        """A block of a mode."""
+        """Trains one block of a mode; returns its figures."""
         return running.block(self.steps[mode.name], mode, self.every)
 
 
 def summarise(modes: Sequence[Mode], blocks: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Median, least and most of every figure over the blocks of each mode; of those that have some."""
+    """Returns median, least and most of every figure over the blocks of each mode that has some."""
     modes = [mode for mode in modes if blocks[mode.name]]
     result: dict[str, Any] = {
         figure: {mode.name: record.spread(block[figure] for block in blocks[mode.name]) for mode in modes}
@@ -71,7 +71,7 @@ def summarise(modes: Sequence[Mode], blocks: Mapping[str, Sequence[Mapping[str, 
 
 
 def rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The table: a line per mode, with ratios to TorchRec and to our servers without protection."""
+    """Returns the table: a row per mode, with ratios to TorchRec and to our servers without protection."""
     medians = {figure: {name: v["median"] for name, v in result[figure].items()} for figure in FIGURES}
     lines = []
     for name, rate in medians["samples_per_s"].items():
@@ -98,7 +98,7 @@ def rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def draw(shape: str, lines: Sequence[Mapping[str, Any]]) -> Figure:
-    """Throughput and CPU seconds per step of every mode."""
+    """Plots throughput, and CPU seconds per step, of every mode."""
     from matplotlib.figure import Figure
 
     names = [line["system"] for line in lines]
@@ -121,7 +121,7 @@ def draw(shape: str, lines: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def check(arguments: argparse.Namespace) -> tuple[workload.Shape, list[Mode]]:
-    """What is trained, by which systems. Raises ValueError or TypeError if an argument is wrong."""
+    """Returns the model's shape and the modes. Raises ValueError or TypeError if an argument is wrong."""
     shape = workload.resized(
         workload.SHAPES[arguments.shape],
         rows=arguments.rows,
@@ -193,7 +193,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `torch-ecrec bench train`."""
+    """Adds the arguments of `torch-ecrec bench train`."""
     parser.add_argument("--shape", choices=list(workload.SHAPES), default="embedding-heavy")
     parser.add_argument("--systems", metavar="A,B,...", help=f"default {DEFAULT}; for sequence {DEFAULT_OF_SEQUENCES}")
     parser.add_argument("--blocks", type=int, default=5, metavar="N", help="turns of each system (default 5)")

@@ -1,4 +1,4 @@
-"""One trainer of a benchmark: `python -m torch_ecrec.bench.worker`, told what to do by lines of JSON on its input.
+"""A trainer of a benchmark: `python -m torch_ecrec.bench.worker`. It obeys lines of JSON on its input.
 
 The first line says what to train (`Assignment`), torchrun's variables say who it is. Then, per line,
     {"run": STEPS, "snapshot": BOOL, "checkpoint": STEPS or 0}   trains; answers {"seconds": S, "losses": [first, last],
@@ -46,7 +46,7 @@ SAMPLE_ROWS = 997  # every so many rows of a table go into the sample
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a trainer trains.
+    """The model that a trainer trains, and how.
 
     Args:
         backend: "torchrec", "torch" or "ecrec".
@@ -68,7 +68,7 @@ class Assignment:
 
 
 class Orders:
-    """What the parent says, read on a thread. The process ends at once when the other end of the pipe closes."""
+    """The parent's orders, read on a thread. The process ends at once when the parent closes the pipe."""
 
     def __init__(self) -> None:
         self._input = open(0, closefd=False)  # noqa: SIM115  not sys.stdin: its lock is taken when the interpreter ends
@@ -82,18 +82,18 @@ class Orders:
         os._exit(0)
 
     def next(self, wait: bool = True) -> dict[str, Any]:
-        """The next one; {} where there is none yet, unless it is waited for."""
+        """Returns the next order; {} if there is none yet and it does not wait."""
         return self._orders.get() if wait or not self._orders.empty() else {}
 
 
 def answer(**message: Any) -> None:
-    """Tells the parent."""
+    """Sends a message to the parent."""
     sys.__stdout__.write(json.dumps(message) + "\n")  # type: ignore[union-attr]
     sys.__stdout__.flush()  # type: ignore[union-attr]
 
 
 class Trainer:
-    """A model, its batches, and the steps done so far."""
+    """A model, its batches, and the number of steps done."""
 
     def __init__(self, assignment: Assignment) -> None:
         self.assignment = assignment
@@ -138,7 +138,7 @@ class Trainer:
         return loss.detach()  # type: ignore[no-any-return]
 
     def run(self, steps: int, snapshot: bool, checkpoint_every: int, asynchronous: bool) -> dict[str, Any]:
-        """Trains for some steps; returns what is reported."""
+        """Trains for some steps; returns the figures."""
         if self.ours is not None and self.ours.snapshot_every != int(snapshot):
             self.ours.snapshot_every = int(snapshot)
         losses, ends_s = [], []
@@ -162,7 +162,7 @@ class Trainer:
         }
 
     def go(self, orders: Orders) -> None:
-        """Trains until it is told to pause; tells of each step."""
+        """Trains until it is told to pause; reports each step."""
         last: int | None = None
         while last is None or self.steps < last:
             begin_s = time.time()
@@ -172,7 +172,7 @@ class Trainer:
         answer(paused=self.steps)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has: sharded tensors as the parts of this trainer, which staging takes as well."""
+        """Returns the contents of a checkpoint, with sharded tensors as the parts that this trainer has."""
         state: dict[str, Any] = {"optimizer": self.optimizers[0].state_dict()}
         parts = dict(self.model.state_dict())
         for states in self.model.fused_optimizer.state_dict()["state"].values():
@@ -202,7 +202,7 @@ class Trainer:
         return {"loaded_s" if loads else "saved_s": seconds, "sample": sample}
 
     def _checkpoint(self, asynchronous: bool) -> None:
-        """As a careful user would: the one before must be on disk, then the next is written, beside training or not."""
+        """Saves as a careful user would: the save before must be on disk first. It may go on beside training."""
         if self.saving is not None:
             self.saving.result()
         place = Path(self.assignment.folder) / str(self.steps % 2)
@@ -220,7 +220,7 @@ class Trainer:
             ended()
 
     def finish(self) -> list[list[float]]:
-        """Waits for what is being saved; when all saves since the last call began and ended."""
+        """Waits for saves that are under way; returns when each since the last call began and ended."""
         if self.saving is not None:
             self.saving.result()
             self.saving = None

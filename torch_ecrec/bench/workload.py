@@ -1,4 +1,4 @@
-"""What the training benchmarks train: a model of a given shape and its batches, the same for every system.
+"""The workload of the training benchmarks: a model of a given shape and its batches, the same for every system.
 
     embedding-heavy  26 tables x 200,000 rows x 64, one id per bag, Zipf 1.05, batch 1024, MLPs [64] / [64, 1]
     multi-hot        the same with 10 ids per bag
@@ -53,7 +53,7 @@ SCATTER = 2_654_435_761  # a prime: rank * SCATTER % rows is a permutation
 
 @dataclass(frozen=True)
 class Shape:
-    """A DLRM and its input.
+    """The sizes of a DLRM and of its input.
 
     Args:
         tables, rows, dim: of the embedding tables.
@@ -92,7 +92,7 @@ SHAPES = {
 
 
 def resized(shape: Shape, **changes: int | str | None) -> Shape:
-    """The shape with some sizes replaced, those that are not None; the bottom MLP follows `dim`."""
+    """Returns the shape with some sizes replaced, those that are not None. The bottom MLP follows `dim`."""
     known = {name: value for name, value in changes.items() if value is not None}
     if "dim" in known:
         known["bottom"] = (*shape.bottom[:-1], known["dim"])  # type: ignore[assignment]
@@ -104,7 +104,7 @@ def features(shape: Shape) -> list[str]:
 
 
 class Histories(nn.Module):
-    """Guesses from a history: its rows, weighed by their products with the dense features, then an MLP.
+    """A model that guesses from a history: its rows, weighted by their products with dense features, then an MLP.
 
     Args:
         rows: gives a `JaggedTensor` for each feature, `shape.ids` rows for each sample.
@@ -131,7 +131,7 @@ class Histories(nn.Module):
 
 
 class SparseRows(nn.Module):
-    """What torch has of itself for a row for each id: `nn.Embedding` with sparse gradients, a copy on every trainer."""
+    """Torch's own way to a row for each id: `nn.Embedding` with sparse gradients, a copy on every trainer."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class SparseRows(nn.Module):
 
 
 def build(shape: Shape, seed: int) -> nn.Module:
-    """The model, tables on the meta device, their optimizer in their backward."""
+    """Returns the model, with tables on the meta device and their optimizer in their backward."""
     names, meta = features(shape), torch.device("meta")
     same = {"embedding_dim": shape.dim, "num_embeddings": shape.rows}
     if shape.sequence:
@@ -169,7 +169,7 @@ def build(shape: Shape, seed: int) -> nn.Module:
 
 
 def distributed(shape: Shape, backend: str, seed: int, device: torch.device = CPU) -> nn.Module:
-    """The model on all trainers.
+    """Returns the model on all trainers.
 
     Args:
         backend: "ecrec": tables on our servers; "torchrec": in TorchRec's own trainers; "torch": a copy on each, in
@@ -187,8 +187,7 @@ def distributed(shape: Shape, backend: str, seed: int, device: torch.device = CP
 
 
 def optimizers(model: nn.Module) -> list[Optimizer]:
-    """Returns the optimizers of what does not step in its backward: the dense part's first, then that of tables, if it
-    is there."""
+    """Returns the optimizers to step after the backward: the dense part's first, then the tables', if it has one."""
     sparse = [value for part in model.modules() if isinstance(part, SparseRows) for value in part.parameters()]
     known = {id(value) for value in sparse}
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
@@ -197,7 +196,7 @@ def optimizers(model: nn.Module) -> list[Optimizer]:
 
 
 def torchrec_plan(model: nn.Module, trainers: int) -> ShardingPlan:
-    """Table-wise, tables dealt out in turn. TorchRec's planner would make small tables on a CPU data-parallel."""
+    """Returns a table-wise plan that deals tables out in turn. TorchRec's would make small ones data-parallel."""
     path, collection = next((p, m) for p, m in model.named_modules() if isinstance(m, torchrec.EmbeddingBagCollection))
     ranks = {config.name: table_wise(rank=i % trainers) for i, config in enumerate(collection.embedding_bag_configs())}
     entries = construct_module_sharding_plan(collection, ranks, EmbeddingBagCollectionSharder(), device_type="cpu")
@@ -205,7 +204,7 @@ def torchrec_plan(model: nn.Module, trainers: int) -> ShardingPlan:
 
 
 def zipf_ranks(rng: np.random.Generator, count: int, rows: int, exponent: float) -> Any:
-    """Ranks 0..rows-1 with probability proportional to (rank + 1)^-exponent; uniform for exponent 0."""
+    """Draws ranks 0..rows-1 with probability proportional to (rank + 1)^-exponent; uniform for exponent 0."""
     if exponent == 0:
         return rng.integers(0, rows, count)
     weights = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -exponent)
@@ -213,7 +212,7 @@ def zipf_ranks(rng: np.random.Generator, count: int, rows: int, exponent: float)
 
 
 def batches(shape: Shape, trainer: int, trainers: int, seed: int, count: int = POOL) -> list[Batch]:
-    """The pool of `count` batches of one trainer."""
+    """Returns the pool of `count` batches of one trainer."""
     names = features(shape)
     pool = []
     if shape.data is not None:
@@ -241,7 +240,7 @@ def batches(shape: Shape, trainer: int, trainers: int, seed: int, count: int = P
 
 
 class Draws:
-    """Batches of one trainer, without end: one id per bag; dense features and labels are always the same.
+    """Draws batches of one trainer, without end: one id per bag; dense features and labels are always the same.
 
     Args:
         shape: of the model; one with an id per bag.
@@ -259,7 +258,7 @@ class Draws:
         self._labels = torch.from_numpy(rng.integers(0, 2, shape.batch).astype(np.float32))
 
     def __call__(self, number: int) -> Batch:
-        """The batch of that number, from 0."""
+        """Returns the batch of that number, from 0."""
         rng, rows = np.random.default_rng([*self._seeds, number]), self._shape.rows
         first = int(rng.integers(0, len(self._pool) - self._count + 1))
         shift = 0 if self._shape.zipf > 0 else int(rng.integers(0, rows))
@@ -270,7 +269,7 @@ class Draws:
 
 
 class Reader:
-    """Batches by their number, for ever, and the place among them. `draw`: gives the batch of a number, from 0."""
+    """Iterates batches by number, for ever, and keeps its place. `draw`: gives the batch of a number, from 0."""
 
     def __init__(self, draw: Callable[[int], Batch]) -> None:
         self.draw, self.drawn = draw, 0

@@ -1,4 +1,4 @@
-"""A checkpoint of the cluster as one of `torch.distributed.checkpoint` (DCP), under the names of TorchRec's model.
+"""Exports a checkpoint of the cluster to `torch.distributed.checkpoint` (DCP), under TorchRec's names.
 
     model.tables.embedding_bags.a.weight                               (rows, dim)
     optimizer.state.tables.embedding_bags.a.weight.a.momentum1         (rows,)
@@ -54,17 +54,17 @@ SCRIPTS = (
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written. `absent`: what of the checkpoint is not in it, for people."""
+    """The result of an export. `absent`: the parts of the checkpoint that it lacks, for people."""
 
     bytes: int
     absent: tuple[str, ...]
 
 
 def export(catalog: Catalog, manifest: Manifest, folder: Path) -> Exported:
-    """Writes a checkpoint, with all that it builds on, as one of DCP.
+    """Writes a checkpoint, with all that it builds on, as a checkpoint of DCP.
 
     Args:
-        catalog, manifest: which.
+        catalog, manifest: the checkpoint.
         folder: on this machine, not there yet. It appears whole, or not at all; meanwhile it needs room twice.
 
     Raises:
@@ -115,7 +115,7 @@ def _state_of(catalog: Catalog, manifest: Manifest) -> State:
 
 
 def _dense(state: State) -> tuple[dict[str, Any], list[str]]:
-    """Names and tensors of the dense model and its optimizers; and what there is besides."""
+    """Returns names and tensors of the dense model and its optimizers, and a list of what else there is."""
     content: dict[str, Any] = {f"model.{name}": tensor for name, tensor in state.parameters.items()}
     content.update({f"model.{name}": tensor for name, tensor in state.buffers(0).items()})
     absent = [f"what module {path} keeps beside its tables" for path in state.replicated]

@@ -1,4 +1,4 @@
-"""A folder of `torch.distributed.checkpoint` (DCP), or a file of safetensors, as a checkpoint of a cluster.
+"""Imports a folder of `torch.distributed.checkpoint` (DCP), or a file of safetensors, as a cluster's checkpoint.
 
     dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, checkpoint_id=folder)
     torch-ecrec checkpoints URL --import folder --job job.json
@@ -57,7 +57,7 @@ _STATE, _GROUPS = ".state.", ".param_groups"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What an import is told besides the source.
+    """The options of an import.
 
     Args:
         job: file of `describing.describe`; None: the source has one with it, since we have exported it.
@@ -77,7 +77,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Imported:
-    """What was made. `absent`: what of the source is not in it, for people."""
+    """The result of an import. `absent`: the parts of the source that it lacks, for people."""
 
     manifest: Manifest
     absent: tuple[str, ...]
@@ -123,7 +123,7 @@ def import_(catalog: Catalog, source: Path, wanted: Wanted) -> Imported:
 
 
 def _described(wanted: Wanted, there: bytes, source: Path) -> Description:
-    """What is known of the job. Raises CheckpointError: nothing, or what cannot be imported."""
+    """Returns the description of the job. Raises CheckpointError if there is none, or it cannot be imported."""
     if wanted.job is not None:
         try:
             there = wanted.job.read_bytes()
@@ -152,13 +152,13 @@ def _described(wanted: Wanted, there: bytes, source: Path) -> Description:
 
 
 class Folder:
-    """What a folder of DCP has.
+    """A folder of DCP, and the tensors in it.
 
     Attributes:
         tensors: by name. `others`: names of what is no tensor.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: it is no folder of DCP.
     """
 
     def __init__(self, path: Path) -> None:
@@ -171,7 +171,7 @@ class Folder:
         self.others = [name for name in found if name not in self.tensors]
 
     def columns(self, before: str, described: Description) -> dict[str, Found]:
-        """By path of a module: what it says of the order of its features.
+        """Returns, by path of a module, what the folder tells of the order of its features.
 
         Args:
             before: what stands before the model's keys.
@@ -189,7 +189,7 @@ class Folder:
         return dtype
 
     def chunks(self, name: str) -> list[Chunk]:
-        """Those of a tensor, in the order of their first rows.
+        """Returns the chunks of a tensor, in the order of their first rows.
 
         Raises:
             CheckpointError: together they are not the tensor, or one is not where the metadata says.
@@ -213,7 +213,7 @@ class Folder:
         return chunks
 
     def whole(self, name: str) -> Tensor:
-        """A tensor, read as a whole."""
+        """Reads a tensor as a whole."""
         tensor = torch.empty(self.tensors[name].size, dtype=self.dtype_of(name), device="cpu")
         for chunk in self.chunks(name):
             place = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
@@ -222,7 +222,7 @@ class Folder:
 
 
 def _overlap(chunks: Sequence[Chunk]) -> bool:
-    """Whether two chunks of a tensor have the same number. They are in the order of their first rows."""
+    """Returns whether two chunks of a tensor overlap. They are in the order of their first rows."""
     live: list[tuple[int, int]] = []  # end, index
     for i, chunk in enumerate(chunks):
         if not chunk.sizes or 0 in chunk.sizes:
@@ -239,7 +239,7 @@ def _overlap(chunks: Sequence[Chunk]) -> bool:
 
 
 class Chunk:
-    """A part of a tensor: some rows, perhaps of some columns.
+    """A part of a tensor: some rows, and perhaps only some of the columns.
 
     Args:
         folder: where it is.
@@ -255,22 +255,22 @@ class Chunk:
 
     @property
     def bounds(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The part of the tensor that it has: offsets, then sizes."""
+        """The place of the chunk in the tensor: offsets, then sizes."""
         return self.offsets, self.sizes
 
     @property
     def end(self) -> int:
-        """Its last row, and one."""
+        """The row behind its last one."""
         return self.offsets[0] + self.sizes[0]
 
     def tensor(self) -> Tensor:
-        """All of it, mapped. Raises CheckpointError: it is not there, cut off, or another one."""
+        """Returns the chunk's tensor, mapped. Raises CheckpointError if the file is missing, cut off or another one."""
         if self._mapped is None:
             self._mapped = self._read()
         return self._mapped
 
     def let_go(self) -> None:
-        """It is not needed any more."""
+        """Releases the mapped memory."""
         self._mapped = None
 
     def _read(self) -> Tensor:
@@ -297,7 +297,7 @@ class Chunk:
         return found
 
     def _load(self, path: Path) -> Tensor:
-        """Maps it where torch has saved it as it is; else reads it."""
+        """Maps the tensor if torch has saved it as it is; else reads it."""
         if getattr(self._place, "transform_descriptors", None):
             raise ValueError("it is compressed or otherwise transformed, which is not supported: save it without")
         with open(path, "rb") as file, FakeTensorMode():
@@ -319,7 +319,7 @@ class Chunk:
 
 
 class _Slice(io.RawIOBase):
-    """A piece of a file, as a file."""
+    """A part of a file, as a file object."""
 
     def __init__(self, file: BinaryIO, first: int, size: int) -> None:
         super().__init__()
@@ -364,7 +364,7 @@ class DcpSource:
             self._chunks[table.name, field.name] = folder.chunks(name)
 
     def rows(self, table: str, field: Field, first: int, last: int) -> Bytes | None:
-        """See `importing.Source`."""
+        """Returns a field of some rows, see `importing.Source`."""
         chunks = self._chunks.get((table, field.name))
         if chunks is None:
             return None
@@ -398,7 +398,7 @@ class _Dense:
 
 
 def _dense(folder: Folder, found: FoundTensors, described: Description, tables_only: bool) -> _Dense:
-    """The dense model and its optimizers' state; and what there is besides."""
+    """Returns the dense model and its optimizers' state, and a list of what else there is."""
     taken = set(found.names.values())
     before = found.model
     left = sorted(name for name in folder.tensors if name not in taken)
@@ -439,7 +439,7 @@ def _dense(folder: Folder, found: FoundTensors, described: Description, tables_o
 
 
 def _state_place(name: str, dense: dict[str, Tensor]) -> tuple[str, str] | None:
-    """Returns whose optimizer a tensor belongs to, and what it is there; None: it is none of an optimizer."""
+    """Returns the parameter whose optimizer state a tensor is, and its name there; None if it is none."""
     _, state, rest = f".{name}".partition(_STATE)
     if not state:
         return None
@@ -453,7 +453,7 @@ def _state_place(name: str, dense: dict[str, Tensor]) -> tuple[str, str] | None:
 
 
 def _said(tensors: Sequence[str], others: Sequence[str]) -> list[str]:
-    """What is left over, in few words."""
+    """Returns a short list, for people, of what was not imported."""
     plain = sorted(name for name in others if _GROUPS not in f".{name}")
     found = [f"tensor {name}" for name in tensors[:10]]
     found += [f"{len(tensors) - 10} more tensors"] if len(tensors) > 10 else []

@@ -1,4 +1,4 @@
-"""`.metadata` of a folder of `torch.distributed.checkpoint` (DCP), read so that nothing runs that a stranger put there.
+"""Reads `.metadata` of a folder of `torch.distributed.checkpoint` (DCP) without running code in it.
 
 The file is a pickle, and a pickle names functions that are called as it is read. Here it may name what DCP itself
 writes (`ALLOWED`, `DCP_PICKLES`), and nothing else: `torch.load(weights_only=True)` has the same rule for tensors.
@@ -31,7 +31,7 @@ ALLOWED = {
 
 
 class _Reader(pickle.Unpickler):
-    """Builds what these name. Raises CheckpointError: something else is named."""
+    """An unpickler that builds the listed classes only. Raises CheckpointError if another one is named."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in ALLOWED.get(module, ()) and name not in DCP_PICKLES.get(module, ()):
@@ -42,7 +42,7 @@ class _Reader(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What DCP says of a folder.
+    """Reads the metadata of a folder of DCP.
 
     Raises:
         CheckpointError: it is no folder of DCP, or names what DCP never writes.
@@ -50,7 +50,7 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         with open(folder / ".metadata", "rb") as file:
             found = _Reader(file).load()
-    except Exception as error:  # whatever a pickle that is none, was cut off, or was made to do harm raises
+    except Exception as error:  # a malformed, truncated or malicious pickle may raise anything
         raise CheckpointError(f"{folder} is no folder of torch.distributed.checkpoint: {error}") from error
     if not isinstance(found, Metadata):
         raise CheckpointError(
@@ -60,7 +60,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def place_within(folder: Path, said: object) -> Path:
-    """Where a file of the folder is, as its metadata says. Raises CheckpointError: not in the folder."""
+    """Returns the path of a file named in the metadata. Raises CheckpointError if it is not in the folder."""
     if not isinstance(said, str) or PurePath(said).is_absolute() or ".." in PurePath(said).parts:
         raise CheckpointError(f"{folder}: its metadata has {said!r} for a file, which is not in the folder")
     return folder / said

@@ -1,4 +1,4 @@
-"""Describes a model for an import: the job that a cluster would train, and what state dicts call its tables.
+"""Describes a model for an import: the job that a cluster would train, and the names of its tables in state dicts.
 
     torch_ecrec.checkpoint.describe(DLRMTrain(...), "job.json", trainers=2)
 
@@ -38,7 +38,7 @@ def describe(
     seed: int = 0,
     unprotected: str = "refuse",
 ) -> Description:
-    """Writes what `torch-ecrec checkpoints URL --import FOLDER --job FILE` has to know of a model.
+    """Writes the description of a model that `torch-ecrec checkpoints URL --import FOLDER --job FILE` reads.
 
     Args:
         model: as the script gives it to `torch_ecrec.DistributedModelParallel`; or that, made already.

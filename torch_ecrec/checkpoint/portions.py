@@ -70,7 +70,7 @@ def load(
 ) -> dict[str, Any]:
     """Loads what `save` or DCP has saved, by any number of trainers and servers. Every trainer calls it.
 
-    It is a load as `model.load_state_dict` is, in training, too: as safe as any step.
+    It is a load like `model.load_state_dict`, also during training, and as safe as any step.
 
     Args:
         model: see `save`.
@@ -132,7 +132,7 @@ def _check(name: str, table: StreamedTable, metadata: Metadata) -> None:
 
 
 def _load_table(name: str, table: StreamedTable, metadata: Metadata, reader: StorageReader) -> None:
-    """Reads what the checkpoint has of this trainer's rows, chunk by chunk, and loads it."""
+    """Reads the checkpoint's values of this trainer's rows, chunk by chunk, and loads them."""
     first, last = table.rows
     saved: Any = metadata.state_dict_metadata[name]
     rest = table.size()[1:]
@@ -152,7 +152,7 @@ def _load_table(name: str, table: StreamedTable, metadata: Metadata, reader: Sto
 
 
 class _Into(DefaultLoadPlanner):
-    """Reads one item into a tensor of its size."""
+    """A load planner that reads one item into a tensor of its size."""
 
     def __init__(self, values: Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The command line, a file for each command; `main` reads the words and runs one.
+"""The command line: a file for each command. `main` parses the arguments and runs one of them.
 
     HELP                        a line for `torch-ecrec --help`
     add_arguments(parser)       what may follow the command's name

@@ -1,4 +1,4 @@
-"""Arguments that several commands have."""
+"""Command-line arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ STORE_S = 60.0  # for one small file, at the start
 
 
 def port(text: str) -> int:
-    """A TCP port; 0 for a free one."""
+    """Parses a TCP port; 0 stands for a free one."""
     if not text.isdigit() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"a port is a number up to 65535, got {text!r}")
     return int(text)
 
 
 def host(text: str) -> str:
-    """Where this host can be reached by others."""
+    """Parses an address at which others reach this host."""
     try:
         return parse_host(text)
     except ValueError as error:
@@ -46,7 +46,7 @@ def host(text: str) -> str:
 
 
 def add_host(parser: argparse.ArgumentParser) -> None:
-    """Adds the argument that says where a coordinator listens."""
+    """Adds the arguments that say where a coordinator listens."""
     parser.add_argument(
         "--host",
         type=host,
@@ -62,7 +62,7 @@ def add_host(parser: argparse.ArgumentParser) -> None:
 
 
 def require_guarded(arguments: argparse.Namespace) -> None:
-    """Before anything is started: who listens where other hosts get to knows who may come.
+    """Checks, before anything starts, that a coordinator which other hosts can reach is guarded by a secret.
 
     Raises:
         ValueError: there is no secret; or torch.distributed.rpc is to listen there, which asks for none.
@@ -84,7 +84,7 @@ def require_guarded(arguments: argparse.Namespace) -> None:
 
 
 def add_code(parser: argparse.ArgumentParser) -> None:
-    """How many servers there are, and the code that protects their records; `code_of` reads it."""
+    """Adds the number of servers, and the code that protects their records. `code_of` reads them."""
     parser.add_argument("--servers", type=int, default=3, metavar="S", help="slots, one server each (default 3)")
     parser.add_argument("--spares", type=int, default=1, metavar="P", help="servers in reserve (default 1)")
     parser.add_argument("-k", type=int, default=2, help="data records in a stripe (default 2)")
@@ -100,7 +100,7 @@ def add_code(parser: argparse.ArgumentParser) -> None:
 
 
 def add_drain_slow(parser: argparse.ArgumentParser) -> None:
-    """What follows where a server limps."""
+    """Adds what to do about a slow server."""
     parser.add_argument(
         "--drain-slow",
         action="store_true",
@@ -109,12 +109,12 @@ def add_drain_slow(parser: argparse.ArgumentParser) -> None:
 
 
 def code_of(arguments: argparse.Namespace) -> CodeSpec:
-    """What `add_code` has read. Raises ValueError where there is no such code."""
+    """Returns the code that `add_code` has read. Raises ValueError if there is no such code."""
     return CodeSpec(arguments.servers, arguments.k, arguments.r, arguments.protection)
 
 
 def interval(text: str) -> tuple[int, float]:
-    """How often: "200" steps, or "90s", "10m", "2h"; as steps and seconds, of which one is 0."""
+    """Parses an interval, "200" steps or "90s", "10m", "2h", to steps and seconds, of which one is 0."""
     seconds = {"s": 1.0, "m": 60.0, "h": 3600.0}
     number, unit = (text[:-1], text[-1:]) if text[-1:] in seconds else (text, "")
     try:
@@ -127,7 +127,7 @@ def interval(text: str) -> tuple[int, float]:
 
 
 def add_checkpoints(parser: argparse.ArgumentParser, restore: bool = True) -> None:
-    """Checkpoints that a cluster writes, and the one it begins with; `checkpoints_of` reads it.
+    """Adds the checkpoints that a cluster writes, and the one it begins with. `checkpoints_of` reads them.
 
     Args:
         parser: gets them.
@@ -219,7 +219,7 @@ def _add_beyond(add: Callable[..., object]) -> None:
 
 
 def checkpoints_of(arguments: argparse.Namespace) -> CheckpointSettings:
-    """What `add_checkpoints` has read. Raises ValueError where that cannot be."""
+    """Returns what `add_checkpoints` has read. Raises ValueError if the arguments contradict each other."""
     from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
     from torch_ecrec.storage.location import require_place
 
@@ -249,7 +249,7 @@ def checkpoints_of(arguments: argparse.Namespace) -> CheckpointSettings:
 
 
 def require_store(arguments: argparse.Namespace, patient: bool = False) -> None:
-    """Before anything is started: checkpoints can be written where they are to be kept.
+    """Checks, before anything starts, that checkpoints can be written where they are to be kept.
 
     Args:
         patient: a place that may be had again later is only told of: others may train meanwhile.
@@ -273,7 +273,7 @@ def require_store(arguments: argparse.Namespace, patient: bool = False) -> None:
 
 
 def checkpoint_arguments(arguments: argparse.Namespace) -> list[str]:
-    """What `add_checkpoints` has read, for the command line of a coordinator."""
+    """Returns what `add_checkpoints` has read as arguments of a coordinator's command line."""
     checkpoints_of(arguments)
     found = ["--restore", arguments.restore] if arguments.restore else []
     if not arguments.checkpoint:
@@ -288,14 +288,14 @@ def checkpoint_arguments(arguments: argparse.Namespace) -> list[str]:
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:
-    """The rows that the demonstration's model is trained on."""
+    """Adds the data on which the demonstration's model is trained."""
     parser.add_argument(
         "--data", type=Path, metavar="FILE", help="Criteo rows (.tsv or .tsv.gz); default: made-up rows"
     )
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
-    """How the demonstration's model is trained, besides the size of a batch."""
+    """Adds how the demonstration's model is trained, except for the batch size."""
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="rowwise_adagrad", help="of the tables")
     parser.add_argument(
         "--snapshot-every",
@@ -307,7 +307,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def add_join(parser: argparse.ArgumentParser) -> None:
-    """The cluster that a process is to talk to."""
+    """Adds the cluster that a process joins or asks."""
     parser.add_argument(
         "--join",
         metavar="HOST:PORT",
@@ -316,7 +316,7 @@ def add_join(parser: argparse.ArgumentParser) -> None:
 
 
 def add_grace(parser: argparse.ArgumentParser) -> None:
-    """For who serves trainers, and may be told to end when they are."""
+    """Adds the time for which a process that is told to end still serves its trainers."""
     parser.add_argument(
         "--grace",
         metavar="SECONDS",
@@ -327,14 +327,14 @@ def add_grace(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    """The environment's, with what the command line says of the same (`add_join`, `add_grace`)."""
+    """Returns the settings of the environment, overridden by the command line (`add_join`, `add_grace`)."""
     join, grace_s = getattr(arguments, "join", None), getattr(arguments, "grace", None)
     overrides: dict[str, Any] = {"join": join} if join else {}
     return Settings.from_environment(**overrides, **({} if grace_s is None else {"grace_s": grace_s}))
 
 
 def add_end_with_parent(parser: argparse.ArgumentParser, tells: bool) -> None:
-    """For a process that runs until it is told to end: a supervisor starts it with this (`main` looks for it).
+    """Adds the argument by which a supervisor starts a process that is to end with it (`main` looks for it).
 
     Args:
         parser: gets it.

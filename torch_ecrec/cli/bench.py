@@ -1,4 +1,4 @@
-"""`torch-ecrec bench WHAT`: measurements, each a module of `bench` with its own `add_arguments` and `run`."""
+"""`torch-ecrec bench NAME`: runs a benchmark, a module of `bench` with its own `add_arguments` and `run`."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ BENCHMARKS = {
 
 
 def named_in(words: list[str]) -> str | None:
-    """The benchmark that a command line asks for, if it does."""
+    """Returns the benchmark that a command line names, if any."""
     return words[1] if len(words) > 1 and words[0] == "bench" and words[1] in BENCHMARKS else None
 
 
 def _module_of(benchmark: str) -> Any:
-    """Loaded only when asked for: a server that starts should not wait for TorchRec and plots."""
+    """Imports a benchmark only when it is named: a server that starts should not wait for TorchRec and plots."""
     return importlib.import_module(f"torch_ecrec.bench.{benchmark}")
 
 
 def add_arguments(parser: argparse.ArgumentParser, benchmark: str | None = None) -> None:
-    """A command for each benchmark, with its arguments only if it is the one named."""
+    """Adds a command for each benchmark. Only the one that is named gets its arguments."""
     benchmarks = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
     for name, text in BENCHMARKS.items():
         one = benchmarks.add_parser(name, help=text)
@@ -46,6 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser, benchmark: str | None = None)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the benchmark that was named."""
+    """Runs the benchmark that is named."""
     arguments.out.mkdir(parents=True, exist_ok=True)
     return int(_module_of(arguments.bench).run(arguments))

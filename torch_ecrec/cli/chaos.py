@@ -1,4 +1,4 @@
-"""`torch-ecrec chaos`: see docs/chaos.md."""
+"""`torch-ecrec chaos`: disturbs real training at random and looks whether one bit differs. See docs/chaos.md."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HELP = "kills and hangs at random while it trains: does one bit differ?"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `chaos`."""
+    """Adds the arguments of `chaos`."""
     add_code(parser)
     parser.add_argument(
         "--hosts",
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains, disturbed at random and undisturbed."""
+    """Trains with random disturbances and undisturbed, and compares."""
     require_torchrec()
     from torch_ecrec.demo.chaos.command import check, run_chaos
     from torch_ecrec.demo.chaos.power import run_check

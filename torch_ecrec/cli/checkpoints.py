@@ -1,4 +1,4 @@
-"""`torch-ecrec checkpoints`: what is kept at a URL, whether it can be read; removing one, exporting and importing."""
+"""`torch-ecrec checkpoints`: lists, verifies, removes, exports and imports checkpoints at a URL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIONS_OF = {  # each says something of one of the actions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `checkpoints`."""
+    """Adds the arguments of `checkpoints`."""
     parser.add_argument("url", metavar="URL", help="a folder, or any URL that fsspec knows: s3://bucket/folder")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Does what the arguments say; 7 if something is wrong with a checkpoint that is there."""
+    """Runs the command; returns 7 if a checkpoint is faulty."""
     from torch_ecrec.errors import CheckpointError
     from torch_ecrec.storage.catalog import Catalog
 
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass
 class _Found:
-    """What is at a URL, and of each checkpoint and prioritised save, by name, what is wrong; None: it was not read."""
+    """The checkpoints and prioritised saves at a URL. `faults`: the faults of each, by name; None: not verified."""
 
     listing: Listing
     saves: SavesListing
@@ -109,7 +109,7 @@ class _Found:
 
     @staticmethod
     def look(catalog: Catalog, verify: bool) -> _Found:
-        """Reads a whole checkpoint, to verify it."""
+        """Lists what is at the URL. With `verify`, it reads all of it."""
         from torch_ecrec.storage.saves import Saves
 
         saves = Saves(catalog.location)
@@ -121,7 +121,7 @@ class _Found:
         return found
 
     def forget(self, catalog: Catalog, saves: Saves) -> None:
-        """What is faulty since a running cluster has removed it while it was read."""
+        """Drops faulty ones that a running cluster has removed while they were read."""
         there = {one.id: catalog.folder(one.id).exists(one.file) for one in self.listing.whole}
         there |= {f"saves/{one.id}": saves.folder(one.id).exists(one.file) for one in self.saves.whole}
         assert self.faults is not None
@@ -141,13 +141,13 @@ class _Found:
         return [one for one in self.saves.whole if one.base == name]
 
     def adrift(self) -> list[Manifest]:
-        """Those on none that is there: nothing can use them."""
+        """Returns the prioritised saves whose checkpoint is gone: nothing can use them."""
         there = {*(one.id for one in self.listing.whole), *(one.folder for one in self.listing.broken)}
         return [one for one in self.saves.whole if one.base not in there]
 
 
 def _remove(catalog: Catalog, arguments: argparse.Namespace) -> int:
-    """With the prioritised saves on it, which nothing could use."""
+    """Removes a checkpoint, and the prioritised saves on it, which nothing could use."""
     from torch_ecrec.storage.saves import Saves
 
     name = _named(catalog, arguments.remove)
@@ -161,8 +161,10 @@ def _remove(catalog: Catalog, arguments: argparse.Namespace) -> int:
 
 
 def _named(catalog: Catalog, wanted: str) -> str:
-    """The checkpoint that is to go. Raises CheckpointError where there is none, or several of that step: another run's
-    may be among them."""
+    """Returns the name of the checkpoint to remove.
+
+    Raises CheckpointError if there is none, or several have that step: another run's may be among them.
+    """
     from torch_ecrec.errors import CheckpointError
 
     if not wanted.isdecimal():
@@ -222,7 +224,7 @@ def _import(catalog: Catalog, arguments: argparse.Namespace) -> int:
 
 
 def _faults(catalog: Catalog, manifest: Manifest) -> list[str]:
-    """What is wrong with a checkpoint and what it builds on: of every file; or of the rows of all together."""
+    """Returns the faults of a checkpoint and of what it builds on: of every file, or of the rows of all together."""
     from torch_ecrec.errors import CheckpointError
     from torch_ecrec.storage.restoring import check_rows
 
@@ -321,7 +323,7 @@ def _row(found: _Found, one: Manifest, name: str, now_s: float) -> list[str]:
 
 
 def _age(span_s: float) -> str:
-    """A time as people say it: 42 s, 7 min, 3 h, 12 d."""
+    """Returns an age as people read it: 42 s, 7 min, 3 h, 12 d."""
     for unit, unit_s, following_s in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172800)):
         if span_s < following_s:
             return f"{max(span_s, 0) / unit_s:.0f} {unit}"

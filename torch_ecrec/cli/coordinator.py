@@ -1,4 +1,4 @@
-"""`torch-ecrec coordinator`: the process that every member of a cluster joins; servers are started by others."""
+"""`torch-ecrec coordinator`: the process that every member of a cluster joins. It starts no servers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HELP = "the coordinator alone"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `coordinator`."""
+    """Adds the arguments of `coordinator`."""
     add_code(parser)
     add_drain_slow(parser)
     add_host(parser)

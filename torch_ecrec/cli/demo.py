@@ -1,4 +1,4 @@
-"""`torch-ecrec demo`: see docs/demo.md."""
+"""`torch-ecrec demo`: trains a DLRM, kills processes, and compares with an undisturbed run. See docs/demo.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HELP = "train a DLRM, kill servers, compare with the undisturbed run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `demo`."""
+    """Adds the arguments of `demo`."""
     add_code(parser)
     add_data(parser)
     parser.add_argument("--steps", type=int, default=240, metavar="N")
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains, disturbed and undisturbed, and compares."""
+    """Trains with kills and undisturbed, and compares."""
     require_torchrec()
     from torch_ecrec.demo.run import run_demo
 

@@ -1,4 +1,4 @@
-"""`torch-ecrec drain`: takes all slots from a server, or from a failure domain, while training goes on."""
+"""`torch-ecrec drain`: moves all slots off a server, or a failure domain, while training goes on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ASK_S = 0.5  # pause between two looks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `drain`."""
+    """Adds the arguments of `drain`."""
     parser.add_argument("what", metavar="SERVER|DOMAIN", help="as `torch-ecrec status` and --failure-domain name it")
     parser.add_argument("--undo", action="store_true", help="it may have slots again; what has moved stays where it is")
     parser.add_argument("--no-wait", action="store_true", help="do not wait until no slot is left there")
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Says it until nothing is left there: so it holds with a coordinator that takes over, too."""
+    """Asks for the drain again and again until no slot is left, so that a new coordinator hears of it, too."""
     from torch_ecrec.protocol.status import of_message
     from torch_ecrec.transport.control import request
     from torch_ecrec.transport.etcd import Leader
@@ -58,13 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def slots_left(status: Status) -> list[int]:
-    """Slots that are on servers which are to be without."""
+    """Returns the slots that are still on draining servers."""
     draining = {member.name for member in status.members if member.draining}
     return [place.slot for place in status.slots if place.server in draining]
 
 
 def progress(status: Status, left: list[int]) -> str:
-    """How far it is, for people."""
+    """Returns the progress of a drain as text."""
     names = ", ".join(member.name for member in status.members if member.draining)
     if not left:
         return f"drained: no slot is left on {names}, which may be stopped now"

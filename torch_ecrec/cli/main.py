@@ -1,4 +1,4 @@
-"""Reads the command line and runs one command.
+"""Parses the command line and runs one command.
 
 Exit codes: 0 done, 1 failed, 2 bad arguments or refused by the cluster, 3 data lost beyond what the code repairs, 4 the
 cluster cannot be reached or did not answer, 5 another trainer was lost, 6 this process was taken for lost, 7 a
@@ -43,15 +43,15 @@ from torch_ecrec.spec.settings import ask_name_servers_briefly
 
 
 class Command(Protocol):
-    """A module of this package that is a command."""
+    """A module of this package that implements a command."""
 
     HELP: str
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Says what may follow the command's name."""
+        """Adds the command's arguments to its parser."""
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Does it; returns the exit code."""
+        """Runs the command; returns the exit code."""
 
 
 COMMANDS: dict[str, Command] = {  # in the order of `--help`
@@ -72,7 +72,7 @@ COMMANDS: dict[str, Command] = {  # in the order of `--help`
 
 
 def parser(benchmark: str | None = None) -> argparse.ArgumentParser:
-    """The command line; the arguments of a benchmark only if it is named."""
+    """Returns the parser of the command line. A benchmark's arguments are in it only if it is named."""
     top = argparse.ArgumentParser(prog="torch-ecrec", description="Erasure-coded parameter servers for TorchRec.")
     top.add_argument("--version", action="version", version=f"torch-ecrec {torch_ecrec.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -86,7 +86,7 @@ def parser(benchmark: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of the console script: runs what `argv`, or the process's own command line, says."""
+    """Runs the command in `argv`, or in the process's own command line. Entry point of the console script."""
     words = sys.argv[1:] if argv is None else argv
     arguments = parser(bench.named_in(words)).parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)

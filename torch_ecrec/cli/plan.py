@@ -1,4 +1,4 @@
-"""`torch-ecrec plan`: see docs/plan.md."""
+"""`torch-ecrec plan`: compares what failures, and the guards against them, cost. See docs/plan.md."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MEANINGS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `plan`."""
+    """Adds the arguments of `plan`."""
     parser.add_argument("--hosts", type=int, required=True, metavar="H", help="that keep tables")
     parser.add_argument("--mtbf-hours", type=float, required=True, metavar="M", help="between failures of one host")
     parser.add_argument(
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what failures, and guards against them, cost."""
+    """Prints the costs of failures and of the guards against them."""
     from torch_ecrec.overhead.model import HOUR_S, NEVER_S, Costs
     from torch_ecrec.overhead.report import draw, measured, to_json, to_text
 

@@ -1,4 +1,4 @@
-"""`torch-ecrec rehearse`: see `rehearsal/run.py`. What follows `--` is the script's."""
+"""`torch-ecrec rehearse -- SCRIPT`: kills a script's trainers and compares. See `rehearsal/run.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HELP = "your own script: does it go on to the same bits when killed?"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `rehearse`."""
+    """Adds the arguments of `rehearse`."""
     add_code(parser)
     parser.add_argument("--nproc-per-node", type=int, default=1, metavar="T", help="trainers (default 1)")
     parser.add_argument("--at", metavar="STEP,...", help="kill all trainers in these steps (default: see --restarts)")
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the script, undisturbed and killed."""
+    """Runs the script undisturbed and with kills, and compares."""
     require_torchrec()
     from torch_ecrec.rehearsal.run import run_rehearse
 

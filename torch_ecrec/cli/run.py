@@ -1,4 +1,6 @@
-"""`torch-ecrec run`: trainers on this host, under torchrun; the same line on each host. See `processes/nodes.py`."""
+"""`torch-ecrec run`: runs trainers on this host, under torchrun. Each host runs the same line, see
+`processes/nodes.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ HELP = "trainers of a script, on one host or on several"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `run`."""
+    """Adds the arguments of `run`."""
     add_join(parser)
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="hosts with trainers (default 1)")
     parser.add_argument("--nproc-per-node", type=int, default=1, metavar="T", help="trainers on each (default 1)")
@@ -43,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs torchrun to its end; returns its exit code, or 3 where data is lost."""
+    """Runs torchrun to its end; returns its exit code, or 3 if data was lost."""
     from torch_ecrec.processes.nodes import Nodes, run_torchrun
 
     script = arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script

@@ -1,4 +1,4 @@
-"""`torch-ecrec serve`: joins a cluster and keeps records, until the cluster ends."""
+"""`torch-ecrec serve`: a server, which joins a cluster and keeps records until the cluster ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HELP = "one server process"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `serve`."""
+    """Adds the arguments of `serve`."""
     add_join(parser)
     parser.add_argument("--servers", type=int, metavar="S", help="insist on this number of slots")
     parser.add_argument("-k", type=int, help="insist on this k")

@@ -1,4 +1,4 @@
-"""`torch-ecrec status`: asks a cluster's coordinator how things are."""
+"""`torch-ecrec status`: asks a cluster's coordinator for its status."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ HELP = "slots, servers, epoch, step, watermark, rebuild progress, memory"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `status`."""
+    """Adds the arguments of `status`."""
     add_join(parser)
     parser.add_argument("--json", action="store_true")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the coordinator's answer."""
+    """Prints the status."""
     from torch_ecrec.observe.text import format_status
     from torch_ecrec.protocol.status import json_of
     from torch_ecrec.transport.whereabouts import status_of

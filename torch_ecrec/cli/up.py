@@ -1,4 +1,4 @@
-"""`torch-ecrec up`: coordinator and servers on this host, started again when they die, until this process ends."""
+"""`torch-ecrec up`: runs a coordinator and servers on this host, restarted when they die, until this process ends."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HELP = "a local cluster: coordinator and servers, supervised"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `up`."""
+    """Adds the arguments of `up`."""
     add_code(parser)
     add_drain_slow(parser)
     add_host(parser)
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Supervises a cluster until told to end (0), or until its coordinator is gone for good.
+    """Supervises a cluster until it is told to end (0), or its coordinator is gone for good.
 
     That is 3 where data is lost, 9 where members of another cluster have found it, and 4 where it cannot be started.
     Told by SIGTERM, it first waits for its trainers.

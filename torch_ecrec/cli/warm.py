@@ -1,4 +1,4 @@
-"""`torch-ecrec warm`: compiles what Numba compiles into its cache."""
+"""`torch-ecrec warm`: compiles all Numba kernels into the cache."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ HELP = "compile the kernels now, so that the first run does not"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`warm` has none."""
+    """Adds nothing: `warm` has no arguments."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compiles all kernels, or finds them in the cache."""
+    """Compiles all kernels, unless the cache has them."""
     from torch_ecrec.processes import launch
 
     launch.warm()

@@ -1,5 +1,6 @@
-"""Bytes and coefficients: the field's kernels (`field`), the (k, r) code over it (`linear`), seals (`seals`); and words
-packed for the way between hosts (`packing`)."""
+"""The erasure code: kernels of the field (`field`), the (k, r) code over it (`linear`), seals (`seals`); and packing
+of words sent between hosts (`packing`).
+"""
 
 from torch_ecrec.codec import field, packing, seals
 from torch_ecrec.codec.field import fold_rows_, xor_rows_
@@ -7,7 +8,7 @@ from torch_ecrec.codec.linear import LinearCode
 
 
 def warm() -> None:
-    """Compiles or loads every kernel."""
+    """Compiles or loads every kernel of the package."""
     field.warm()
     seals.warm()
     packing.warm()

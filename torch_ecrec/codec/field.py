@@ -45,11 +45,11 @@ POLYNOMIAL = 0x11D
 WORD_BYTES = 4  # records are float32 values, so a row is a whole number of these
 VECTOR_WORDS = 16  # 64 bytes: the widest register there is; LLVM makes it several where they are narrower
 COMBINED_WORDS = 64  # of every source at a time: enough to hide what it takes to go on to the next source
-BLOCK_BYTES = 1 << 15  # of all sources together: they stay in the first-level cache from result to result
+BLOCK_BYTES = 1 << 15  # bytes of all sources together: they stay in the first-level cache from result to result
 
 
 def _product_table() -> Bytes:
-    """(256, 256) uint8: every product, from powers of the generator 2."""
+    """Returns every product, (256, 256) uint8, from powers of the generator 2."""
     powers = np.zeros(255, np.int64)
     logarithms = np.zeros(256, np.int64)
     element = 1
@@ -68,7 +68,7 @@ PRODUCT: Bytes = _product_table()
 
 
 def _factor_table() -> NDArray[np.uint64]:
-    """(256, 2) uint64: every coefficient c in the two forms that `_product` knows.
+    """Returns every coefficient c in the two forms that `_product` takes: (256, 2) uint64.
 
     The first has c * 2^b as byte b; the second is the same matrix of bits as GFNI wants it: transposed, last row first.
     """
@@ -90,7 +90,7 @@ FACTOR_BYTES = FACTORS.itemsize * FACTORS.shape[1]
 
 
 def _product(target: Any, builder: Any, words: Any, factor: Sequence[Any]) -> Any:
-    """c * words for a vector of words, where `factor` is the row of c in `FACTORS`."""
+    """Emits c * words for a vector of words, where `factor` is the row of c in `FACTORS`."""
     kind = ir.VectorType(I8, WORD_BYTES * words.type.count)
     vector = builder.bitcast(words, kind)
     columns, matrix = factor
@@ -107,13 +107,16 @@ def _product(target: Any, builder: Any, words: Any, factor: Sequence[Any]) -> An
 
 
 def _place(builder: Any, address: Any, offset: Any, kind: Any) -> Any:
-    """Pointer to a `kind` that lies `offset` words after an address."""
+    """Emits a pointer to a `kind` that lies `offset` words after an address."""
     moved = builder.add(address, builder.shl(offset, I64(2)))
     return builder.inttoptr(moved, kind.as_pointer())
 
 
 def _in_vectors(builder: Any, words: Any, most: int, step: Callable[[Any, int], None]) -> None:
-    """Lets `step(offset, count)` write the code for all words: vectors of `most`, then of half as many once, ..."""
+    """Emits a loop over all words: `step(offset, count)` emits the code for one vector.
+
+    Vectors are as long as `most`; the rest is done once with half as many words, and so on.
+    """
     whole = builder.and_(words, I64(-most))
     with tools.for_range_slice(builder, I64(0), whole, I64(most)) as (offset, _):
         step(offset, most)
@@ -126,7 +129,10 @@ def _in_vectors(builder: Any, words: Any, most: int, step: Callable[[Any, int], 
 
 
 def _type_add(is_product: bool) -> Any:
-    """`add(target, source, words, columns, matrix)`: *target ^= c * *source; c is 1 unless `is_product`."""
+    """The intrinsic `add(target, source, words, columns, matrix)`: *target ^= c * *source.
+
+    c is 1 unless `is_product`.
+    """
 
     def typer(context: Any, target: Any, source: Any, words: Any, columns: Any, matrix: Any) -> Any:
         def generate(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -302,7 +308,7 @@ def _check_target(name: str, array: Bytes) -> None:
 
 
 def as_words(array: Bytes) -> NDArray[np.uint32]:
-    """Rows of a multiple of 4 bytes as 4-byte words; copied only where they are not contiguous or not aligned."""
+    """Returns rows of a multiple of 4 bytes as 4-byte words; copies only if not contiguous or not aligned."""
     if array.flags.c_contiguous:
         words = array.view(np.uint32)
         if words.flags.aligned:
@@ -311,7 +317,7 @@ def as_words(array: Bytes) -> NDArray[np.uint32]:
 
 
 def _in_place(sources: Sequence[Bytes] | Bytes) -> tuple[object, Rows]:
-    """Sources as words, to be held for as long as the addresses, (K,), are used."""
+    """Returns sources as words, and their addresses, (K,). The words must be kept while the addresses are used."""
     if isinstance(sources, np.ndarray):
         words = as_words(sources)
         return words, words.ctypes.data + words.strides[0] * np.arange(len(words))
@@ -370,7 +376,7 @@ def fold_rows_(target_NB: Bytes, rows_U: Rows, source_UB: Bytes, coefficients_U:
 def checked_fold(
     target_NB: Bytes, rows_U: Rows, source_UB: Bytes, coefficients_U: Bytes
 ) -> tuple[NDArray[np.uint32], Rows, NDArray[np.uint32], Bytes]:
-    """The same as kernels take them: of words, and contiguous. Raises as `fold_rows_`."""
+    """Checks the arguments of `fold_rows_`, and returns them as kernels take them. Raises as `fold_rows_`."""
     _check_rows(target_NB, rows_U, source_UB)
     if coefficients_U.shape != rows_U.shape or coefficients_U.dtype != BYTE:
         got = f"{coefficients_U.dtype} of {coefficients_U.shape}"
@@ -380,7 +386,7 @@ def checked_fold(
 
 
 def combine(coefficients_RK: Bytes, sources: Sequence[Bytes] | Bytes, name: str = "sources") -> Bytes:
-    """Sums of products: result[i] is the sum over m of coefficients[i, m] * sources[m].
+    """Returns sums of products: result[i] is the sum over m of coefficients[i, m] * sources[m].
 
     Args:
         coefficients_RK: (R, K) uint8.
@@ -451,7 +457,7 @@ def combine_rows_(
 
 
 def warm() -> None:
-    """Compiles or loads every kernel."""
+    """Compiles or loads every kernel of this module."""
     target_NB, source_UB, rows_U = np.zeros((2, 4), np.uint8), np.ones((1, 4), np.uint8), np.zeros(1, np.int64)
     xor_rows_(target_NB, rows_U, source_UB)
     fold_rows_(target_NB, rows_U, source_UB, np.full(1, 2, np.uint8))

@@ -1,4 +1,4 @@
-"""The systematic (k, r) code: r parity records of k data records, any k of the n = k + r give back the rest.
+"""The systematic (k, r) code: r parity records of k data records. Any k of the n = k + r records give the others.
 
 Terms. Member j of a stripe is data for j < k and parity for k <= j < n. `generator` has a row of k coefficients for
 each member: the identity for data, `coefficients` for parity. Member j is the sum over m of generator[j, m] * data[m].
@@ -33,7 +33,7 @@ from torch_ecrec.runtime.checks import require, require_int
 
 
 def _inverse_table() -> Bytes:
-    """(256,) uint8: 1 / x of every element but 0, whose entry counts for nothing."""
+    """Returns 1 / x for every element, (256,) uint8. The entry of 0 is not used."""
     table = np.argmax(PRODUCT == 1, axis=1).astype(np.uint8)
     table.setflags(write=False)
     return table
@@ -68,7 +68,7 @@ class LinearCode:
         self._decode_rows: dict[tuple[tuple[int, ...], int], Bytes] = {}
 
     def encode(self, data_KUB: Sequence[Bytes] | Bytes) -> Bytes:
-        """Parity of whole stripes.
+        """Returns the parity of whole stripes.
 
         Args:
             data_KUB: k arrays (U, B) uint8, or one (k, U, B).
@@ -113,7 +113,7 @@ class LinearCode:
         return None
 
     def decode_row(self, have: Sequence[int], want: int) -> Bytes:
-        """The k coefficients that make member `want` from the members `have`, (k,) uint8, read-only.
+        """Returns the k coefficients that make member `want` from the members `have`: (k,) uint8, read-only.
 
         Raises:
             ValueError: `have` is not k distinct members, or `want` is not another member.
@@ -135,7 +135,7 @@ class LinearCode:
         return row
 
     def decode(self, have: Sequence[int], values: Sequence[Bytes], want: int) -> Bytes:
-        """Any member of the stripes, from any k others.
+        """Returns any member of some stripes, decoded from k others.
 
         Args:
             have: k distinct members in 0..n-1, in the order of `values`.
@@ -162,7 +162,7 @@ class LinearCode:
         values: Sequence[Bytes],
         want: int,
     ) -> int:
-        """Decodes a member of some stripes straight into the records that are still wanted, in place.
+        """Decodes a member of some stripes into those records that are still wanted, in place.
 
         Args:
             target_NB: (N, B) uint8, contiguous. Mutated. Must not alias `values`.
@@ -191,13 +191,13 @@ class LinearCode:
 
 @functools.cache
 def _decode_row(k: int, r: int, have: tuple[int, ...], want: int) -> Bytes:
-    """Solves for `LinearCode.decode_row`, once per process: milliseconds where k is 100."""
+    """Solves for `LinearCode.decode_row`. Cached in the process: it takes milliseconds for k = 100."""
     generator = np.concatenate([np.eye(k, dtype=np.uint8), _cauchy(k, r)])
     return _solve_left(generator[list(have)], generator[want])
 
 
 def _solve_left(matrix_KK: Bytes, wanted_K: Bytes) -> Bytes:
-    """The one (K,) uint8 x with x @ matrix = wanted; the matrix must be regular (here: Cauchy makes it so).
+    """Returns the x, (K,) uint8, with x @ matrix = wanted. The matrix must be regular, as Cauchy matrices are.
 
     Gauss and Jordan, on the columns: what is done to a column of the matrix is done to its entry of `wanted`.
     """
@@ -215,7 +215,7 @@ def _solve_left(matrix_KK: Bytes, wanted_K: Bytes) -> Bytes:
 
 @functools.cache
 def _cauchy(k: int, r: int) -> Bytes:
-    """(r, k) uint8: 1 / (x_i + y_j) with x = k.. and y = 0..k-1, scaled to ones in the first row and column."""
+    """Returns 1 / (x_i + y_j), x = k.. and y = 0..k-1, (r, k) uint8, scaled to ones in first row and column."""
     x, y = np.arange(k, k + r, dtype=np.uint8), np.arange(k, dtype=np.uint8)
     matrix = INVERSE[x[:, None] ^ y[None, :]]
     matrix = PRODUCT[matrix, INVERSE[matrix[:1, :]]]

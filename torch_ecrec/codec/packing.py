@@ -1,4 +1,4 @@
-"""Words of 32 bits without their leading zero bytes: fewer bytes for the way between hosts.
+"""Packs 32-bit words without their leading zero bytes, so that fewer bytes travel between hosts.
 
 The format is Stream VByte (D. Lemire, N. Kurz, C. Rupp: "Stream VByte: Faster Byte-Oriented Integer Compression",
 Information Processing Letters 130, 2018):
@@ -34,9 +34,11 @@ Bytes = NDArray[np.uint8]
 
 
 def _tables() -> tuple[Bytes, Bytes, Bytes, Bytes]:
-    """By control byte: bytes of data; where they are among the words' bytes, and the other way round (0x80: a zero).
+    """Returns four tables by which groups of words are packed and unpacked.
 
-    And the control byte by which words are more than 0xFF, 0xFFFF and 0xFFFFFF: four bits each.
+    Three are by control byte: the number of bytes of data; their places among the words' bytes; and the other way round
+    (0x80: a zero). The fourth gives the control byte by which words are more than 0xFF, 0xFFFF and 0xFFFFFF: four bits
+    each.
     """
     words = np.arange(GROUP)
     lengths = (np.arange(256)[:, None] >> 2 * words & 3) + 1  # (256, 4)
@@ -55,7 +57,10 @@ _LENGTHS, _PACK, _UNPACK, _CODES = _tables()
 
 
 def _type_shuffle(context: Any, target: Any, source: Any, places: Any) -> Any:
-    """`shuffle(target, source, places)`: target[i] = source[places[i]], or 0; 16 bytes at each of three addresses."""
+    """The intrinsic `shuffle(target, source, places)`: target[i] = source[places[i]], or 0.
+
+    Each of the three is an address of 16 bytes.
+    """
 
     def generate(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.VectorType(I8, GROUP_BYTES)
@@ -80,7 +85,10 @@ def _type_shuffle(context: Any, target: Any, source: Any, places: Any) -> Any:
 
 
 def _type_more(context: Any, source: Any) -> Any:
-    """`more(source)`: which of the four words at an address are more than 0xFF, 0xFFFF, 0xFFFFFF: four bits each."""
+    """The intrinsic `more(source)`: which of the four words at an address are more than 0xFF, 0xFFFF, 0xFFFFFF.
+
+    It gives four bits for each of the three bounds.
+    """
 
     def generate(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind, flags = ir.VectorType(I32, GROUP), ir.IntType(GROUP)
@@ -124,7 +132,7 @@ def _unpack(words: Any, groups: Any, control: Any, data: Any, lengths: Any, tabl
 
 @kernel()
 def _sample(words: Any, groups: Any, step: Any, codes: Any, lengths: Any) -> Any:
-    """Bytes of data for one group of every `step`.
+    """Returns the bytes of data of a sample: one group of every `step`.
 
     Each time another of them: with every `step`-th one, where rows are as long as a whole number of steps or the other
     way round, only the same columns would be seen.
@@ -145,14 +153,14 @@ def _data_bytes(control: Any, lengths: Any) -> Any:
 
 
 def _check(name: str, array: Bytes) -> None:
-    """Kernels read and write at addresses: all of it must lie there."""
+    """Raises ValueError unless an array is 1-D uint8 and contiguous: kernels use its memory by address."""
     if array.ndim != 1 or array.dtype != BYTE or not array.flags.c_contiguous:
         got = f"{array.ndim}-D {array.dtype}" + (", strided" if not array.flags.c_contiguous else "")
         raise ValueError(f"`{name}` must be 1-D uint8, contiguous, got {got}")
 
 
 def pack(values: Bytes) -> Bytes | None:
-    """The packed bytes, fewer than they were; None where a sample says that too few would be saved, or none are.
+    """Returns the packed bytes; None if a sample says that too few bytes would be saved, or none are.
 
     Args:
         values: (N,) uint8, contiguous, at any address. Bytes behind the last whole group of four words go as they are.
@@ -184,7 +192,7 @@ def least_packed_bytes(size: int) -> int:
 
 
 def unpack(packed: Bytes, size: int, values: Bytes) -> None:
-    """Writes into `values` what was packed.
+    """Unpacks into `values`.
 
     Args:
         packed: (size + SLACK_BYTES,) uint8, contiguous: its first `size` bytes are what `pack` returned, perhaps a

@@ -1,4 +1,4 @@
-"""Seals: 4 bytes of a record or a parity that a flipped bit does not fit, and that deltas carry forward.
+"""Seals: checksums of 4 bytes, by which a flipped bit of a record or parity is found. Deltas update them.
 
 A record is W words of 4 bytes. Its seal is one word, byte by byte a sum over GF(2^8):
 
@@ -47,7 +47,7 @@ SealsOf = NDArray[np.uint32]
 
 
 def _powers() -> list[int]:
-    """Powers of the generator 2, from the 0th to the 254th."""
+    """Returns the powers of the generator 2, from the 0th to the 254th."""
     found, element = [], 1
     for _ in range(255):
         found.append(element)
@@ -61,12 +61,12 @@ _WORDS, _BYTES = ir.VectorType(I32, LANES), ir.VectorType(I8, LANES * WORD_BYTES
 
 
 def _each(value: int) -> Any:
-    """A vector of 64 times the same byte."""
+    """Emits a vector with the same byte 64 times."""
     return ir.Constant(_BYTES, [I8(value)] * _BYTES.count)
 
 
 def _doubled(target: Any, builder: Any, words: Any) -> Any:
-    """2 * every byte of 16 words."""
+    """Emits 2 * every byte of 16 words."""
     vector = builder.bitcast(words, _BYTES)
     if vectors.has_gfni(target):
         matrices = ir.Constant(ir.VectorType(I64, LANES // 2), [I64(int(FACTORS[2, 1]))] * (LANES // 2))
@@ -81,7 +81,7 @@ def _power(lane: int, more: int = 0) -> int:
 
 
 def _weighed(target: Any, builder: Any, words: Any) -> Any:
-    """Every byte of lane l times 2^(16 l)."""
+    """Emits every byte of lane l times 2^(16 l)."""
     vector, total = builder.bitcast(words, _BYTES), _each(0)
     if vectors.has_gfni(target):  # a matrix is of two lanes: of each product every other lane counts
         products = []
@@ -99,7 +99,7 @@ def _weighed(target: Any, builder: Any, words: Any) -> Any:
 
 
 def _summed(builder: Any, words: Any) -> Any:
-    """The XOR of all 16 words, an i32."""
+    """Emits the XOR of all 16 words, an i32."""
     count = LANES
     while count > 1:
         count //= 2
@@ -112,7 +112,7 @@ def _summed(builder: Any, words: Any) -> Any:
 
 
 def _type_seal(context: Any, source: Any, words: Any) -> Any:
-    """The intrinsic `seal_at(source, words)`: the seal, uint32, of so many words at an address."""
+    """The intrinsic `seal_at(source, words)`: the seal, uint32, of `words` words at an address."""
 
     def generate(target: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, words = args
@@ -152,7 +152,7 @@ seal_at: Any = intrinsic(_type_seal)
 
 @kernel()
 def seal_rows(rows_UW: Any, seals_U: Any) -> None:
-    """The seal of every row of words."""
+    """Writes the seal of every row of words."""
     start, words = rows_UW.ctypes.data, rows_UW.shape[1]
     for i in range(rows_UW.shape[0]):
         seals_U[i] = seal_at(start + i * words * WORD_BYTES, words)
@@ -160,7 +160,7 @@ def seal_rows(rows_UW: Any, seals_U: Any) -> None:
 
 @kernel()
 def _times(product: Any, coefficient: Any, seal: Any) -> Any:
-    """c times a seal, byte by byte. `product` is the table of the field."""
+    """Returns c times a seal, byte by byte. `product` is the field's table of products."""
     result = np.uint32(0)
     for shift in (0, 8, 16, 24):
         byte = product[coefficient, (seal >> np.uint32(shift)) & np.uint32(0xFF)]
@@ -179,7 +179,7 @@ def _fold_rows(
     seals_N1: Any,
     of_source_U: Any,
 ) -> None:
-    """One pass over the source, whose rows are in the cache when they are sealed."""
+    """Folds and seals in one pass over the source: its rows are in the cache when they are sealed."""
     words = source_UW.shape[1]
     target, source = target_NW.ctypes.data, source_UW.ctypes.data
     for i in range(rows_U.shape[0]):
@@ -215,7 +215,7 @@ def _broken(rows_NW: Any, seals_N: Any, positions_U: Any, broken_U: Any) -> Any:
 
 @kernel()
 def _broken_run(rows_NW: Any, seals_N: Any, first: Any, broken_U: Any) -> Any:
-    """The same for the rows from `first` on, as many as `broken_U` has."""
+    """As `_broken`, for the rows from `first` on, as many as `broken_U` has."""
     start, words, count = rows_NW.ctypes.data, rows_NW.shape[1], 0
     for i in range(broken_U.shape[0]):
         broken_U[i] = seal_at(start + (first + i) * words * WORD_BYTES, words) != seals_N[first + i]
@@ -224,7 +224,7 @@ def _broken_run(rows_NW: Any, seals_N: Any, first: Any, broken_U: Any) -> Any:
 
 
 def _words(name: str, values_UB: Bytes) -> NDArray[np.uint32]:
-    """`as_words`, of what may be anything."""
+    """Returns `as_words` of an array whose shape and dtype are checked. Raises ValueError."""
     if values_UB.ndim != 2 or values_UB.dtype != np.uint8 or values_UB.shape[1] % WORD_BYTES:
         wanted = f"`{name}` must be 2-D uint8 of rows of a multiple of {WORD_BYTES} bytes"
         raise ValueError(f"{wanted}, got {values_UB.dtype} of {values_UB.shape}")
@@ -247,7 +247,7 @@ def _check_rows(name: str, rows_U: Rows, low: int, limit: int) -> Rows:
 
 
 def seals_of(values_UB: Bytes) -> SealsOf:
-    """The seal of every row.
+    """Returns the seal of every row.
 
     Args:
         values_UB: (U, B) uint8.
@@ -285,7 +285,7 @@ def xor_(seals_N: SealsOf, rows_U: Rows, seals_U: SealsOf) -> None:
 
 
 def fold_rows_(target_NB: Bytes, rows_U: Rows, deltas_UB: Bytes, coefficients_U: Bytes, seals_N: SealsOf) -> SealsOf:
-    """As `field.fold_rows_`, and the seals of the target with it.
+    """Folds deltas into the target as `field.fold_rows_` does, and updates the target's seals.
 
     Args:
         target_NB, rows_U, deltas_UB, coefficients_U: as there.
@@ -307,12 +307,12 @@ def fold_rows_(target_NB: Bytes, rows_U: Rows, deltas_UB: Bytes, coefficients_U:
 
 
 def times(coefficient: int, seals_U: SealsOf) -> SealsOf:
-    """The seals of records that are `coefficient` (0 to 255) times those of these seals; (U,) uint32, fresh."""
+    """Returns the seals of records multiplied by `coefficient` (0 to 255), given their seals: (U,) uint32, fresh."""
     return PRODUCT[coefficient, np.ascontiguousarray(seals_U).view(np.uint8)].view(np.uint32)
 
 
 def broken(rows_NB: Bytes, seals_N: SealsOf, positions_U: Rows) -> Rows:
-    """Which of some rows do not fit their seals.
+    """Returns which of some rows do not fit their seals.
 
     Args:
         rows_NB: (N, B) uint8, contiguous.
@@ -335,7 +335,7 @@ def broken(rows_NB: Bytes, seals_N: SealsOf, positions_U: Rows) -> Rows:
 
 
 def broken_run(rows_NB: Bytes, seals_N: SealsOf, first: int, end: int) -> Rows:
-    """The same for the rows from `first` to `end`, which is not one of them: (M,) int64, ascending rows, fresh."""
+    """Returns which rows in [first, end) do not fit their seals: (M,) int64, ascending rows, fresh."""
     _check_seals(seals_N, len(rows_NB))
     if not 0 <= first <= end <= len(rows_NB):
         raise IndexError(f"rows {first}..{end} of {len(rows_NB)}")

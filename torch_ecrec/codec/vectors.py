@@ -1,4 +1,4 @@
-"""Vector instructions of LLVM, written at the time a kernel is compiled: what the field and the seals share.
+"""Emits vector instructions of LLVM when a kernel is compiled: shared by the field and the seals.
 
 Numba's compiler turns a loop over the few words of a record into poor vector code, so the innermost loops are given to
 it as vectors. They are the same for all processors but for one instruction: GFNI's, an 8 x 8 matrix of bits times every
@@ -19,30 +19,29 @@ LEAST_BYTES, MATRIX_BYTES = 16, 8  # of a vector that GFNI takes, and of it for 
 
 
 def spread(builder: Any, value: Any, count: int) -> Any:
-    """A vector of `count` times the same value."""
+    """Emits a vector with the same value `count` times."""
     one = builder.insert_element(ir.Constant(ir.VectorType(value.type, count), ir.Undefined), value, I32(0))
     return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, count), [0] * count))
 
 
 def pick(builder: Any, vector: Any, first: int, count: int) -> Any:
-    """`count` elements of a vector from `first` on, and round to its start where it has no more."""
+    """Emits `count` elements of a vector from `first` on; after its end it goes on at its start."""
     places = [place % vector.type.count for place in range(first, first + count)]
     return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(I32, count), places))
 
 
 def features(target: Any) -> set[str]:
-    """Returns the features of the CPU that Numba compiles for. They are part of the key under which it caches a
-    kernel."""
+    """Returns the CPU features for which Numba compiles. They are part of the key of its cache."""
     return set(target.codegen().magic_tuple()[2].split(","))
 
 
 def has_gfni(target: Any) -> bool:
-    """Whether `affine` may be used."""
+    """Returns whether the CPU has GFNI, which `affine` needs."""
     return "+gfni" in features(target)
 
 
 def affine(target: Any, builder: Any, vector: Any, matrices: Any) -> Any:
-    """A matrix times every byte of a vector, in registers as wide as the processor has them.
+    """Emits a bit matrix times every byte of a vector, in registers as wide as the processor has them.
 
     Args:
         target, builder: of the code.

@@ -1,4 +1,4 @@
-"""What other libraries promise nobody, and we need: their private names, all in one place, a module for each library.
+"""The private names of other libraries that we need, all in one place: a module for each library.
 
     numba.py      the cache on disk of compiled functions
     python.py     the standard library

@@ -1,4 +1,4 @@
-"""Private names of Numba's cache of compiled functions.
+"""The private names of Numba's cache of compiled functions.
 
 `njit(cache=True)`, the public way, keeps an entry under the source of one function alone (what is missing there is said
 in `runtime/kernel_cache.py`), and Numba has no public way to other folders or files.
@@ -15,17 +15,17 @@ __all__ = ["FunctionFiles", "UserFolder", "locators", "set_cache"]
 
 
 def set_cache(dispatcher: Any, cache: FunctionFiles) -> None:
-    """Gives a compiled function its cache; `njit` chooses Numba's own, or none."""
+    """Gives a compiled function this cache. `njit` itself chooses Numba's own, or none."""
     dispatcher._cache = cache
 
 
 def locators() -> list[type]:
-    """Numba's ways to a folder for the cache, in the order in which it tries them."""
+    """Returns Numba's locators of cache folders, in the order in which it tries them."""
     return list(CompileResultCacheImpl._locator_classes)
 
 
 class UserFolder(UserWideCacheLocator):
-    """Numba's way to a folder below the user's home; a subclass may lead elsewhere.
+    """Numba's locator of a cache folder below the user's home. A subclass may choose another folder.
 
     Args:
         function, file: what is compiled, and where its source is.
@@ -36,7 +36,7 @@ class UserFolder(UserWideCacheLocator):
 
     @property
     def folder(self) -> str:
-        """The folder that it leads to. Numba reads it by a method, and takes no other."""
+        """The chosen folder. Numba asks for it by a method only."""
         return str(self._cache_path)
 
     @folder.setter
@@ -45,7 +45,7 @@ class UserFolder(UserWideCacheLocator):
 
 
 class FunctionFiles(FunctionCache):
-    """Numba's cache of one function, with other ways to a folder, and other files there.
+    """Numba's cache of one function, with other locators and other files.
 
     `class Ours(FunctionFiles, ways=[...])` tries these ways, in this order. Numba has both in private fields only.
     """
@@ -57,14 +57,14 @@ class FunctionFiles(FunctionCache):
 
     @property
     def way(self) -> Any:
-        """The way that led to a folder."""
+        """The locator that found the folder."""
         return self._impl.locator
 
     @property
     def stem(self) -> str:
-        """How names of the function's files begin: different for each function; ends in a tag of the interpreter."""
+        """The beginning of the names of the function's files, unique to it. It ends in a tag of the interpreter."""
         return str(self._impl.filename_base)
 
     def keep_in(self, entries: Any) -> None:
-        """Has entries loaded from and saved to `entries`, which has `load`, `save` and `flush` as Numba's index has."""
+        """Makes entries load from and save to `entries`, which has `load`, `save`, `flush` as Numba's index does."""
         self._cache_file = entries

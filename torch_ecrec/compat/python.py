@@ -1,4 +1,4 @@
-"""Private names of the standard library. (`os._exit`, `sys._getframe` and `sys._current_frames` are documented.)"""
+"""The private names of the standard library. (`os._exit`, `sys._getframe`, `sys._current_frames` are documented.)"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PATHLIB = "pathlib._local"
 
 
 def is_shutdown(frame: FrameType) -> bool:
-    """Whether a frame is that of `threading._shutdown`: the main thread is done, and waits for the other threads.
+    """Returns whether a frame is that of `threading._shutdown`, where a finished main thread waits for others.
 
     `threading.main_thread().is_alive()` is still true then, and callbacks of `atexit` come only afterwards.
     """

@@ -1,4 +1,4 @@
-"""Private names of torch.distributed.rpc, for `transport/rpc.py` alone.
+"""The private names of torch.distributed.rpc, for `transport/rpc.py` alone.
 
 `init_rpc`, the public way to an agent, goes through a process group and RPCs that wait without a limit when a member
 dies. So the agent is made, and started, as `init_rpc` does it inside.

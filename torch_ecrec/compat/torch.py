@@ -1,4 +1,4 @@
-"""Private names of torch (without torch.distributed.rpc, which is in rpc.py)."""
+"""The private names of torch (those of torch.distributed.rpc are in rpc.py)."""
 
 from __future__ import annotations
 
@@ -90,23 +90,23 @@ plain_torch_function = torch._C._disabled_torch_function_impl
 
 
 def tensor_without_memory(cls: type[T], shape: torch.Size, dtype: torch.dtype) -> T:
-    """A tensor of a subclass that says what it is, and has no values."""
+    """Makes a tensor of a subclass that has a shape and a dtype, and no values."""
     made: T = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
     return made
 
 
 def backward_pass() -> int:
-    """Which backward pass this thread is in: another number for each; -1 outside."""
+    """Returns the number of the backward pass that this thread is in, different for each; -1 outside of one."""
     return int(torch._C._current_graph_task_id())
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
-    """Inside a backward pass: has autograd call it at its end, after those that were queued before."""
+    """Makes autograd call this at the end of the backward pass under way, after those queued before."""
     Variable._execution_engine.queue_callback(callback)
 
 
 def sharded_of(shards: Sequence[Shard], metadata: ShardedTensorMetadata, group: dist.ProcessGroup) -> Tensor:
-    """A `ShardedTensor` of what this process has of it and what it is as a whole; no process asks another."""
+    """Makes a `ShardedTensor` from this process's shards and the description of the whole, without communication."""
     made: Tensor = ShardedTensor._init_from_local_shards_and_global_metadata(
         list(shards), metadata, process_group=group
     )
@@ -114,7 +114,7 @@ def sharded_of(shards: Sequence[Shard], metadata: ShardedTensorMetadata, group: 
 
 
 def group_of(sharded: Any) -> dist.ProcessGroup:
-    """The processes that share a `ShardedTensor`."""
+    """Returns the process group that shares a `ShardedTensor`."""
     found: dist.ProcessGroup = sharded._process_group
     return found
 
@@ -142,12 +142,12 @@ VERSION = "_version"
 
 
 def version_of(tensor: Tensor) -> int:
-    """The number of writes in place into a tensor, or another one of its memory, so far (`VERSION`)."""
+    """Returns how often a tensor, or another one with its memory, was written to in place so far (`VERSION`)."""
     return tensor._version
 
 
 def has_tensor_hooks(tensor: Tensor) -> bool:
-    """Whether a tensor has hooks for its gradient, of either kind. Those can be registered publicly, and not listed.
+    """Returns whether a tensor has hooks for its gradient, of either kind. No public name lists them.
 
     `_post_accumulate_grad_hooks` is there since torch 2.1.
     """
@@ -155,7 +155,7 @@ def has_tensor_hooks(tensor: Tensor) -> bool:
 
 
 def place_in_file(fake: Tensor) -> int | None:
-    """The offset in bytes, in a file of `torch.save`, of the memory of a tensor that was read under `FakeTensorMode`.
+    """Returns the byte offset of a tensor's memory in a file of `torch.save`, read under `FakeTensorMode`.
 
     None: the file does not have it as it is. There is no public way to read a part of a file without its tensors.
     """
@@ -167,7 +167,7 @@ def place_in_file(fake: Tensor) -> int | None:
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """A module's own parameters, by attribute: the dict itself, in which they may be put.
+    """Returns the dict of a module's own parameters, by attribute. Parameters may be put into it.
 
     `named_parameters(recurse=False)` may be another one of a subclass (TorchRec's leaves some out), leaves out what has
     a second name, and cannot be written to.
@@ -176,22 +176,22 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """A module's own buffers, by attribute. `named_buffers` differs as `named_parameters` does."""
+    """Returns the dict of a module's own buffers, by attribute. `named_buffers` differs as `named_parameters` does."""
     return module._buffers
 
 
 def transient_buffers(module: nn.Module) -> set[str]:
-    """Attributes of a module's buffers that are in no state dict (`persistent=False`). Nothing public lists them."""
+    """Returns the names of a module's buffers that are in no state dict (`persistent=False`)."""
     return module._non_persistent_buffers_set
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """A module's children, by attribute. `named_children` leaves out the second name of one that has two."""
+    """Returns a module's children, by attribute. `named_children` omits the second name of one that has two."""
     return module._modules
 
 
 def module_hooks(module: nn.Module) -> list[str]:
-    """Which kinds of hooks a module has, by the names that torch gives the kinds. Nothing public lists hooks.
+    """Returns the kinds of hooks that a module has, under torch's names. No public name lists hooks.
 
     `_backward_pre_hooks` is there since torch 2.0.
     """
@@ -200,7 +200,7 @@ def module_hooks(module: nn.Module) -> list[str]:
 
 
 class OwnState(nn.Module):
-    """A module that is not moved or made another dtype with the model it is in, and has state that is in no parameter.
+    """A module with state outside of parameters. It stays as it is when the model is moved or gets another dtype.
 
     `state_dict`, `load_state_dict` and `to` of the model around it ask only these private methods of a module within.
     """
@@ -236,12 +236,12 @@ class OwnState(nn.Module):
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Loads what `state` has under names that begin with `prefix`, and adds names and errors to the lists."""
+        """Loads the state under names that begin with `prefix`, and adds names and errors to the lists."""
         raise NotImplementedError
 
 
 def has_communication_hook(parallel: DistributedDataParallel) -> bool:
-    """Whether a hook that sums gradients is registered: `register_comm_hook` adds it, and nothing public lists them."""
+    """Returns whether a hook that sums gradients was registered by `register_comm_hook`. No public name lists it."""
     return bool(parallel._comm_hooks)
 
 
@@ -252,23 +252,23 @@ STEP_HOOKS = "_optimizer_step_post_hooks"
 
 
 def is_torchs_own(attribute: str) -> bool:
-    """Whether torch gives an optimizer an attribute of this name: its hooks, what a scheduler and a scaler leave."""
+    """Returns whether torch itself gives optimizers an attribute of this name: for hooks, schedulers, scalers."""
     known = {"defaults", "state", "param_groups", "step", "_opt_called", "_step_count", "grad_scale", "found_inf"}
     return attribute in known or attribute.startswith("_optimizer_")
 
 
 def has_state_dict_hooks(optimizer: Optimizer) -> bool:
-    """Whether hooks add to an optimizer's `state_dict()`. Nothing public lists them."""
+    """Returns whether hooks add to an optimizer's `state_dict()`. No public name lists them."""
     return bool(getattr(optimizer, "_optimizer_state_dict_post_hooks", None))
 
 
 def is_scheduled(optimizer: Optimizer) -> bool:
-    """Whether a learning rate scheduler was made for an optimizer: it leaves a mark on `step`, and nothing public."""
+    """Returns whether a learning rate scheduler was made for an optimizer: only a mark on `step` shows it."""
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")
 
 
 def attached_optimizers(parameter: Tensor) -> list[tuple[type, Mapping[str, Any]]]:
-    """The optimizers that `apply_optimizer_in_backward`, of torch or TorchRec, has attached: classes with arguments.
+    """Returns the optimizers that `apply_optimizer_in_backward` attached, as classes with arguments.
 
     Both write `_optimizer_classes` and `_optimizer_kwargs`, where TorchRec's sharded modules find them; there is no
     public way to ask.
@@ -278,13 +278,13 @@ def attached_optimizers(parameter: Tensor) -> list[tuple[type, Mapping[str, Any]
 
 
 def attached_arguments(parameter: Tensor) -> Mapping[str, Any]:
-    """The arguments of the first optimizer that is attached. TorchRec reads them also where its class was taken off."""
+    """Returns the arguments of the first attached optimizer. TorchRec reads them even if its class was removed."""
     found: Mapping[str, Any] = next(iter(getattr(parameter, "_optimizer_kwargs", ())), {})
     return found
 
 
 def copy_attached(given: Tensor, to: Tensor) -> None:
-    """Attaches to a parameter the optimizers of another one, with arguments of its own, so that TorchRec reads them."""
+    """Attaches the optimizers of one parameter to another, with copied arguments, so that TorchRec reads them."""
     for name in ("_optimizer_classes", "_optimizer_kwargs"):
         if (found := getattr(given, name, None)) is not None:
             setattr(to, name, [dict(one) if isinstance(one, dict) else one for one in found])
@@ -294,7 +294,7 @@ def copy_attached(given: Tensor, to: Tensor) -> None:
 
 
 def frames_compiled() -> int:
-    """Frames of Python code that dynamo has looked at in this process; 0 if it was not loaded.
+    """Returns how many Python frames dynamo has looked at in this process; 0 if it was not loaded.
 
     `torch.compiler` has no such number, and `torch._dynamo.utils.counters` is empty unless it is asked for.
     """
@@ -303,7 +303,7 @@ def frames_compiled() -> int:
 
 
 def compile_settings(module: nn.Module) -> Any:
-    """The settings with which a module was compiled, or None: by `torch.compile`, or in place by `module.compile`.
+    """Returns the settings with which a module was compiled, by `torch.compile` or `module.compile`; or None.
 
     Nothing public says whether a module is compiled.
     """
@@ -317,7 +317,7 @@ def compile_settings(module: nn.Module) -> Any:
 
 
 def dynamic_of(settings: Any) -> bool | None:
-    """The argument `dynamic` in the settings of what was compiled."""
+    """Returns the argument `dynamic` in the settings of a compiled module."""
     found: bool | None = settings._dynamic
     return found
 
@@ -326,7 +326,7 @@ def dynamic_of(settings: Any) -> bool | None:
 
 
 def next_index_of(batches: Any) -> Callable[[], Any]:
-    """What the iterator of a `DataLoader` asks for the indices of its next batch; to call it skips that batch.
+    """Returns the function that gives a `DataLoader`'s iterator the indices of its next batch. A call skips the batch.
 
     Publicly a batch is skipped by loading it.
     """
@@ -335,7 +335,7 @@ def next_index_of(batches: Any) -> Callable[[], Any]:
 
 
 def set_next_index(batches: Any, next_index: Callable[[], Any]) -> None:
-    """Has the iterator of a `DataLoader` ask `next_index` from now on."""
+    """Makes the iterator of a `DataLoader` call `next_index` from now on."""
     batches._next_index = next_index
 
 

@@ -1,4 +1,4 @@
-"""Private names of TorchRec."""
+"""The private names of TorchRec."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ W = TypeVar("W")
 
 
 class ShardedAtAllPaths(DistributedModelParallel):
-    """TorchRec's, which shards a module that is reached at several paths once, and puts it at all of them.
+    """TorchRec's model wrapper, which shards a module that has several paths once, and puts it at all of them.
 
     TorchRec's own leaves it unsharded under the second name in one parent, since it looks into `named_children`, which
     passes that over. The method that replaces modules is private; the constructor calls it.
@@ -76,24 +76,24 @@ class ShardedAtAllPaths(DistributedModelParallel):
 
 
 def is_data_parallel(model: DistributedModelParallel) -> bool:
-    """Whether a model's dense part was made data-parallel yet (`init_data_parallel`), which nothing public says."""
+    """Returns whether a model's dense part is data-parallel already (`init_data_parallel`)."""
     return bool(model._ddp_wrapped)
 
 
 def wrapped_module(model: DistributedModelParallel) -> nn.Module:
-    """The module in a model as it runs, with what sums gradients. `model.module` is what is inside of that."""
+    """Returns the module that a model runs, gradient averaging included. `model.module` is what that wraps."""
     found: nn.Module = model._dmp_wrapped_module
     return found
 
 
 def trainers_of(model: DistributedModelParallel) -> dist.ProcessGroup | None:
-    """The processes that train a model. Its `ShardingEnv` is an argument, and no public attribute."""
+    """Returns the process group of the trainers of a model. It is no public attribute."""
     found: dist.ProcessGroup | None = model._env.process_group
     return found
 
 
 def sharded_names(model: nn.Module) -> set[str]:
-    """Parameters of a model that TorchRec's `DistributedModelParallel` takes for sharded, by name.
+    """Returns the names of parameters that TorchRec's `DistributedModelParallel` takes for sharded.
 
     It makes data-parallel what is not among them. Publicly it says so of itself only, once it is made.
     """
@@ -101,7 +101,7 @@ def sharded_names(model: nn.Module) -> set[str]:
 
 
 def lookups_of(module: nn.Module) -> list[nn.Module]:
-    """One for each way in which TorchRec has sharded some tables of a collection; none of other modules.
+    """Returns a module for each way in which TorchRec sharded some tables of a collection; none for other modules.
 
     They are in no list of modules, and so in nothing that `modules()` gives.
     """
@@ -109,13 +109,13 @@ def lookups_of(module: nn.Module) -> list[nn.Module]:
 
 
 def inner_sharders(sharder: ModuleSharder[Any]) -> list[Any]:
-    """The sharders in that of a wrapper: for the collection in it, for its maps. Each kind has names of its own."""
+    """Returns the sharders in a wrapper's sharder: for the collection in it, and for its maps."""
     names = ("_ebc_sharder", "_e_sharder", "_mc_sharder")
     return [inner for name in names if (inner := getattr(sharder, name, None)) is not None]
 
 
 def mark_as_stepped(parameter: nn.Parameter) -> None:
-    """Has TorchRec's `in_backward_optimizer_filter` leave a parameter out: an optimizer steps it in the backward.
+    """Makes TorchRec's `in_backward_optimizer_filter` omit a parameter that is stepped in the backward.
 
     The mark is torch's, for what `apply_optimizer_in_backward` has attached; no function makes it alone.
     """
@@ -123,7 +123,7 @@ def mark_as_stepped(parameter: nn.Parameter) -> None:
 
 
 class Ready(LazyAwaitable[W]):
-    """A result that is there already, of a kind that is waited for. What TorchRec waits with is private."""
+    """An awaitable whose result is there already."""
 
     def __init__(self, value: W) -> None:
         super().__init__()
@@ -143,22 +143,22 @@ MAPS = "_managed_collision_collection"
 
 
 def collection_of(module: nn.Module) -> Any:
-    """The collection in a module with managed collisions (`COLLECTION`)."""
+    """Returns the collection in a module with managed collisions (`COLLECTION`)."""
     return getattr(module, COLLECTION)
 
 
 def maps_of(module: nn.Module) -> Any:
-    """The maps of a module with managed collisions (`MAPS`)."""
+    """Returns the maps of a module with managed collisions (`MAPS`)."""
     return getattr(module, MAPS)
 
 
 def returns_remapped(module: BaseManagedCollisionEmbeddingCollection) -> bool:
-    """Whether such a module was made to return the remapped ids, too. An argument, and no public attribute."""
+    """Returns whether a module with managed collisions returns the remapped ids, too."""
     return bool(module._return_remapped_features)
 
 
 def collection_processed(module: FeatureProcessedEmbeddingBagCollection) -> nn.Module:
-    """The collection in a module that processes features. An argument, and no public attribute."""
+    """Returns the collection in a module that processes features."""
     found: nn.Module = module._embedding_bag_collection
     return found
 
@@ -167,28 +167,28 @@ def collection_processed(module: FeatureProcessedEmbeddingBagCollection) -> nn.M
 
 
 def mapped_features(maps: ManagedCollisionCollection) -> list[str]:
-    """Features whose ids are remapped, in the order in which `features_of_tables` counts them. No public attribute."""
+    """Returns the features whose ids are remapped, in the order in which `features_of_tables` counts them."""
     return list(maps._feature_names)
 
 
 def features_of_tables(maps: ManagedCollisionCollection) -> list[int]:
-    """The number of features of each table, in the order of `modules_of_maps`. No public attribute."""
+    """Returns the number of features of each table, in the order of `modules_of_maps`."""
     return list(maps._table_feature_splits)
 
 
 def modules_of_maps(maps: ManagedCollisionCollection) -> nn.ModuleDict:
-    """The map of each table, by its name; others may be put there. No public attribute."""
+    """Returns the map of each table, by name. Other maps may be put there."""
     found: nn.ModuleDict = maps._managed_collision_modules
     return found
 
 
 def eviction_policy_of(module: MCHManagedCollisionModule) -> Any:
-    """What chooses the ids that lose their row. An argument, and no public attribute."""
+    """Returns the policy that chooses which ids lose their rows."""
     return module._eviction_policy
 
 
 def threshold_filter_of(policy: Any) -> Callable[..., Any] | None:
-    """What lets ids into a map, of an eviction policy. An argument, and no public attribute."""
+    """Returns the filter of an eviction policy that decides which ids enter a map; None if it has none."""
     found: Callable[..., Any] | None = policy._threshold_filtering_func
     return found
 
@@ -200,7 +200,7 @@ _NUMBERS = (
 
 
 def state_of_map(module: MCHManagedCollisionModule) -> dict[str, Any]:
-    """All that a map is and does next depends on: shared with the module, to be copied before that changes.
+    """Returns all state on which a map's future depends. It is shared with the module: copy it before that changes.
 
     Its `state_dict` lacks the ids since the map was last changed, and the counters.
 
@@ -221,7 +221,7 @@ def state_of_map(module: MCHManagedCollisionModule) -> dict[str, Any]:
 
 
 def load_map_(module: MCHManagedCollisionModule, state: Mapping[str, Any]) -> None:
-    """Makes a map what `state_of_map` was, of one of the same size."""
+    """Restores a map from `state_of_map` of a map of the same size."""
     numbers, history = state["numbers"], state["history"]
     for name, values in module.state_dict().items():
         values.copy_(state["map"][name])
@@ -248,7 +248,7 @@ def _extended(values_N: Tensor, size: int) -> Tensor:
 
 
 class ListedEnumerator(EmbeddingEnumerator):
-    """TorchRec's list of options, of which a subclass may choose the sharding types of a table.
+    """TorchRec's enumerator of sharding options. A subclass may choose the sharding types of a table.
 
     Constraints, the public way, allow a table only types that its sharder has.
     """
@@ -260,14 +260,14 @@ class ListedEnumerator(EmbeddingEnumerator):
 
     @property
     def local_world_size(self) -> int:
-        """The number of them on one host."""
+        """The number of trainers on one host."""
         return int(self._local_world_size)
 
     def _filter_sharding_types(self, name: str, allowed_sharding_types: list[str], sharder_key: str = "") -> list[str]:
         return self.types_for(name, allowed_sharding_types, sharder_key)
 
     def types_for(self, name: str, allowed: list[str], sharder_key: str) -> list[str]:
-        """Sharding types to list for a table.
+        """Returns the sharding types to list for a table.
 
         Args:
             name: of the table.
@@ -279,14 +279,14 @@ class ListedEnumerator(EmbeddingEnumerator):
 
 
 class ReportedStats(stats.EmbeddingStats):
-    """TorchRec's report of a plan, which a subclass may fill in for shards that TorchRec does not know, and extend.
+    """TorchRec's report of a plan. A subclass may extend it, and give figures for shards that TorchRec does not know.
 
     It is written by one method that calls private ones, into private fields.
     """
 
     @property
     def lines(self) -> list[str]:
-        """The lines of the report that was made last."""
+        """The lines of the last report."""
         return list(self._stats_table)
 
     def _get_shard_stats(
@@ -305,7 +305,7 @@ class ReportedStats(stats.EmbeddingStats):
     def traffic_of(
         self, shard: ParameterSharding, option: ShardingOption, world_size: int
     ) -> tuple[list[int], list[float], list[float]] | None:
-        """Ranks, and of each of them the MB that it sends and gets in a lookup; None: as TorchRec says."""
+        """Returns ranks, and the MB that each sends and receives in a lookup; None: TorchRec's figures are used."""
         return None
 
     def _log_hardcoded_compute_kernel_stats(
@@ -316,13 +316,13 @@ class ReportedStats(stats.EmbeddingStats):
             self._stats_table.append(f"# {line: <{self._width - 3}}#")
 
     def more_lines(self, plan: Sequence[ShardingOption]) -> list[str]:
-        """Lines for the end of the report."""
+        """Returns lines for the end of the report."""
         return []
 
 
 @contextlib.contextmanager
 def short_name(kind: str, name: str) -> Iterator[None]:
-    """Within, TorchRec's report of a plan knows the short name of one more sharding type. It has no list of them."""
+    """Gives TorchRec's report of a plan the short name of one more sharding type, within the block."""
     theirs = stats._get_sharding_type_abbr
     stats._get_sharding_type_abbr = lambda one: name if one == kind else theirs(one)
     try:
@@ -332,10 +332,10 @@ def short_name(kind: str, name: str) -> Iterator[None]:
 
 
 def topology_of(planner: EmbeddingShardingPlanner) -> Topology:
-    """The hosts and devices that a planner plans for; it makes them itself if it is given none."""
+    """Returns the hosts and devices that a planner plans for. It makes them itself if it was given none."""
     return planner._topology
 
 
 def set_parts(planner: EmbeddingShardingPlanner, enumerator: Enumerator, partitioner: Partitioner) -> None:
-    """Has a planner use these. Its arguments for them come too early: they need the topology that it makes."""
+    """Replaces parts of a planner. They need the topology that it makes, so they cannot be its arguments."""
     planner._enumerator, planner._partitioner = enumerator, partitioner

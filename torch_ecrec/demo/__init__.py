@@ -1,1 +1,1 @@
-"""What the demonstration needs beside the library: click logs to train on."""
+"""The demonstration: trains on click logs while processes are killed, and compares."""

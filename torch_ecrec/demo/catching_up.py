@@ -1,4 +1,4 @@
-"""What a record of a run has missed, from a status: nobody watched while another coordinator was looked for."""
+"""Completes a run's record from a status, after the watch was without a coordinator and missed events."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch_ecrec.protocol.status import Status
 
 
 def catch_up(record: Record, status: Status) -> None:
-    """Slots that were lost and trainers that were started again may be there by now. `status`: the record knows it."""
+    """Notes that lost slots and restarted trainers are back. `status`: the record has it already."""
     time_s = status.time_s
     for slot, (server, incarnation) in enumerate(record.places):
         for kill in record.kills:

@@ -44,7 +44,7 @@ _CARDINALITIES += [10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572]
 
 @dataclass(frozen=True)
 class Clicks:
-    """N lines. `labels` (N,) float32, `dense` (N, 13) float32, `categories` (N, 26) int32, rows of the tables."""
+    """N click records. `labels` (N,) and `dense` (N, 13) are float32, `categories` (N, 26) are rows, int32."""
 
     labels: NDArray[np.float32]
     dense: NDArray[np.float32]
@@ -54,11 +54,11 @@ class Clicks:
         return len(self.labels)
 
     def __getitem__(self, at: slice | NDArray[np.int64]) -> Clicks:
-        """Some of the lines: a slice, or an array of positions."""
+        """Returns some of the records: a slice, or an array of positions."""
         return Clicks(self.labels[at], self.dense[at], self.categories[at])
 
     def split(self, held_out: float = 0.2) -> tuple[Clicks, Clicks]:
-        """The first lines, to train on, and the last `held_out` of them, to test on."""
+        """Returns the first records, to train on, and the last `held_out` ones, to test on."""
         cut = len(self) - int(len(self) * held_out)
         return self[:cut], self[cut:]
 
@@ -95,7 +95,7 @@ def read(path: str | os.PathLike[str], rows_per_table: int, limit: int | None = 
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """Whole lines, about `_BLOCK_BYTES` at a time, each block ending in a newline."""
+    """Yields whole lines, about `_BLOCK_BYTES` at a time. Each block ends in a newline."""
     lines, rest = 0, b""
     try:
         with path.open("rb") as raw:
@@ -173,7 +173,7 @@ def _parse(text: NDArray[np.uint8], path: str, lines_before: int, rows_per_table
 def _digits(
     text: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64], base: int
 ) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
-    """Values of the numbers at `starts` (0 where empty), and whether each has digits only. Reads at most 18 digits."""
+    """Returns the numbers at `starts` (0 where empty), and whether each has digits only. Reads at most 18 digits."""
     values = np.zeros(starts.shape, dtype=np.uint64)
     valid = np.ones(starts.shape, dtype=bool)
     flat_values, flat_valid = values.reshape(-1), valid.reshape(-1)
@@ -189,14 +189,14 @@ def _digits(
 def _clicks(
     labels: NDArray[np.uint8], integers: NDArray[np.uint64], values: NDArray[np.uint64], rows_per_table: int
 ) -> Clicks:
-    """What training sees: `values` are categories below 2^32, or `_EMPTY`."""
+    """Returns the data as training sees it. `values` are categories below 2^32, or `_EMPTY`."""
     column = np.arange(1, CATEGORIES + 1, dtype=np.uint64) << np.uint64(33)
     rows = _mix(values + column) % np.uint64(rows_per_table)
     return Clicks(labels.astype(np.float32), np.log1p(integers).astype(np.float32), rows.astype(np.int32))
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
+    """Mixes bits by splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
     z = values + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -204,7 +204,7 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def synthetic(rows: int, seed: int, rows_per_table: int) -> Clicks:
-    """Made-up lines of Criteo's shape: skewed categories (Zipf), a quarter clicks, labels that features predict.
+    """Makes up data of Criteo's form: skewed categories (Zipf), a quarter clicks, labels that features predict.
 
     The same as writing them with `write_synthetic` and reading that file.
     """
@@ -213,7 +213,7 @@ def synthetic(rows: int, seed: int, rows_per_table: int) -> Clicks:
 
 
 def write_synthetic(path: str | os.PathLike[str], rows: int, seed: int) -> None:
-    """Writes `synthetic` lines as a file, gzipped if its name ends in .gz."""
+    """Writes `synthetic` data as a file, gzipped if its name ends in .gz."""
     labels, integers, missing, values = _draw(rows, seed)
     with gzip.open(path, "wt") if str(path).endswith(".gz") else open(path, "w") as file:
         for label, line, gaps, categories in zip(labels, integers, missing, values, strict=True):
@@ -224,7 +224,7 @@ def write_synthetic(path: str | os.PathLike[str], rows: int, seed: int) -> None:
 
 
 def _draw(rows: int, seed: int) -> tuple[NDArray[np.uint8], NDArray[np.uint64], NDArray[np.bool_], NDArray[np.uint64]]:
-    """Labels, integers (0 where missing), which integers are missing, and categories."""
+    """Draws labels, integers (0 where missing), which integers are missing, and categories."""
     if rows < 1:
         raise ValueError(f"`rows` must be at least 1, got {rows}")
     random = np.random.default_rng(seed)
@@ -245,7 +245,7 @@ def _draw(rows: int, seed: int) -> tuple[NDArray[np.uint8], NDArray[np.uint64], 
 
 
 def redraw(clicks: Clicks, count: int, *key: int) -> Clicks:
-    """New lines, made of those that are there: the same for the same key, and never the same for another.
+    """Makes new records out of given ones: the same for the same key, never the same for another.
 
     Each category, and the integers together, are those of a line of their own, drawn with equal chances: how often a
     category comes, and how much it is missing, is what it was. The label is drawn with a chance that follows from the
@@ -276,7 +276,7 @@ def redraw(clicks: Clicks, count: int, *key: int) -> Clicks:
 
 
 def auc(labels: NDArray[np.float32], scores: NDArray[np.float32]) -> float:
-    """Area under the ROC curve: the chance that a click scores higher than a non-click, ties counting half.
+    """Returns the area under the ROC curve: the chance that a click scores above a non-click, ties counting half.
 
     NaN where there is only one kind.
     """

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM for a command that has started processes: an exception, and a mark in case it gets lost."""
+"""Turns Ctrl-C and SIGTERM into an exception, and a mark in case it gets lost, for commands that start processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _interrupted = threading.Event()
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM ends what runs in this context as Ctrl-C does: with everything it has started."""
+    """Makes SIGTERM end what runs in this context as Ctrl-C does, with all that it started."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -32,6 +32,6 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 def raise_if_interrupted() -> None:
-    """Raises KeyboardInterrupt if a signal came since `sigterm_interrupts` was entered, whatever became of it."""
+    """Raises KeyboardInterrupt if a signal came in `sigterm_interrupts`, even if its exception got lost."""
     if _interrupted.is_set():
         raise KeyboardInterrupt

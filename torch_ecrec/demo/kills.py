@@ -1,4 +1,4 @@
-"""Kills that a demonstration is asked for, as words of its command line.
+"""Parses and checks the kills that a demonstration's command line asks for.
 
 server:1@60         the process that hosts slot 1, when step 60 is complete at all trainers
 server:1@60+7       7 ms later: in the middle of step 61
@@ -24,7 +24,7 @@ _KILL = re.compile(r"(?:(server|trainer):(\d+)|(coordinator|all))@(\d+)(~?)(?:\+
 
 @dataclass(frozen=True)
 class KillSpec:
-    """A kill that is asked for. `settled`: not before all that former ones took is rebuilt."""
+    """A kill that is asked for. `settled`: it waits until all that former kills took is rebuilt."""
 
     text: str
     role: str  # "server", "trainer", "coordinator" or "all"
@@ -35,7 +35,7 @@ class KillSpec:
 
 
 def parse_kills(texts: Sequence[str] | None, slots: int, steps: int, trainers: int = 1) -> list[KillSpec]:
-    """The kills asked for, by step; None stands for one of slot 1 in the middle, ["none"] for none.
+    """Returns the kills by step. None stands for one kill of slot 1 in the middle, ["none"] for no kill.
 
     Raises:
         ValueError: one is not of the form, or names a slot, a trainer or a step that there is not.
@@ -59,7 +59,7 @@ def parse_kills(texts: Sequence[str] | None, slots: int, steps: int, trainers: i
 
 
 def beyond_parity(kills: Collection[KillSpec], r: int) -> list[KillSpec]:
-    """Those which together take more than parity repairs: of everything, and of more than r slots at one step.
+    """Returns the kills that together take more than parity repairs: all, or more than r slots at one step.
 
     Not seen: servers that are lost at different steps, of which the first is not rebuilt when the next one goes.
 
@@ -76,7 +76,7 @@ def beyond_parity(kills: Collection[KillSpec], r: int) -> list[KillSpec]:
 
 
 def check_beyond(kills: Sequence[KillSpec], r: int, beyond: str, every_steps: int) -> None:
-    """Whether what is to be killed can come back.
+    """Checks that what is to be killed can be recovered.
 
     Args:
         r: losses that the code repairs.

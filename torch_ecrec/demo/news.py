@@ -1,4 +1,4 @@
-"""What a run of the demonstration shows of an event as it happens."""
+"""The lines that a run of the demonstration prints about events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch_ecrec.protocol import messages
 
 
 def news_of(event: AnyEvent, record: Record) -> list[str]:
-    """Lines for people; none where it is not worth one. `record`: the event is in it already."""
+    """Returns the lines about an event, for people; none if it is not worth one. `record`: has the event already."""
     line = _of_member(event, record) or _of_checkpoint(event)
     return [line] if line else []
 

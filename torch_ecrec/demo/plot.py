@@ -61,7 +61,7 @@ WENT_BACK_EVENTS = ("kill_s", "went_back_s", "rejoined_s", "trains_s", "first_st
 
 
 def throughput(step_times: Sequence[float], samples_per_step: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(seconds since the first step, samples per second over the window before them: nothing shows in advance)."""
+    """Returns times in seconds since the first step, and samples per second over the window before each."""
     times = np.asarray(step_times) - step_times[0]
     window_s = max(LEAST_WINDOW_S, WINDOW_STEPS * float(np.median(np.diff(times))))
     at = np.append(np.arange(0.0, times[-1], GRID_S), times[-1])
@@ -71,7 +71,7 @@ def throughput(step_times: Sequence[float], samples_per_step: int) -> tuple[NDAr
 
 
 def spread(positions: Sequence[float], least_gap: float, low: float, high: float) -> list[float]:
-    """Positions, ascending, moved as little as it takes for `least_gap` between neighbours, within [low, high]."""
+    """Returns ascending positions within [low, high], moved as little as `least_gap` between neighbours needs."""
     placed: list[float] = []
     for position in positions:
         placed.append(max(position, placed[-1] + least_gap) if placed else max(position, low))
@@ -82,7 +82,7 @@ def spread(positions: Sequence[float], least_gap: float, low: float, high: float
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Writes the picture; nothing where fewer than three steps were completed."""
+    """Writes the picture; nothing if fewer than three steps were completed."""
     if len(result["step_times_s"]) < 3:
         return
     arguments, kills = result["arguments"], result["kills"]
@@ -114,7 +114,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def _draw_rates(axes: Axes, result: dict[str, Any]) -> float:
-    """The lines; returns where time ends."""
+    """Draws the throughput of both runs; returns where time ends."""
     samples = result["arguments"]["batch_size"] * result["arguments"]["trainers"]
     end_s, most = 0.0, 0.0
     runs = [(result["undisturbed"], CALM, 1.6, "undisturbed"), (result, RUN, 2.2, "with the failure")]
@@ -138,7 +138,7 @@ def _draw_rates(axes: Axes, result: dict[str, Any]) -> float:
 
 
 def draw_slots(axes: Axes, kills: Sequence[dict[str, Any]], slots: int, start_s: float, end_s: float) -> None:
-    """A row per slot: green, red while nobody serves it, amber while its records are being rebuilt."""
+    """Draws a row for each slot: green, red while nobody serves it, amber while its records are rebuilt."""
     axes.set_ylim(slots - 0.5, -0.5)
     axes.set_xlim(0, end_s)
     axes.set_yticks(range(slots), [f"slot {slot}" for slot in range(slots)])
@@ -173,14 +173,14 @@ def draw_slots(axes: Axes, kills: Sequence[dict[str, Any]], slots: int, start_s:
 
 
 def spread_bursts(step_times: Sequence[float]) -> list[float]:
-    """Steps that became known at one instant, since no coordinator told of them before: evenly over that time."""
+    """Spreads steps that became known at one instant, as no coordinator told of them before, evenly over that time."""
     times, first, counts = np.unique(np.asarray(step_times), return_index=True, return_counts=True)
     spread: list[float] = np.interp(np.arange(len(step_times)), first + counts - 1, times).tolist()
     return spread
 
 
 def draw_chaos(result: dict[str, Any], path: Path) -> None:
-    """A timeline of `chaos`: throughput, the events, the slots' state and the memory of all processes."""
+    """Draws the timeline of `chaos`: throughput, events, the slots' state and the memory of all processes."""
     if len(result["step_times_s"]) < 3:
         return
     samples = result["samples"]
@@ -220,14 +220,14 @@ def draw_chaos(result: dict[str, Any], path: Path) -> None:
 
 
 def _above(axes: Axes, inches: float) -> float:
-    """A height above the axes, as a multiple of theirs from their foot."""
+    """Returns a height above the axes, as a multiple of their height from their foot."""
     figure = axes.get_figure()
     assert figure is not None
     return 1 + inches / (axes.get_position().height * float(figure.get_size_inches()[1]))  # type: ignore[union-attr]
 
 
 def label_events(axes: Axes, kill: dict[str, Any], start_s: float, end_s: float) -> None:
-    """The five moments of one failure, labelled above the picture, with leader lines."""
+    """Labels the five moments of one failure above the picture, with leader lines."""
     wanted = EVENTS if kill["times"]["went_back_s"] is None else [one for one in EVENTS if one[0] in WENT_BACK_EVENTS]
     events = [(kill["times"][name] - start_s, title) for name, title in wanted if kill["times"][name] is not None]
     if kill["times"]["went_back_s"] is not None:
@@ -249,7 +249,7 @@ def label_events(axes: Axes, kill: dict[str, Any], start_s: float, end_s: float)
 
 
 def number_kills(figure: Figure, axes: Axes, kills: Sequence[dict[str, Any]], start_s: float, height: float) -> None:
-    """A number at each kill, and its times below the picture."""
+    """Draws a number at each kill, and the kills' times below the picture."""
     above = axes.get_xaxis_transform()
     low, high = axes.get_xlim()
     starts = [kill["times"]["kill_s"] - start_s for kill in kills]
@@ -280,7 +280,7 @@ def number_kills(figure: Figure, axes: Axes, kills: Sequence[dict[str, Any]], st
 
 
 def head(figure: Figure, result: dict[str, Any], height: float, legend_below: bool = False) -> None:
-    """Title, a line of what was run, and the legend: beside that line, or below it where it has more entries."""
+    """Draws the title, a line on the run, and the legend: beside that line, or below it if it has more entries."""
     arguments = result["arguments"]
     roles = [kill["role"] for kill in result["kills"]]
     killed = [f"{n} {role}{'s' * (n > 1)}" for role in dict.fromkeys(roles) if (n := roles.count(role))]

@@ -1,4 +1,4 @@
-"""Draws a run in which all went back to a checkpoint: steps over time, so that the way back can be seen.
+"""Draws a run in which all rolled back to a checkpoint: steps over time, so that the way back shows.
 
     draw_steps(result, path)        where `went_back` of result.json is not empty
 
@@ -24,7 +24,7 @@ Curve = list[tuple[float, int]]  # seconds since the first step, step
 
 
 def pieces(trained: list[tuple[int, float]], start_s: float) -> list[tuple[bool, Curve]]:
-    """The line of a run in pieces, in order, each with whether it was trained again.
+    """Returns the line of a run in pieces, in order, each with whether it was trained again.
 
     A piece ends where all went back, or where what was trained again has reached what was done before; one that follows
     such a piece begins with its last point.
@@ -74,7 +74,7 @@ def draw_steps(result: dict[str, Any], path: Path) -> None:
 
 
 def _draw_lines(axes: Axes, result: dict[str, Any], start_s: float) -> float:
-    """Both runs, and the checkpoints; returns where time ends."""
+    """Draws both runs and the checkpoints; returns where time ends."""
     calm, end_s = result["undisturbed"], 0.0
     if calm is not None:
         times = [time_s - calm["step_times_s"][0] for time_s in calm["step_times_s"]]
@@ -111,7 +111,7 @@ def _draw_lines(axes: Axes, result: dict[str, Any], start_s: float) -> float:
 
 
 def _draw_way_back(axes: Axes, result: dict[str, Any], back: dict[str, Any], start_s: float, end_s: float) -> None:
-    """From where it stood to the checkpoint, and on to the first step that is trained again."""
+    """Draws the way from where training stood to the checkpoint, and on to the first step that is trained again."""
     step, before = back["step"], back["from_step"]
     stood = [time_s for trained, time_s in result["trained"] if time_s <= back["time_s"] and trained == before]
     goes_on = [time_s for trained, time_s in result["trained"] if time_s > back["time_s"]]

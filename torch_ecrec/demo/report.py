@@ -1,4 +1,4 @@
-"""What happened in a run: a record of a watched coordinator's messages, the figures drawn from it, and their printing.
+"""The record of a run, made of a watched coordinator's messages, with figures from it and their printing.
 
     record = Record(trainers=2, slots=3)
     record.on_message({"type": "progress", "trainer": 0, "step": 1, "loss": 0.7, "time_s": 100.0})
@@ -49,7 +49,7 @@ WARM_STEPS = 5  # not counted in the throughput before a kill
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint that counts. `time_s`: None where it counted while nobody watched."""
+    """A checkpoint that is complete. `time_s`: None if it was completed while nobody watched."""
 
     name: str
     step: int
@@ -61,7 +61,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Void:
-    """A checkpoint that came to nothing. `step`: 0 where none was chosen yet."""
+    """A checkpoint that failed. `step`: 0 if none was chosen yet."""
 
     step: int
     reason: str
@@ -70,7 +70,7 @@ class Void:
 
 @dataclass(frozen=True)
 class WentBack:
-    """All went back to a checkpoint. `step`: that it is of, 0 for the beginning; `from_step`: the last complete."""
+    """All rolled back to a checkpoint. `step`: the checkpoint's, or 0; `from_step`: the last that was complete."""
 
     checkpoint: str
     step: int
@@ -81,7 +81,7 @@ class WentBack:
 
 @dataclass(frozen=True)
 class Partly:
-    """Slots took their records from a checkpoint, and lack what was trained since: NOT EXACT."""
+    """Slots took their records from a checkpoint, and what was trained since is lost: NOT EXACT."""
 
     slots: list[int]
     checkpoint: str
@@ -94,7 +94,7 @@ class Partly:
 
 @dataclass
 class Kill:
-    """One fault that fired.
+    """One kill that was made, and the times of what followed.
 
     Args:
         role: "server", "trainer", "coordinator" or "all".
@@ -135,13 +135,13 @@ class Kill:
 
     @property
     def repaired_s(self) -> float | None:
-        """When the cluster was again as it was before."""
+        """The time at which the cluster was as before the kill; None: not yet."""
         if self.went_back_s is not None or self.role == "all":
             return self.trains_s
         return self.rebuilt_s if self.role == "server" else self.rejoined_s
 
     def to_json(self, step_times: Sequence[float]) -> Message:
-        """An entry of `kills` in result.json. `step_times[i]`: when step i + 1 was complete at all trainers."""
+        """Returns an entry of `kills` in result.json. `step_times[i]`: when step i + 1 was complete at all trainers."""
         # What was heard by the kill may be late: of steps that were complete by then, the one after may have begun.
         first_step = max(self.begun, bisect.bisect_right(step_times, self.kill_s) + 1) + 1
         first_step_s = step_times[first_step - 1] if len(step_times) >= first_step else None
@@ -180,7 +180,7 @@ def since(time_s: float | None, start_s: float) -> float | None:
 
 
 class Record:
-    """What is known of one run.
+    """All that is known of one run.
 
     Args:
         trainers: how many there are.
@@ -208,7 +208,7 @@ class Record:
         self.kills: list[Kill] = []
         self.may_be_lost: set[str] = set()  # members that we stopped for so long that they may be taken for lost
         self.lost: dict[str, str] = {}  # members, and why
-        self.excused: set[str] | None = None  # who else may be lost now; trainers are looked at, too, if it is not None
+        self.excused: set[str] | None = None  # others that may be lost now; unless None, trainers are checked, too
         self.unexpected: list[str] = []  # losses that are not our doing
         self._ranks: set[int] = set()  # of trainers that have joined
         self.fatal: Message | None = None  # kind and reason
@@ -218,7 +218,7 @@ class Record:
     # what arrives ---------------------------------------------------------------------------------
 
     def on_message(self, message: Message) -> AnyEvent | None:
-        """A line from a coordinator that is watched: status, event or progress. Returns the event, if it is one.
+        """Takes a message of the watched coordinator: status, event or progress. Returns the event, if it is one.
 
         Raises:
             ValueError: it is called an event or a status, but is none (`observe/events.py`, `protocol/status.py`).
@@ -319,7 +319,7 @@ class Record:
                 times.setdefault(event.slot, time_s)
 
     def _go_back(self, checkpoint: str, step: int, reason: str, time_s: float) -> None:
-        """All begin anew with a checkpoint, as other members; "" and 0 for the very beginning."""
+        """Notes that all begin anew from a checkpoint, as other members; "" and 0 stand for the very beginning."""
         for kill in self.kills:
             if kill.repaired_s is None and kill.went_back_s is None:
                 kill.went_back_s, kill.resumed_after = time_s, step
@@ -356,7 +356,7 @@ class Record:
                 self.rebuilt[slot] = figures.rebuilt
 
     def _mark(self, what: str, time_s: float, role: str = "trainer", after: str = "kill_s") -> list[Kill]:
-        """Marks the kills of a role that did not have this time yet, and have that one."""
+        """Sets a time of the kills of a role that lack it, and that have the time `after`."""
         kills = [k for k in self.kills if k.role == role and getattr(k, what) is None and getattr(k, after) is not None]
         for kill in kills:
             setattr(kill, what, time_s)
@@ -364,19 +364,19 @@ class Record:
 
     @property
     def _trainers_may_be_lost(self) -> bool:
-        """By our doing, once in this run: torchrun may start them again more than once then."""
+        """Whether we have stopped or killed trainers in this run. Torchrun may then restart them more than once."""
         excused = self.may_be_lost | (self.excused or set())
         stopped = any(self.roles.get(name) == "trainer" for name in excused)
         return stopped or bool(self.went_back) or any(kill.role in ("trainer", "all") for kill in self.kills)
 
     def target(self, role: str, number: int) -> str | None:
-        """The member that hosts a slot, or is a trainer, if there is one at the moment."""
+        """Returns the member that hosts a slot, or is a trainer, if there is one at the moment."""
         if role in ("coordinator", "all"):
             return role
         return (self.places[number][0] or None) if role == "server" else self.trainers.get(number)
 
     def on_kill(self, spec: str, role: str, number: int, time_s: float) -> Kill:
-        """SIGKILL is being sent to the process that hosts a slot, or to a trainer."""
+        """Notes that SIGKILL is being sent to the host of a slot, or to a trainer."""
         member = self.target(role, number)
         assert member is not None
         if role == "all":
@@ -405,21 +405,21 @@ class Record:
 
     @property
     def whole(self) -> bool:
-        """Every kill was noticed, and what it took is there again."""
+        """Whether every kill was detected, and all that it took is back."""
         return all(self.healthy) and all(kill.repaired_s is not None for kill in self.kills)
 
     @property
     def settled(self) -> bool:
-        """And no server holds two slots: r may be lost again."""
+        """Whether the cluster is whole and no server hosts two slots, so that r may be lost again."""
         return self.whole and len({server for server, _ in self.places}) == len(self.places)
 
     @property
     def members(self) -> list[MemberStatus]:
-        """Whom the last status has; nobody before the first."""
+        """The members in the last status; none before the first."""
         return [] if self.status is None else self.status.members
 
     def throughput(self, samples_per_step: int) -> Message:
-        """Samples per second before the first kill, while something was missing, and after the last rebuild."""
+        """Returns samples per second before the first kill, while something was missing, and after the last rebuild."""
         times = self.step_times
         if not times:
             return {"before": None, "rebuild": None, "after": None}
@@ -442,7 +442,7 @@ class Record:
         }
 
     def bytes_sent(self) -> dict[str, int]:
-        """By kind, over all processes, the lost ones with what they last reported."""
+        """Returns the bytes sent by kind, over all processes, lost ones as they last reported."""
         total = dict.fromkeys(KINDS, 0)
         for member in self.members:
             for kind, count in (member.report.bytes_sent or {}).items():
@@ -450,7 +450,7 @@ class Record:
         return total
 
     def servers(self) -> list[Message]:
-        """Bytes held, per living server."""
+        """Returns the bytes that each living server holds."""
         servers = []
         for member in self.members:
             if member.role == "server" and member.alive:
@@ -464,7 +464,7 @@ class Record:
         return servers
 
     def progress_line(self, steps: int, samples_per_step: int) -> str:
-        """Step, loss, samples per second over the last second, and every slot."""
+        """Returns a line with step, loss, samples per second over the last second, and the state of every slot."""
         if not self.step:
             joined = Counter(self.roles.values())
             return f"starting: {joined['server']} servers, {joined['trainer']} trainers have joined"
@@ -482,7 +482,7 @@ class Record:
 
 
 def _rate(times: Sequence[float], spans: Sequence[tuple[float, float]], samples: int) -> float | None:
-    """Samples per second in some spans of time."""
+    """Returns samples per second over some spans of time."""
     length_s = sum(end - begin for begin, end in spans)
     count = sum(begin < t <= end for t in times for begin, end in spans)
     return round(count * samples / length_s, 1) if length_s > 0 else None
@@ -496,7 +496,7 @@ def _seconds(value: float | None) -> str:
 
 
 def format_kill(entry: Message) -> list[str]:
-    """The timeline of one failure, in seconds after the kill."""
+    """Returns the timeline of one failure, in seconds after the kill, as text."""
     after = entry["after_kill_s"]
     hosted = f", host of slot {', '.join(map(str, entry['slots_lost']))}" if entry["slots_lost"] else ""
     if entry["role"] == "all":
@@ -532,7 +532,7 @@ def format_kill(entry: Message) -> list[str]:
 
 
 def format_summary(result: Message) -> str:
-    """What the demo prints at the end."""
+    """Returns what the demonstration prints at its end."""
     lines: list[str] = []
     for entry in result["kills"]:
         lines += [*format_kill(entry), ""]
@@ -563,7 +563,7 @@ def format_summary(result: Message) -> str:
 
 
 def format_partly(result: Message) -> str:
-    """What was lost for good, and how far the end of training is from that of the undisturbed run."""
+    """Returns what was lost for good, and how far the result is from the undisturbed run's, as text."""
     last = result["recovered_partly"][-1]
     text = (
         f"NOT EXACT, as asked for by --beyond partial: slots {last['slots']} took their records from the checkpoint of"

@@ -1,4 +1,4 @@
-"""What a demonstration leaves: result.json, and what differs between two runs that should be the same."""
+"""The result of a demonstration: result.json, and the differences between two runs that should be equal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def versions() -> dict[str, str]:
 
 
 def differences(run: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """What differs between two runs that should be the same; nothing where all is equal."""
+    """Returns the differences between two runs that should be equal; none if all is equal."""
     found = []
     if run["digest"] is None or run["digest"] != other["digest"]:
         found.append(f"digest {run['digest']} against {other['digest']}")
@@ -41,13 +41,13 @@ def differences(run: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def arguments_json(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All but the command's name; paths as text."""
+    """Returns all arguments but the command's name; paths as text."""
     values = {name: value for name, value in vars(arguments).items() if name != "command"}
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
 def assemble(arguments: argparse.Namespace, run: DemoRun, calm: DemoRun | None, error: str | None) -> dict[str, Any]:
-    """The contents of result.json; docs/demo.md says what they mean."""
+    """Returns the contents of result.json; docs/demo.md says what they mean."""
     figures = run.figures()
     undisturbed = calm.figures() if calm is not None else None
     different = differences(figures, undisturbed) if undisturbed is not None else []
@@ -74,7 +74,7 @@ def assemble(arguments: argparse.Namespace, run: DemoRun, calm: DemoRun | None, 
 
 
 def without_nan(value: Any) -> Any:
-    """JSON knows no NaN: null."""
+    """Returns a value with null for numbers that are not finite: JSON has no NaN."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

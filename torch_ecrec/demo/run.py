@@ -29,7 +29,7 @@ from torch_ecrec.spec.job import CodeSpec, OptimizerSpec
 
 
 def check(arguments: argparse.Namespace) -> tuple[CodeSpec, list[KillSpec]]:
-    """Everything about the arguments that can be wrong, before anything starts. Raises ValueError."""
+    """Checks all arguments before anything starts. Raises ValueError."""
     code = CodeSpec(arguments.servers, arguments.k, arguments.r, arguments.protection)
     require_int("spares", arguments.spares, 0)
     require_int("steps", arguments.steps, 1)
@@ -57,8 +57,9 @@ def check(arguments: argparse.Namespace) -> tuple[CodeSpec, list[KillSpec]]:
 
 
 def run_demo(arguments: argparse.Namespace, checkpoints: Sequence[str] = ()) -> int:
-    """Runs the demonstration; returns the exit code: 0 only if all kills fired and nothing differs, or nothing but what
-    `--beyond partial` may lose.
+    """Runs the demonstration; returns the exit code.
+
+    It is 0 only if all kills were made and nothing differs, except for what `--beyond partial` may lose.
 
     Args:
         arguments: of the command.

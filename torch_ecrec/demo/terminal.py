@@ -1,4 +1,4 @@
-"""What a long command shows of its progress."""
+"""Shows the progress of a long command."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LINE_S = 2.0  # between two progress lines where they are not overwritten
 
 
 class Terminal:
-    """Lines that stay, and one below them that is overwritten; where it cannot be, it is written now and then."""
+    """Prints lines that stay, and one below them that is overwritten. In a file, the latter is written now and then."""
 
     def __init__(self) -> None:
         self._overwrites = sys.stdout.isatty()

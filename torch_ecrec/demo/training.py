@@ -1,4 +1,4 @@
-"""A run of the demonstration: a supervised cluster, trainers under torchrun, and this process, which watches and kills.
+"""A run of the demonstration: a supervised cluster, trainers under torchrun, and this process, which kills.
 
 It watches the coordinator: it learns of every completed step within a millisecond or so, and sends SIGKILL from the
 thread that learns of it.
@@ -45,13 +45,13 @@ STALL_LIMIT_S = 150.0  # for one step: longer than a trainer's own patience
 STEP_LIMIT_S = 10.0  # for a step, on average
 FATAL_GRACE_S = 10.0  # for trainers to end by themselves once the cluster has stopped
 SETTLE_S = 20.0  # for a rebuild that goes on when training is over
-COORDINATOR_S = 60.0  # for one that is started again, on a busy machine
+COORDINATOR_S = 60.0  # time for a coordinator to be restarted, on a busy machine
 
 log = logging.getLogger(__name__)
 
 
 def example() -> tuple[str, Path]:
-    """The training script as a module, and the folder to import it from: beside the package, or in an installed one."""
+    """Returns the training script as a module, and the folder to import it from: beside the package, or installed."""
     root = Path(torch_ecrec.__file__).resolve().parent.parent
     if (root / "examples" / "dlrm_criteo.py").is_file():
         return "examples.dlrm_criteo", root
@@ -59,15 +59,17 @@ def example() -> tuple[str, Path]:
 
 
 class Process(Protocol):
-    """A process of a cluster: a `Child` of this host, `chaos/hosted.py:Service` of others."""
+    """A process of a cluster: a `Child` of this host, or `chaos/hosted.py:Service` on others."""
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """The process's id."""
 
 
 class Cluster(Protocol):
-    """What a run needs of its cluster: a `Supervisor`, or `chaos/hosted.py:HostedCluster`, which is over several hosts.
+    """The cluster of a run: a `Supervisor`, or `chaos/hosted.py:HostedCluster` over several hosts.
+
+    Use it as a context manager.
 
     Use as a context manager.
 
@@ -95,17 +97,17 @@ class Cluster(Protocol):
 
 
 class Trainers(Protocol):
-    """What starts the trainers, and starts them again: torchrun on this host, `chaos/hosted.py:Runs` on several."""
+    """The launcher of the trainers, which restarts them: torchrun, or `chaos/hosted.py:Runs` on several hosts."""
 
     def poll(self) -> int | None:
-        """Its exit code; None: it runs."""
+        """Returns its exit code; None while it runs."""
 
     def wait(self, timeout: float) -> int:
-        """Raises subprocess.TimeoutExpired."""
+        """Waits for its end. Raises subprocess.TimeoutExpired."""
 
 
 class DemoRun:
-    """One training: cluster, trainers, kills.
+    """One training of the demonstration: its cluster, its trainers, and its kills.
 
     Who runs it elsewhere than on this host overrides `start_cluster`, `start_trainers` and `within`.
 
@@ -162,12 +164,12 @@ class DemoRun:
             self._news += news_of(event, self.record) if event is not None else []
 
     def _on_gone(self, reason: str) -> None:
-        """The coordinator is gone, and there is no other."""
+        """Called when the coordinator is gone, and there is no other."""
         with self._lock:
             self._coordinator_gone = reason
 
     def _start_kills(self) -> None:
-        """A step was completed: the kills whose time has come."""
+        """Called when a step was completed: starts the kills whose time has come."""
         for spec in list(self._to_kill):
             if spec.step > self.record.step:
                 return
@@ -189,7 +191,7 @@ class DemoRun:
                 self._kill(spec)
 
     def _wait_for_checkpoint(self, spec: KillSpec) -> None:
-        """Training goes on, and is looked at again with the next step."""
+        """Lets a kill wait for a complete checkpoint. Training goes on, and its next step looks again."""
         if spec not in self._waiting:
             self._waiting.append(spec)
             self._news.append(f"step {self.record.step}: {spec.text} waits for the first checkpoint")
@@ -217,7 +219,7 @@ class DemoRun:
         self._news.append(f"step {kill.step}: kill -9 {kill.pid} ({kill.member}{hosted})")
 
     def _kill_all(self, spec: KillSpec) -> None:
-        """Every process of the job; what starts them again, this one and torchrun, stays."""
+        """Kills every process of the job. What restarts them stays: this process and torchrun."""
         assert self._cluster is not None
         pids = [child.pid for child in self._cluster.children]
         pids += [self.record.pids[name] for name in self.record.trainers.values()]
@@ -230,7 +232,7 @@ class DemoRun:
     # the whole of it
 
     def execute(self) -> None:
-        """Runs it to its end; `record` and `reports` are complete then.
+        """Runs the training to its end; then `record` and `reports` are complete.
 
         Raises:
             DataLoss: more was lost than the code repairs.
@@ -260,7 +262,7 @@ class DemoRun:
         action()
 
     def start_cluster(self) -> Cluster:
-        """The coordinator and the servers; it is left as a context manager."""
+        """Returns the coordinator and the servers. The caller uses them as a context manager."""
         return Supervisor(
             self.code,
             self.arguments.spares,
@@ -271,7 +273,7 @@ class DemoRun:
         )
 
     def start_trainers(self, cluster: Cluster) -> AbstractContextManager[Trainers]:
-        """What trains; leaving the context ends it."""
+        """Starts the trainers. Leaving the context ends them."""
         told = {**self.environment, "TORCH_ECREC_JOIN": cluster.join}
         words = ["--nproc-per-node", str(self.arguments.trainers), "--max-restarts", str(self.arguments.max_restarts)]
         return torchrun([*words, *self.script()], self._log, told, example()[1])
@@ -280,7 +282,7 @@ class DemoRun:
         return self.logs / f"trainer.{trainer}.json"
 
     def script(self) -> list[str]:
-        """What torchrun is to run."""
+        """Returns the arguments of torchrun that name the script."""
         arguments = self.arguments
         words = ["-m", example()[0], "--redraw", "--steps", str(arguments.steps)]
         words += ["--batch-size", str(arguments.batch_size)]
@@ -293,14 +295,14 @@ class DemoRun:
 
     @property
     def _log(self) -> Path:
-        """Returns the file for what the trainers say."""
+        """The file with what the trainers print."""
         return self.logs / "trainers.log"
 
     def on_tick(self) -> None:
         """Called many times a second while the trainers run."""
 
     def _watch(self, cluster: Cluster, trainers: Trainers, watch: Watch) -> None:
-        """Until the trainers are done."""
+        """Watches until the trainers are done."""
         steps = self.arguments.steps
         begin_s = asked_s = time.monotonic()
         fatal_s: float | None = None
@@ -344,14 +346,14 @@ class DemoRun:
             raise ClusterError(f"the trainers failed (exit code {code})\n{tail(self._log)}")
 
     def _raise_if_it_cannot_start(self) -> None:
-        """Trainers that end with the same exception whenever they are started will not do otherwise the next time."""
+        """Raises if trainers ended with the same exception at each start: they would at the next one, too."""
         lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
         why, count = max(Counter(reasons(lines)).items(), key=lambda one: one[1], default=("", 0))
         if count >= SAME_END * self.arguments.trainers:
             raise ClusterError(f"the trainers cannot start: {why}\n{tail(self._log)}")
 
     def _settle(self, watch: Watch) -> None:
-        """Training is over: waits for a rebuild that goes on, and for last figures."""
+        """Waits after training for a rebuild that goes on, and for the last figures."""
         until_s = time.monotonic() + SETTLE_S
         while time.monotonic() < until_s:
             with self._lock:
@@ -391,7 +393,7 @@ class DemoRun:
         return waiting + [f"{self._fired - len(done)} whose moment came too late"] * (self._fired > len(done))
 
     def figures(self) -> dict[str, Any]:
-        """What is compared between runs, as in result.json."""
+        """Returns the figures that runs are compared by, as in result.json."""
         reports = self.reports
         losses = [list(step) for step in zip(*(r["losses"] for r in reports), strict=True)] if reports else []
         first = reports[0] if reports else {}
@@ -405,7 +407,7 @@ class DemoRun:
 
 
 def _digest_of_all(digests: Iterable[str | None]) -> str | None:
-    """SHA-256 of all trainers' digests, in their order; None if one is missing: nothing can be said then."""
+    """Returns the SHA-256 of all trainers' digests, in order; None if one is missing."""
     found = list(digests)
     if not found or None in found:
         return None

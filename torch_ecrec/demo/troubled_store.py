@@ -1,4 +1,4 @@
-"""A folder for checkpoints that can be made full, slow or failing while others write there: real errors of the kernel.
+"""A folder for checkpoints that can be made full, slow or failing while others write there, by the kernel's own errors.
 
     store = TroubledStore(Path("chaos/disk"))
     store.left_out                          # {} or {"full-disk": "a tmpfs cannot be mounted here: ..."}
@@ -39,7 +39,7 @@ _LEAVE = struct.Struct("=iI")  # fanotify_response
 
 
 class TroubledStore:
-    """See above. One trouble at a time.
+    """A store with one trouble at a time, see the module.
 
     Args:
         folder: to be made; what was there is hidden while this process lives.
@@ -70,7 +70,7 @@ class TroubledStore:
         self.url = str(self._store)
 
     def begin(self, kind: str) -> None:
-        """Trouble begins.
+        """Begins a trouble.
 
         Raises:
             OSError: it cannot be made after all.
@@ -89,7 +89,7 @@ class TroubledStore:
         self._kind = kind
 
     def end(self) -> None:
-        """It is over; nothing if there is none."""
+        """Ends the trouble; does nothing if there is none."""
         kind, self._kind = self._kind, ""
         if kind == "full-disk":
             _call("mount", None, _text(self._folder), None, _MS_REMOUNT, b"size=%d" % SIZE_BYTES)
@@ -133,7 +133,7 @@ class TroubledStore:
         _call("fanotify_mark", self._watch, flags, mask, ctypes.c_int(_AT_FDCWD), _text(self._folder))
 
     def _give_leave(self) -> None:
-        """To whoever opens a file, one after the other, each after a while; until it is over, and nobody waits."""
+        """Lets processes open files one by one, each after a while, until the trouble is over and none waits."""
         while True:
             ready, _, _ = select.select([self._watch], [], [], POLL_S)
             if not ready and self._over.is_set():
@@ -150,7 +150,7 @@ class TroubledStore:
 
 
 def _mount(folder: Path) -> str:
-    """A file system of its own, for this process and its children to come; why it cannot be, or ""."""
+    """Mounts a file system for this process and its future children; returns why it cannot, or ""."""
     try:
         _call("unshare", _CLONE_NEWNS)
         _call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)  # nobody outside sees what follows
@@ -165,7 +165,7 @@ def _text(path: Path) -> bytes:
 
 
 def _call(name: str, *arguments: object) -> int:
-    """A function of the C library. Raises OSError where it fails, AttributeError where there is none."""
+    """Calls a function of the C library. Raises OSError if it fails, AttributeError if there is none."""
     function = getattr(ctypes.CDLL(None, use_errno=True), name)
     result: int = function(*arguments)
     if result < 0:

@@ -1,4 +1,4 @@
-"""A connection with the coordinator that leads a cluster, by who watches it; made again whenever it ends."""
+"""A watcher's connection with the coordinator that leads a cluster, made again whenever it ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_ecrec.transport.whereabouts import follow, reach, whereabouts
 
 
 class Watch:
-    """Use as a context manager: entering connects.
+    """Watches a cluster. Use as a context manager: entering connects.
 
     Args:
         join: the cluster, as its members are told.
@@ -70,14 +70,14 @@ class Watch:
             client.send({"type": "watch"})
 
     def _on_end(self, reason: str) -> None:
-        """A connection has ended: another one may lead, or be on its way."""
+        """Called when a connection has ended: another coordinator may lead, or be about to."""
         self.leader = None
         if not self._over.is_set():
             self._on_closed(reason)
             Worker(lambda: self._connect_again(reason), "watch", log_error).start()
 
     def _on_other(self, reason: str) -> None:
-        """Another leads than the one that is connected with, whose host may be gone."""
+        """Called when another coordinator leads than the connected one, whose host may be gone."""
         assert self._client is not None
         self._client.close()
         self._on_end(reason)
@@ -91,12 +91,12 @@ class Watch:
             self.close()
 
     def ask(self) -> None:
-        """Asks for a status; it comes as a message."""
+        """Asks for a status, which comes as a message."""
         if self._client is not None:
             self._client.send({"type": "status"})
 
     def close(self) -> None:
-        """Ends the connection, for good. Idempotent."""
+        """Ends the connection, for good. May be called again."""
         self._over.set()
         if self._client is not None:
             self._client.close()

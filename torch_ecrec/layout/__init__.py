@@ -1,1 +1,1 @@
-"""Where records live: stripes and their members on slots, the way from ids there, and what repairs a member."""
+"""Where records live: stripes and their members on slots, how ids are routed there, and how a member is repaired."""

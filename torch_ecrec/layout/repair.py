@@ -1,4 +1,4 @@
-"""How lost records are repaired: which members of a stripe to read, as of which steps, in what portions.
+"""Plans the repair of lost records: which members of a stripe to read, as of which steps, in what portions.
 
 Pure decisions: no I/O, no clock. `server/rebuild.py` carries them out (plan, price in bytes, fetch, decode, install).
 
@@ -24,7 +24,7 @@ from torch_ecrec.layout.stripes import Layout
 
 @dataclass(frozen=True)
 class RepairPlan:
-    """Which members to read to repair `member` of the stripes with base `base`.
+    """The members to read in order to repair `member` of the stripes with base `base`.
 
     Attributes:
         sources: slots of the k data members, the repaired one included: the keys of the version vector.
@@ -39,7 +39,7 @@ class RepairPlan:
     parities: tuple[int, ...]
 
     def read_bytes(self, records: int, record_bytes: int) -> int:
-        """The price of repairing `records` records."""
+        """Returns how many bytes the repair of `records` records reads."""
         return len(self.reads) * records * record_bytes
 
 
@@ -60,7 +60,7 @@ def plan_repair(layout: Layout, base: int, member: int, unhealthy: Iterable[int]
 
 
 def version_vector(plan: RepairPlan, folded_by: Iterable[Mapping[int, int]]) -> dict[int, int] | None:
-    """The steps that all members are read as of, or None where a parity does not know a source yet.
+    """Returns the step of each source as of which all members are read; None if a parity has not met a source yet.
 
     Args:
         plan: what is repaired.
@@ -80,16 +80,16 @@ def portions(total: int, record_bytes: int, chunk_bytes: int) -> Iterator[tuple[
 
 
 def unrecoverable_bases(layout: Layout, lost: Iterable[int]) -> list[int]:
-    """Bases of the stripes that have more than r members on the `lost` slots: their records cannot be decoded."""
+    """Returns the bases of stripes with more than r members on the `lost` slots: these cannot be decoded."""
     gone = set(lost)
     tolerated = layout.n - layout.k
     return [base for base in range(layout.slots) if sum(int(s) in gone for s in layout.member_slot[base]) > tolerated]
 
 
 def rows_lost(layout: Layout, lost: Iterable[int], first: int = 0, end: int | None = None) -> int:
-    """How many rows of a slab cannot be decoded: those on lost slots whose stripes lost more than r members.
+    """Returns how many rows of a slab cannot be decoded: those on lost slots in stripes that lost more than r members.
 
-    Of all rows, or of those from `first` to `end`, which is not one of them.
+    It counts all rows, or only those in [first, end).
     """
     gone, end = set(lost), layout.rows if end is None else end
     apart = layout.slots * layout.k  # rows of one member, from one stripe of a base to the next

@@ -1,4 +1,4 @@
-"""From the ids of a batch to what each slot is asked for: unique rows, sorted by slot and position there.
+"""Routes the ids of a batch: from ids to unique rows, sorted by slot and by position there.
 
 Example: rows [7, 2, 7] of a slab on slots 2, 0, 2 (row 7 at position 4 of slot 2, row 2 at position 1 of slot 0)
     rows      [2, 7]               unique, by slot and position: the order in which weights come and gradients go
@@ -33,7 +33,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiplicative hashing (Knu
 
 @kernel()
 def _unique(rows_N: Any, shift: Any, table: Any, unique_N: Any, index_N: Any) -> Any:
-    """Numbers the different rows in the order of their first appearance; returns how many there are.
+    """Numbers the distinct rows in the order of their first appearance; returns how many there are.
 
     `table` has 2^(64 - shift) entries, all -1: an open-addressing hash table of indices into `unique_N`.
     """
@@ -59,7 +59,7 @@ def _unique(rows_N: Any, shift: Any, table: Any, unique_N: Any, index_N: Any) ->
 
 @kernel()
 def _radix_order(key_U: Any, key_bits: Any, index_bits: Any, order_U: Any) -> None:
-    """Indices that sort keys of `key_bits` bits, all of them different; key and index fit into 64 bits together.
+    """Returns the indices that sort distinct keys of `key_bits` bits. Key and index must fit into 64 bits together.
 
     Least significant digits first (Knuth, TAOCP 3, 5.2.5).
     """
@@ -87,7 +87,7 @@ def _radix_order(key_U: Any, key_bits: Any, index_bits: Any, order_U: Any) -> No
 def _reorder(
     order_U: Any, rows_U: Any, key_U: Any, bits: Any, sorted_U: Any, position_U: Any, rank_U: Any, start_S: Any
 ) -> None:
-    """Rows and positions in the order of their keys, where each row went, and where each slot begins.
+    """Writes rows and positions in the order of their keys, where each row went, and where each slot begins.
 
     A key is a position in its lowest `bits` bits, and the slot above.
     """
@@ -120,7 +120,7 @@ def _place(target_UB: Any, rank_U: Any, source_UB: Any) -> None:
 
 
 def _parts(values: Tensor, starts: list[int]) -> list[Tensor]:
-    """Slices of a tensor, each with a storage of its own size: what is sent of it is the slice alone."""
+    """Returns slices of a tensor, each with a storage of its own size, so that the slice alone is sent."""
     array = as_array(values)
     return [as_tensor(array[first:end]) for first, end in itertools.pairwise(starts)]
 
@@ -130,7 +130,7 @@ Parts = list[Tensor]  # (u, D) each: end to end they are the (U, D) values of a 
 
 @dataclass
 class Route:
-    """Unique rows of one slab and where they live.
+    """The unique rows of one slab, and where they live.
 
     Args:
         rows: (U,) int64, in the order in which their values are given and taken.
@@ -145,7 +145,7 @@ class Route:
     positions: list[Tensor]
 
     def split(self, values: Tensor) -> list[Tensor]:
-        """Per slot, the part of `values` (U, ...) that belongs to it: views, if the rows are in the order by slot.
+        """Returns the part of `values` (U, ...) of each slot. They are views if rows are in the order by slot.
 
         Raises:
             ValueError: they are not as many as the rows.
@@ -161,7 +161,7 @@ class Route:
         return _parts(values, self.starts)
 
     def join(self, parts: list[Tensor], out: Tensor) -> Tensor:
-        """Inverse of `split`, into `out`; parts of slots that have no rows may be missing."""
+        """Joins parts of slots into `out`: the inverse of `split`. Parts of slots without rows may be missing."""
         if self.rank is None:
             return torch.cat(parts, out=out)
         return torch.index_select(torch.cat(parts), 0, self.rank, out=out)
@@ -187,7 +187,7 @@ def _sorted(layout: Layout, rows_U: NDArray[Any]) -> tuple[NDArray[Any], NDArray
 
 
 def arrange(layout: Layout, rows_N: Tensor) -> tuple[Route, Tensor]:
-    """The different rows among some, in the order by slot and position.
+    """Returns the distinct ones of some rows, ordered by slot and position.
 
     Args:
         layout: of the slab.
@@ -209,7 +209,7 @@ def arrange(layout: Layout, rows_N: Tensor) -> tuple[Route, Tensor]:
 
 
 def route(layout: Layout, rows_U: Tensor) -> Route:
-    """Where different rows live; values go in the order of `rows_U` (U,) int64."""
+    """Returns where distinct rows live. Values go in the order of `rows_U`, (U,) int64."""
     _, rank_U, starts, positions = _sorted(layout, np.ascontiguousarray(rows_U.numpy()))
     return Route(rows_U, torch.from_numpy(rank_U), starts, positions)
 

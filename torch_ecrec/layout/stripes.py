@@ -1,4 +1,4 @@
-"""Where every record lives: row <-> (slot, position, stripe, member). Pure integer maths, equal on every process.
+"""Where every record lives: row <-> (slot, position, stripe, member). Pure integer arithmetic, equal on every process.
 
 Terms. Stripe c holds the rows c*k .. c*k+k-1 of a slab: row x is member m = x % k of stripe x // k; members k .. n-1
 are its parities. The stripe's *base* is b = c % slots and its *rotation* q = c // slots. Slots are cut into contiguous
@@ -39,7 +39,7 @@ Integers = NDArray[np.int64]
 
 @kernel()
 def _locate(rows_U: Any, period: Any, slot_of: Any, first_of: Any, slot_U: Any, position_U: Any) -> None:
-    """`period` is the rows of a full rotation; `slot_of` and `first_of` are indexed by row % period."""
+    """Writes slot and position of each row. `slot_of` and `first_of` are indexed by row % period, a full rotation."""
     for i in range(rows_U.shape[0]):
         row = np.uint64(rows_U[i])
         rotation = row // np.uint64(period)
@@ -50,7 +50,10 @@ def _locate(rows_U: Any, period: Any, slot_of: Any, first_of: Any, slot_U: Any, 
 
 @kernel()
 def _row_at(positions_U: Any, first: Any, base: Any, member: Any, slots: Any, row_U: Any) -> None:
-    """`first`, `base` and `member` are of the ranks of one slot. Fast where those of neighbours are the same."""
+    """Writes the row at each position of one slot. `first`, `base` and `member` are those of its ranks.
+
+    It is fast where neighbours are of one rank.
+    """
     rank, k = 0, base.shape[0]
     for i in range(positions_U.shape[0]):
         position = positions_U[i]
@@ -63,7 +66,7 @@ def _row_at(positions_U: Any, first: Any, base: Any, member: Any, slots: Any, ro
 
 @dataclass(frozen=True)
 class SharedRun:
-    """Data records of one rank of a source whose parities one holder has: both lie at consecutive positions.
+    """Data records of one rank of a source whose parities one holder has. Both lie at consecutive positions.
 
     The parity of the record at position p, first <= p < end, is at position p + shift of the holder.
 
@@ -83,7 +86,7 @@ class SharedRun:
 
 @dataclass(frozen=True)
 class StripeGroup:
-    """Records of one slot whose stripes have one base, hence one map from members to slots.
+    """Records of one slot whose stripes have the same base, so that their members are on the same slots.
 
     Args:
         base: base of their stripes.
@@ -104,7 +107,7 @@ def _derived() -> Any:
 
 @dataclass(frozen=True)
 class Layout:
-    """The records of one slab on all slots.
+    """The places of one slab's records on all slots.
 
     Args:
         slots: logical shards, at least k + r.
@@ -202,17 +205,17 @@ class Layout:
         object.__setattr__(self, name, value)
 
     def data_rows(self, slot: int) -> int:
-        """Number of data records on a slot."""
+        """Returns the number of data records on a slot."""
         self._check_slot(slot)
         return int(self.data_first[slot, -1])
 
     def parity_rows(self, slot: int) -> int:
-        """Number of parity records on a slot."""
+        """Returns the number of parity records on a slot."""
         self._check_slot(slot)
         return int(self.parity_first[slot, -1])
 
     def locate(self, rows_U: Integers) -> tuple[Integers, Integers]:
-        """Where rows live.
+        """Returns slot and position of some rows.
 
         Args:
             rows_U: (U,) int64, rows of the slab.
@@ -228,7 +231,7 @@ class Layout:
         return slot_U, position_U
 
     def row_at(self, slot: int, positions_U: Integers) -> Integers:
-        """The rows of data records of a slot: inverse of `locate`.
+        """Returns the rows of data records of a slot: the inverse of `locate`.
 
         Not checked: that positions are in 0..data_rows(slot)-1. The caller does.
         """
@@ -265,20 +268,20 @@ class Layout:
         return groups
 
     def position(self, base: int, member: int, rotations_G: Integers) -> Integers:
-        """Positions of a member of some stripes of one base on its slot, which is `member_slot[base, member]`.
+        """Returns the positions of a member of stripes of one base, on its slot `member_slot[base, member]`.
 
         They are positions of data records for member < k, else of parity records.
         """
         return np.asarray(rotations_G, dtype=np.int64) + self.first_position(base, member)
 
     def first_position(self, base: int, member: int) -> int:
-        """Position of a member of the stripe with rotation 0 of a base, on its slot; that of rotation q is q behind."""
+        """Returns the position of a base's member in rotation 0, on its slot. In rotation q it is q further."""
         self._check_member(base, member)
         first = self.data_first if member < self.k else self.parity_first
         return int(first[self.member_slot[base, member], self.member_rank[base, member]])
 
     def exists(self, base: int, member: int, rotations_G: Integers) -> NDArray[np.bool_]:
-        """Whether the member exists, (G,) bool: False for what the last stripe lacks and for stripes past the end."""
+        """Returns whether members exist, (G,) bool: the last stripe may lack some, and later ones lack all."""
         self._check_member(base, member)
         stripes_G = np.asarray(rotations_G, dtype=np.int64) * self.slots + base
         if member >= self.k:
@@ -286,31 +289,31 @@ class Layout:
         return stripes_G * self.k + member < self.rows
 
     def holders(self, slot: int) -> tuple[int, ...]:
-        """Slots that hold parity of records of `slot`, ascending; whatever the number of rows."""
+        """Returns the slots that hold parity of records of `slot`, ascending, whatever the number of rows."""
         self._check_slot(slot)
         return tuple(np.unique(self.member_slot[self.data_base[slot], self.k :]).tolist())
 
     def sources(self, slot: int) -> tuple[int, ...]:
-        """Slots of whose records `slot` holds parity, ascending; whatever the number of rows."""
+        """Returns the slots of whose records `slot` holds parity, ascending, whatever the number of rows."""
         self._check_slot(slot)
         return tuple(np.unique(self.member_slot[self.parity_base[slot], : self.k]).tolist())
 
     def group_of(self, slot: int) -> tuple[int, ...]:
-        """All slots of the coding group of `slot`, ascending, itself included."""
+        """Returns all slots of the coding group of `slot`, ascending, itself included."""
         self._check_slot(slot)
         first = int(self._group_first[slot])
         return tuple(range(first, first + int(self._group_size[slot])))
 
     def companions(self, slot: int) -> tuple[int, ...]:
-        """Other slots with a member of a stripe that `slot` has one of, ascending; whatever the number of rows."""
+        """Returns the other slots that share a stripe with `slot`, ascending, whatever the number of rows."""
         self._check_slot(slot)
         together = self.member_slot[(self.member_slot == slot).any(axis=1)]
         return tuple(np.setdiff1d(together, [slot]).tolist())
 
     def runs(self, source: int, holder: int) -> tuple[SharedRun, ...]:
-        """How changes on `source` reach the parity on `holder`, in order of position; ranks without records included.
+        """Returns how changes on `source` reach parity on `holder`, by position. Ranks without records are included.
 
-        Their number does not depend on the number of rows, so that it is the same in every slab of a job.
+        Their number does not depend on the number of rows, so it is the same for every slab of a job.
         """
         self._check_slot(source)
         self._check_slot(holder)
@@ -332,11 +335,11 @@ class Layout:
 
 @functools.lru_cache(maxsize=1024)
 def layout_of(slots: int, k: int, r: int, rows: int) -> Layout:
-    """The layout of a slab, as `Layout(...)`, made once: coordinator, servers and trainers ask for the same ones."""
+    """Returns the layout of a slab, as `Layout(...)`. It is cached: coordinator, servers and trainers share it."""
     return Layout(slots, k, r, rows)
 
 
 def warm() -> None:
-    """Compiles or loads the kernels."""
+    """Compiles or loads every kernel of this module."""
     Layout(1, 1, 0, 1).locate(np.zeros(1, np.int64))
     Layout(1, 1, 0, 1).row_at(0, np.zeros(1, np.int64))

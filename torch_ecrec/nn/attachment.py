@@ -1,4 +1,4 @@
-"""What a trainer has attached: when a step has ended, what is kept of it, and how it is brought back.
+"""The state that a training loop attaches to its model: when a step ends, what is kept of it, and how it is restored.
 
 **The rule.** A step has ended when the next one begins, and not before: until then the loop may still step schedulers,
 count, evaluate, wait. The next one begins
@@ -51,7 +51,7 @@ STEPS_OF_A_DRAW = 64  # of more, the log is told once
 
 
 class Attachment:
-    """What `DistributedModelParallel.attach` was given.
+    """Keeps what `DistributedModelParallel.attach` was given after each step, and restores it after a restart.
 
     Args:
         model: held weakly.
@@ -61,7 +61,7 @@ class Attachment:
         own: names of those among `stateful` that are the user's: they may count passes, and batches.
 
     Raises:
-        TypeError: something of it cannot be kept.
+        TypeError: a part of its state cannot be kept.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class Attachment:
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
-        """Those that were attached."""
+        """The optimizers that were attached, in the order given."""
         return self._state.attached
 
     def close(self) -> None:
-        """Looks at optimizers no more. Twice is once."""
+        """Stops watching optimizers. May be called again."""
         if self.reader is not None and not self._closed:
             self.reader.check_end()
         self._closed = True
@@ -114,14 +114,14 @@ class Attachment:
         self._gradients.close()
 
     def _on_left_out(self, what: str) -> None:
-        """Something is trained that is not brought back: after a restart it is as the script has made it."""
+        """Reports that something trained was in no snapshot: after the restart it is as the script has made it."""
         if self._restored and self._session.step > 1:
             self._session.not_exact(what)
 
     # when a step begins ---------------------------------------------------------------------------
 
     def _on_draw(self) -> Callable[[int | None], None] | None:
-        """A batch is about to be drawn. If that begins a step, the one before is kept once there is a batch."""
+        """Called before the reader draws a batch. If that begins a step, the step before is kept once a batch came."""
         self._begin()
         if self._drawn_at is not None:
             self._drawn_at = self._session.step
@@ -131,7 +131,7 @@ class Attachment:
         return lambda checksum: self._keep(before, checksum)
 
     def on_forward(self, batch: object) -> None:
-        """A training forward begins.
+        """Called when a training forward begins.
 
         Args:
             batch: what it is called with.
@@ -163,7 +163,7 @@ class Attachment:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """One step of a loop without a reader; with one, draws say when steps begin.
+        """Marks one step of a loop that attached no reader. With a reader, its draws mark where steps begin.
 
         Raises:
             RuntimeError: within another one.
@@ -179,7 +179,7 @@ class Attachment:
             self._in_step = False
 
     def _begin_without_reader(self, checksum: Callable[[], int | None]) -> None:
-        """A step begins, or perhaps a forward more of the same one."""
+        """Begins a step, unless this is a further forward of the step under way."""
         self._begin()
         if self._random is not None:
             set_random_states(self._random)
@@ -194,7 +194,7 @@ class Attachment:
             self._keep(self._before(at_forward=False), checksum())
 
     def on_loaded(self) -> None:
-        """Weights were loaded into the model."""
+        """Called after a state dict was loaded into the model."""
         if not self.begun:
             self._checks.on_loaded(self._live_model)
 
@@ -208,7 +208,7 @@ class Attachment:
             self._checks.check_schedulers()
 
     def _load_what_loops_reset(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
-        """Once more: before its first step a loop may put gradients to zero, evaluate, switch modes."""
+        """Restores again what a loop may change before its first step: gradients, buffers, settings of modules."""
         self._settings.load_(settings)
         model = self._live_model
         parameters = dict(dense_parameters(model))
@@ -223,7 +223,7 @@ class Attachment:
         self._gradients_then, self._buffers_then = {}, {}
 
     def _what_moves(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Buffers, and tables that TorchRec shards: an evaluation may move both (FBGEMM counts forwards)."""
+        """Yields buffers, and tables that TorchRec shards. An evaluation may change both: FBGEMM counts forwards."""
         yield from model.named_buffers()
         yield from self._dense.shards.tensors().items()
 
@@ -255,7 +255,7 @@ class Attachment:
         return model
 
     def _before(self, at_forward: bool) -> bytes:
-        """All that a draw may move, as it is now."""
+        """Encodes everything that drawing a batch may change, as it is now."""
         return encode(
             {
                 "random": random_states() if self.reader is None else None,
@@ -285,7 +285,7 @@ class Attachment:
     # restarts -------------------------------------------------------------------------------------
 
     def resume(self, step: int, parts: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
-        """Brings everything back as it was after `step`, which may be 0: as it was made, or imported.
+        """Restores everything as it was after `step`. Step 0 stands for the state as the script made or imported it.
 
         Args:
             parts: payload and header of every trainer's snapshot of that step; of step 0, what a checkpoint has that

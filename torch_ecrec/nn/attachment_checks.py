@@ -1,4 +1,4 @@
-"""What a loop may not do with what it has attached, since a restart would bring back something else.
+"""Checks that a training loop does nothing with attached objects that a restart could not repeat.
 
     check_sealed      what is attached moved between `attach` and the first step: that would happen once more
     (when made)       a scheduler is attached, and its optimizer is not kept
@@ -45,7 +45,7 @@ _attached_somewhere: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # to any mo
 
 
 class AttachmentChecks:
-    """The checks of one attachment. Each raises a RuntimeError that says what to do instead, or warns in the log.
+    """The checks of one attachment. Each raises a RuntimeError that says what to do instead, or logs a warning.
 
     Args:
         model: held weakly.
@@ -66,14 +66,14 @@ class AttachmentChecks:
         optimizer_steps.watch(self._check_known)
         self._sealed = self._seal()
         self._groups = self._groups_now()
-        self._attributes: dict[str, int] | None = None  # as they were after the first step
+        self._attributes: dict[str, int] | None = None  # attributes after the first step
 
     def close(self) -> None:
-        """Looks at optimizers no more. Twice is once."""
+        """Stops watching optimizers. May be called again."""
         self._closed = True
 
     def _seal(self) -> dict[str, object]:
-        """Changes when something that is attached does, by name: values, and versions of tensors."""
+        """Returns a fingerprint by name (values, versions of tensors) that changes when something attached changes."""
         model = self._model()
         if model is None:
             raise RuntimeError("the model that this was attached to is gone")
@@ -89,15 +89,15 @@ class AttachmentChecks:
         return {name: version_of(parameter) for name, parameter in dense_parameters(model)}
 
     def on_loaded(self, model: nn.Module) -> None:
-        """Parameters were loaded: a life that goes on after a restart leaves that out."""
+        """Called after parameters were loaded: a script that goes on after a restart leaves that load out."""
         self._sealed.update(self._versions(model))
 
     def seal(self) -> None:
-        """From now on nothing that is attached may move until `check_sealed`."""
+        """Notes the state of everything attached. None of it may change until `check_sealed`."""
         self._sealed = self._seal()
 
     def check_sealed(self, restored: bool) -> None:
-        """Nothing that is attached may have moved since `attach`: after a restart that happens once more.
+        """Checks that nothing attached has changed since `attach`: after a restart it would change once more.
 
         Args:
             restored: this is after a restart: an error, and not a warning.
@@ -116,7 +116,7 @@ class AttachmentChecks:
         log.warning("%s: after a restart that would happen again, and is refused if the values then differ", what)
 
     def check_schedulers(self) -> None:
-        """A scheduler that counts an optimizer's steps, as torch's do, leaves a mark in it; it is attached, too."""
+        """Checks that a learning rate scheduler made for a kept optimizer is attached, too."""
         attached = _inside(self._state.stateful.values())  # what is attached may keep a scheduler for the user
         scheduled = {id(g) for thing in attached if not isinstance(thing, Optimizer) for g in _groups_of(thing)}
         for optimizer in self._kept_optimizers():
@@ -128,7 +128,7 @@ class AttachmentChecks:
                     )
 
     def _kept_optimizers(self) -> list[Optimizer]:
-        """Whose groups are kept: those of the model's tables, and all that are attached."""
+        """Returns the optimizers that snapshots keep: those of the model's tables, and all that are attached."""
         named = [thing for thing in self._state.stateful.values() if isinstance(thing, Optimizer)]
         return [*self._state.all_optimizers, *named]
 
@@ -136,7 +136,7 @@ class AttachmentChecks:
         return {id(group) for optimizer in self._kept_optimizers() for group in optimizer.param_groups}
 
     def _check_optimizers_are_kept(self) -> None:
-        """What is attached sets rates that are kept."""
+        """Checks that every attached scheduler sets learning rates of an optimizer that snapshots keep."""
         kept = self._kept_groups()
         for name, thing in self._state.stateful.items():
             if name.startswith(SCHEDULERS) or isinstance(thing, LRScheduler):
@@ -149,7 +149,7 @@ class AttachmentChecks:
                 )
 
     def check_tracing(self, before: Mapping[str, Mapping[str, Any]]) -> None:
-        """A pipeline runs the model's Python code when it is made: what that counts, it would count again."""
+        """Refuses settings that changed while a pipeline was made: it traces the model, at each start again."""
         now = self._settings.changed()
         moved = sorted(
             f"{path}.{name}"
@@ -165,7 +165,7 @@ class AttachmentChecks:
             )
 
     def check_groups(self) -> None:
-        """Parameters that an optimizer was given later would not be brought back."""
+        """Checks that no optimizer was given parameters later on: a restart would not restore them."""
         if self._groups != self._groups_now():
             raise RuntimeError(
                 "an optimizer was given parameters after `attach`: it would not have them after a restart, where"
@@ -173,7 +173,10 @@ class AttachmentChecks:
             )
 
     def check_kept(self) -> None:
-        """What moves with a step is in `state`, in `param_groups` or in a `state_dict`: else it would begin anew."""
+        """Checks that no other attribute of an attached optimizer changes with the steps.
+
+        A restart restores `state`, `param_groups` and a `state_dict` of the optimizer's own, and nothing else.
+        """
         now = self._attributes_now()
         before, self._attributes = self._attributes, now
         moved = [name for name, value in now.items() if before is not None and before.get(name, value) != value]
@@ -185,7 +188,10 @@ class AttachmentChecks:
             )
 
     def _attributes_now(self) -> dict[str, int]:
-        """By name, of attached optimizers that are no library's and have no `state_dict` of their own."""
+        """Returns a checksum for each attribute, by name, of the optimizers that no restart restores by other means.
+
+        These are attached optimizers that are neither torch's nor TorchRec's and have no `state_dict` of their own.
+        """
         found = {}
         for i, optimizer in enumerate(self._state.dense_optimizers):
             kind = type(optimizer)
@@ -201,7 +207,7 @@ class AttachmentChecks:
         return [[len(group["params"]) for group in o.param_groups] for o in self._state.dense_optimizers]
 
     def _check_known(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped."""
+        """Refuses an optimizer that has stepped dense parameters of the model and is not attached."""
         if self._closed or optimizer in self._known or isinstance(optimizer, KeyedOptimizer):
             return
         model = self._model()
@@ -226,13 +232,13 @@ class AttachmentChecks:
 
 
 def _groups_of(thing: object) -> list[Mapping[str, Any]]:
-    """Whose rates something sets: a scheduler those of its optimizer, a wrapper its own."""
+    """Returns the parameter groups whose learning rates a scheduler or an optimizer sets."""
     optimizer = thing if isinstance(thing, Optimizer) else getattr(thing, "optimizer", None)
     return list(optimizer.param_groups) if isinstance(optimizer, Optimizer) else []
 
 
 def _inside(things: Iterable[object]) -> list[object]:
-    """Some things, and what they have as attributes, in lists and in dicts."""
+    """Returns some objects, and the objects they have as attributes, in lists and in dicts."""
     found: dict[int, object] = {}
 
     def look(thing: object, left: int) -> None:

@@ -1,4 +1,4 @@
-"""What the sharded modules need from the servers, as a protocol: `client.session.Session` is the real one.
+"""The protocol by which sharded modules use the servers. `client.session.Session` implements it.
 
 Tests have others, in memory; the same tests hold all of them to one behaviour (`tests/simulated/test_backend.py`).
 
@@ -17,9 +17,9 @@ from torch_ecrec.spec.job import JobSpec
 
 
 class EmbeddingBackend(Protocol):
-    """What the sharded modules need from the servers: one blocking object per trainer.
+    """The connection of one trainer with the servers, as the sharded modules use it. Its methods block.
 
-    `client/session.py:Session` is one, `recorder.py:Recorded` one that notes what is done with it.
+    `client/session.py:Session` implements it, and `recorder.py:Recorded` wraps one to record what is done with it.
 
     Rows are slab rows, int64 on the CPU and unique; lists hold one tensor per slab of `job.slabs`. `arrange` says in
     which order they cost least.
@@ -32,37 +32,37 @@ class EmbeddingBackend(Protocol):
 
     @property
     def restarted(self) -> bool:
-        """The cluster has trained before: `load` does nothing, `resume` says where training goes on."""
+        """Whether the cluster has trained before: then `load` does nothing, and training goes on from `resume`."""
 
     @property
     def step(self) -> int:
-        """The step being worked on, from 1."""
+        """The step that is under way, from 1."""
 
     def arrange(self, slab: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The different ones of `rows` (N,), in the best order, (U,), and where each of `rows` is in them, (N,)."""
+        """Returns the unique rows of `rows` (N,) in the best order, (U,), and each one's index among them, (N,)."""
 
     def lookup_parts(self, rows: list[Tensor], evaluation: bool = False) -> list[Parts]:
-        """Weights (U, D) after `step - 1`, per slab, float32 or bfloat16. Does not end the step; may be repeated.
+        """Returns weights (U, D) after `step - 1`, per slab, float32 or bfloat16. Does not end the step; repeatable.
 
-        Of an `evaluation`, which makes no gradients, the settings may have them less exact.
+        An `evaluation` needs no gradients; the settings may make its weights less exact.
 
-        In parts of some rows each, (u, D), in the order of the rows. They are only read.
+        They come in parts (u, D), in the order of the rows. They must not be written to.
         """
 
     def look_ahead(self, rows: list[Tensor]) -> None:
-        """Rows that `lookup_parts` will be called with in this step, the very tensors: they may be asked for now."""
+        """Announces rows that `lookup_parts` gets later in this step, as the same tensors, to be fetched early."""
 
     def push(self, rows: list[Tensor], gradients: list[Tensor], rates: list[float]) -> None:
         """Ends the step with gradients (U, D) and a learning rate per slab. Every trainer calls it in every step."""
 
     def read(self, slab: int, rows: Tensor) -> Tensor:
-        """Records (U, W), weights then optimizer state, after `step - 1`; rows ascending. Before `loaded`, too."""
+        """Reads records (U, W), weights then optimizer state, after `step - 1`; rows ascend. Also before `loaded`."""
 
     def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
-        """Overwrites records before the first step; rows ascending. Called by trainer 0 only."""
+        """Overwrites records before the first step; rows ascend. Only trainer 0 calls it."""
 
     def overwrite(self, slab: int, rows: Tensor, values: Tensor | None, first_byte: int = 0) -> None:
-        """Overwrites bytes of records, from `first_byte` on, between two steps: values (U, b) uint8; rows ascending.
+        """Overwrites bytes of records between two steps, from `first_byte` on: values (U, b) uint8; rows ascend.
 
         Every trainer calls it, with slab, rows and values of its own, or with None.
         """
@@ -74,16 +74,16 @@ class EmbeddingBackend(Protocol):
         """Keeps this trainer's part (uint8) of the dense state after `step - 1`."""
 
     def resume(self) -> tuple[int, list[tuple[Tensor, list[int]]]]:
-        """The last step that counts, and what every trainer's `snapshot` was given after it, in trainer order."""
+        """Returns the step after which training goes on, and every trainer's `snapshot` of it, in trainer order."""
 
     def flush(self) -> None:
         """Waits until all that was pushed, and every snapshot that was handed over, survives r losses."""
 
     def not_exact(self, what: str) -> None:
-        """Something has happened that makes this run another than an undisturbed one; said in the log and outside."""
+        """Reports that this run is no longer the same as an undisturbed one, in the log and outside."""
 
     def close(self) -> None:
-        """Leaves the cluster. Twice is once."""
+        """Leaves the cluster. May be called again."""
 
 
 NO_TABLES = (
@@ -93,7 +93,7 @@ NO_TABLES = (
 
 
 class NoTables:
-    """`EmbeddingBackend` without a table, in no cluster.
+    """An `EmbeddingBackend` for a model without tables. It joins no cluster.
 
     Args:
         trainer, trainers: as of a session.
@@ -105,13 +105,13 @@ class NoTables:
         self.step = 1  # there are none
 
     def loaded(self) -> None:
-        """Nothing was."""
+        """Does nothing: no table was loaded."""
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Does nothing: nothing was sent."""
 
     def close(self) -> None:
-        """Nothing was joined."""
+        """Does nothing: no cluster was joined."""
 
     def __getattr__(self, name: str) -> Never:
         raise RuntimeError(f"`{name}`: {NO_TABLES}")

@@ -1,4 +1,4 @@
-"""Erasure-coded embedding bags: TorchRec's sharded `EmbeddingBagCollection` whose rows live on the servers.
+"""The sharded `EmbeddingBagCollection`: pooled embeddings of rows that live on the servers.
 
 Shape legend: F features, B batch size, U unique rows, D embedding dim.
 """
@@ -26,7 +26,7 @@ from torch_ecrec.state_dicts.kinds import Bags as UnshardedBags
 
 
 class _Pooled(LazyGetItemMixin[str, Tensor], Ready[KeyedTensor]):
-    """A result that is there already; `[key]` gives a feature of it, as of TorchRec's."""
+    """An awaitable whose pooled embeddings are there already. `[key]` gives those of a feature, as in TorchRec."""
 
 
 @ShardedEmbeddingBagCollection.register  # `isinstance` in tests, pipelines and scripts
@@ -55,7 +55,7 @@ class ErasureCodedEmbeddingBagCollection(ServedModule[KeyedTensor]):
 
     @property
     def embedding_bags(self) -> nn.ModuleDict:
-        """As in TorchRec, with placeholders of the tables."""
+        """The tables by name, as in TorchRec. Each is a placeholder without rows (`placeholder.py`)."""
         return self.modules_of_tables()
 
     def _checked(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -66,7 +66,7 @@ class ErasureCodedEmbeddingBagCollection(ServedModule[KeyedTensor]):
         return part.bags(features, self._weighted, self._step.session.arrange, repeats)
 
     def output_dist(self, ctx: Context, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
-        """Puts the pooled features side by side, rounded to what they come out as: (B, sum of dims)."""
+        """Concatenates the pooled features to (B, sum of dims), rounded to their output dtype."""
         if len(set(self._outputs)) == len(output) == 1:
             values = output[0].flatten(1).to(self._outputs[0])
         else:
@@ -83,7 +83,7 @@ class ErasureCodedEmbeddingBagCollection(ServedModule[KeyedTensor]):
 
 @ShardedFusedEmbeddingBagCollection.register
 class ErasureCodedFusedEmbeddingBagCollection(ErasureCodedEmbeddingBagCollection):
-    """A sharded `FusedEmbeddingBagCollection`: the servers run the optimizer that it was made with."""
+    """A sharded `FusedEmbeddingBagCollection`. The servers run the optimizer with which it was made."""
 
     @property
     def unsharded_module_type(self) -> type[FusedEmbeddingBagCollection]:

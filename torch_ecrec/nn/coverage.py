@@ -1,4 +1,4 @@
-"""Which modules of a model the servers serve, and which nobody would protect: said before anything is built.
+"""Which modules of a model the servers serve, and which would be lost with a trainer. Checked before anything is built.
 
     served       `EmbeddingBagCollection`, also inside a `FeatureProcessedEmbeddingBagCollection`;
                  `EmbeddingCollection`; the fused forms of both, and those with managed collisions (`remapping.py`)
@@ -50,13 +50,13 @@ _REMAPPING = tuple(module for module, kind in KINDS.items() if kind.remaps)
 
 @dataclass(frozen=True)
 class Coverage:
-    """What becomes of the modules of a model.
+    """How each module of a model is protected: by the servers, by snapshots, or not at all.
 
     Args:
         served: by path: those whose tables go to the servers.
         remapping: path -> that of the collection in it, which is one of `served`: modules with managed collisions.
-        unprotected: path -> why nobody protects it; "" is the model itself.
-        planned: of these, collections that TorchRec shards since the plan says so: these may be kept in snapshots.
+        unprotected: path -> why it is not protected; "" is the model itself.
+        planned: unprotected collections that the plan leaves to TorchRec: snapshots may keep these.
         dense: paths of collections that the plan makes data-parallel.
     """
 
@@ -72,7 +72,7 @@ class Coverage:
         return [*self.unprotected, *self.dense]
 
     def check(self, unprotected: str) -> None:
-        """Refuses what is unprotected, unless that is allowed.
+        """Raises if a module is unprotected, unless the user has allowed that.
 
         Raises:
             ValueError: names each module, with the reason.
@@ -91,7 +91,7 @@ class Coverage:
             )
 
     def check_loss(self, step: int, unprotected: str) -> None:
-        """The trainers were lost, and training is to go on after a step.
+        """Checks, after trainers were lost, whether training may go on after a step without the unprotected modules.
 
         Raises:
             RuntimeError: what they had alone was lost with them.
@@ -104,8 +104,10 @@ class Coverage:
             )
 
     def lost_by(self, step: int, unprotected: str) -> str | None:
-        """What is other than it was, where training goes on after a step with what the script has made; None: nothing
-        is. To be said of the run: somebody has allowed it, and others read its figures."""
+        """Returns a notice of which trained state is lost when training goes on after `step`; None if none is.
+
+        The user has allowed the loss by `unprotected="reset"`. The notice is for others who read the run's figures.
+        """
         if not self.unprotected or unprotected != "reset" or step == 0:
             return None
         names = ", ".join(path or "the model" for path in self.unprotected)
@@ -113,7 +115,7 @@ class Coverage:
 
 
 def coverage_of(module: nn.Module, plan: ShardingPlan | None, sharders: Sequence[ModuleSharder[nn.Module]]) -> Coverage:
-    """Looks at every module of a model, and at what a given plan says of it.
+    """Returns how each module of a model is protected, given a plan.
 
     Args:
         module: the model, not sharded.
@@ -170,16 +172,16 @@ def coverage_of(module: nn.Module, plan: ShardingPlan | None, sharders: Sequence
 
 
 def chooses(plan: ShardingPlan | None) -> bool:
-    """Whether a plan says which tables are on the servers."""
+    """Returns whether a plan says which tables are on the servers."""
     entries = plan.plan.values() if plan is not None else ()
     return any(table.sharding_type == ERASURE_CODED for entry in entries for table in cast(Any, entry).values())
 
 
 def _types_of(path: str, chosen: Mapping[str, Any]) -> dict[str, str]:
-    """Sharding types of the tables of a collection that a plan leaves to TorchRec; none of one that it does not.
+    """Returns the sharding types of the tables of a collection that a plan leaves to TorchRec; none if it leaves none.
 
     Raises:
-        ValueError: it leaves some of them.
+        ValueError: the plan leaves some of its tables to TorchRec, and not the others.
     """
     types = {table: entry.sharding_type for table, entry in chosen.get(path, {}).items()}
     ours = [table for table, kind in types.items() if kind == ERASURE_CODED]
@@ -189,7 +191,7 @@ def _types_of(path: str, chosen: Mapping[str, Any]) -> dict[str, str]:
 
 
 def several_sides(path: str, ours: Sequence[str], theirs: Sequence[str]) -> str:
-    """What to say of a collection of which some tables are to be on the servers, and some with TorchRec."""
+    """Returns the error message for a collection that a plan splits between the servers and TorchRec."""
     return (
         f"{path or 'the model'}: a collection is sharded as a whole, but {', '.join(ours)} are to be on the servers,"
         f" and {', '.join(theirs)} with TorchRec. Make two collections of it, one with the tables of each side, give"
@@ -202,14 +204,14 @@ def _join(path: str, name: str) -> str:
 
 
 def _is_served(module: nn.Module) -> bool:
-    """Whether it is served, or nothing but a wrapper of what is: whatever a plan says of it."""
+    """Returns whether a module is served, or only wraps a served one, whatever a plan says of it."""
     if isinstance(module, BaseManagedCollisionEmbeddingCollection) and type(module) in _REMAPPING:
         return why_not_served(module) is None
     return type(module) in (*COLLECTIONS, FeatureProcessedEmbeddingBagCollection)
 
 
 def _reason(module: nn.Module, tables_of: set[type[nn.Module]], planned: bool) -> str | None:
-    """Why nobody protects a module; None: nothing is known against it."""
+    """Returns why a module is unprotected; None if nothing speaks against it."""
     name = type(module).__name__
     if isinstance(module, ShardedModule):
         return f"{name} is sharded already; give the model as it was before"
@@ -232,9 +234,9 @@ def _reason(module: nn.Module, tables_of: set[type[nn.Module]], planned: bool) -
 
 
 def check_sharders(sharders: Sequence[ModuleSharder[nn.Module]]) -> None:
-    """Refuses what a sharder for a served module wants and the servers do not do; where tables lie is their business.
+    """Refuses settings of a served module's sharder that the servers do not support. Placement is theirs to choose.
 
-    Quantised collectives are told to have no effect, and so are `fused_params` for fused collections.
+    Warns of quantised collectives, and of `fused_params` for fused collections: they have no effect.
 
     Raises:
         ValueError: names the sharder and its wish.
@@ -265,5 +267,5 @@ def check_sharders(sharders: Sequence[ModuleSharder[nn.Module]]) -> None:
 
 
 def is_inside(path: str, owners: Iterable[str]) -> bool:
-    """Whether a path is one of `owners` or below one."""
+    """Returns whether a path is one of `owners`, or below one."""
     return any(owner == "" or path == owner or path.startswith(f"{owner}.") for owner in owners)

@@ -1,4 +1,4 @@
-"""The dense part of a model as bytes: parameters and the state of their optimizers, in equal parts for the trainers.
+"""The dense part of a model as bytes: parameters and optimizer state, divided equally among the trainers.
 
 Every trainer holds the same dense state (data parallel), so each hands over one part of it: with 1,000 bytes and 3
 trainers, trainer 0 packs bytes [0, 334), 1 [334, 668), 2 [668, 1000). What may differ from trainer to trainer (buffers,
@@ -56,53 +56,53 @@ _USUAL = {"state", "param_groups"}  # of an optimizer's state_dict
 
 
 class Replicated(abc.ABC):
-    """A module with state that all trainers have alike, and that is none of its parameters; its buffers are of it."""
+    """A module whose state, beside its parameters, is the same on all trainers. Its buffers belong to that state."""
 
     @abc.abstractmethod
     def replicated_state(self) -> dict[str, Any]:
-        """All of it, tensors shared: encoded before it changes."""
+        """Returns that state. Tensors are shared with the module: they are encoded before they change."""
 
     @abc.abstractmethod
     def load_replicated_state(self, state: Mapping[str, Any]) -> None:
-        """Puts it back. Raises ValueError if it does not fit; nothing was changed then."""
+        """Restores that state. Raises ValueError, and changes nothing, if it does not fit."""
 
 
 class WithTables(abc.ABC):
-    """A module whose rows are on the servers."""
+    """A module whose embedding rows are on the servers."""
 
     @abc.abstractmethod
     def keys_of_tables(self) -> dict[str, tuple[str, str]]:
-        """Name in the job -> key of the weights in the module's state dict, name in the module."""
+        """Returns, by table name in the job, its weights' key in the module's state dict and its name there."""
 
     columns: Columns
     """The order of the features that it gives out: a dense layer behind it has its weights in that order."""
 
 
 class Header(NamedTuple):
-    """What the payload with it is. As a list of integers it is sent and kept."""
+    """Describes the payload that it goes with. It is sent and kept as a list of integers."""
 
     step: int
     part: int  # 0 <= part < parts
     parts: int
-    stream_bytes: int  # of all parts
+    stream_bytes: int  # bytes of all parts together
     index_bytes: int  # the first ones of the stream
-    digest: int  # of the index
+    digest: int  # hash of the index
     whole_bytes: int  # in the payload, behind the part of the stream: what this trainer keeps whole
     own_bytes: int  # in the payload, last
 
     @property
     def span(self) -> tuple[int, int]:
-        """Which bytes of the stream are in this part."""
+        """Returns the byte range [begin, end) of the stream that this part holds."""
         size = -(-self.stream_bytes // self.parts)
         begin = min(self.part * size, self.stream_bytes)
         return begin, min(begin + size, self.stream_bytes)
 
     @staticmethod
     def of(numbers: Sequence[int], payload: Tensor) -> Header:
-        """The header that came with a payload.
+        """Returns the header that came with a payload.
 
         Raises:
-            ValueError: it is none, or of another payload.
+            ValueError: it is no header, or that of another payload.
         """
         fields = Header._fields
         if len(numbers) != len(fields) or not all(type(n) is int and 0 <= n <= NUMBERS_MOST for n in numbers):
@@ -150,7 +150,7 @@ class DenseSnapshot:
         optimizer_steps.watch(self._notice)
 
     def close(self) -> None:
-        """Stops looking for optimizers. Twice is once."""
+        """Stops watching for optimizers. May be called again."""
         self._looks = False
 
     def _notice(self, optimizer: Optimizer) -> None:
@@ -166,21 +166,21 @@ class DenseSnapshot:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those found so far, in the order of their first step."""
+        """The optimizers found so far, in the order of their first step."""
         return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
 
     def use(self, optimizers: Sequence[Optimizer]) -> None:
-        """Takes these optimizers, in this order, rather than those that are found."""
+        """Uses these optimizers, in this order, instead of those that are found."""
         self._looks = False
         once = {id(optimizer): optimizer for optimizer in optimizers}
         self._optimizers = [weakref.ref(optimizer) for optimizer in once.values()]
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after `step` is to be kept, and was not yet."""
+        """Returns whether the state after `step` has yet to be kept."""
         return step > self.last and self.every > 0 and step % self.every == 0
 
     def check(self) -> None:
-        """Looks whether all that there is now can be kept. More may come with the first steps: `pack` looks again.
+        """Raises unless all state that there is now can be kept. The first steps may add more: `pack` checks again.
 
         Raises:
             TypeError: something cannot be kept; says what.
@@ -189,7 +189,7 @@ class DenseSnapshot:
         self.content()
 
     def content(self) -> tuple[bytes, TensorsOut, bytes]:
-        """All that there is now: the index, the tensors behind it, and what this trainer keeps whole.
+        """Returns the state as it is now: the index, the tensors it refers to, and what this trainer keeps whole.
 
         Raises:
             TypeError, RuntimeError: as `check`.
@@ -197,7 +197,7 @@ class DenseSnapshot:
         return _collect(self._the_model(), self.optimizers, self.shards, self.counters)
 
     def pack(self, step: int, own: bytes = b"") -> tuple[Tensor, list[int]]:
-        """This trainer's part of the state after `step`: a fresh buffer that nobody writes to later, and its header.
+        """Returns this trainer's part of the state after `step` and its header. The part is a new buffer of its own.
 
         Args:
             step: of the header.
@@ -221,7 +221,7 @@ class DenseSnapshot:
 def part_of(
     step: int, place: tuple[int, int], content: tuple[bytes, TensorsOut, bytes], own: bytes = b""
 ) -> tuple[Tensor, list[int]]:
-    """A trainer's part of what all have, which is a fresh buffer, and its header.
+    """Returns one trainer's part of what all trainers have alike, in a new buffer, and its header.
 
     Args:
         step: of the header.
@@ -254,7 +254,7 @@ def part_of(
 
 @dataclass(frozen=True)
 class State:
-    """A snapshot, joined. Optimizers: `class`, `groups`, `state`, `more`, encoded as `_collect` does."""
+    """A snapshot whose parts were joined. Optimizers: `class`, `groups`, `state`, `more`, encoded by `_collect`."""
 
     step: int
     parameters: dict[str, Tensor]  # by name
@@ -272,7 +272,7 @@ class State:
 
 
 def unpack(parts: Sequence[tuple[Tensor, Sequence[int]]]) -> State:
-    """Joins the parts of one step, in any order.
+    """Joins the parts of one step's snapshot, given in any order.
 
     Raises:
         ValueError: a part is missing, there twice, of another step or model, or not what its header says.
@@ -310,7 +310,7 @@ def unpack(parts: Sequence[tuple[Tensor, Sequence[int]]]) -> State:
 
 
 def own_of(payload: Tensor, header: Sequence[int]) -> bytes:
-    """What a trainer had given to `pack` as its own. Raises ValueError if the header is not of this payload."""
+    """Returns the bytes that a trainer gave to `pack` as its own. Raises ValueError for another payload's header."""
     size = Header.of(header, payload).own_bytes
     return payload[payload.numel() - size :].numpy().tobytes()
 
@@ -322,13 +322,13 @@ def load_(
     part: int,
     shards: LocalShards | None = None,
 ) -> int:
-    """Puts a snapshot into a model and its optimizers, in place.
+    """Restores a model and its optimizers from a snapshot, in place.
 
     Args:
         model: of the same architecture. Mutated.
         optimizers: torch optimizers over its dense parameters, in the order in which they first step. Mutated.
         parts: payload and header of every part of one step.
-        part: which of them this trainer had packed: what may differ from trainer to trainer is of that one.
+        part: the part that this trainer had packed. State that differs from trainer to trainer is taken from it.
         shards: what it has of tables that TorchRec shards. Mutated.
 
     Returns:
@@ -363,7 +363,7 @@ _Copies = list[tuple[Tensor, Tensor]]  # to, from
 def _fitting(
     model: nn.Module, optimizers: Sequence[Optimizer], state: State, part: int, shards: LocalShards
 ) -> tuple[_Copies, list[_SavedOptimizer]]:
-    """What is to be put where. Changes nothing; raises ValueError as `load_` does."""
+    """Returns which values go where, and the saved optimizers. Changes nothing; raises ValueError as `load_` does."""
     whole = values.decode(state.whole[part], device="cpu")
     copies = _copies("parameters", dict(dense_parameters(model)), state.parameters)
     copies += _copies("buffers", dict(buffers_of(model)), whole["buffers"])
@@ -387,7 +387,7 @@ def _fitting(
 
 
 def _copies(kind: str, targets: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> _Copies:
-    """Which tensor gets which value. Raises ValueError unless they are the same ones."""
+    """Pairs each target tensor with its stored value. Raises ValueError if names, shapes or dtypes differ."""
     if stored.keys() != targets.keys():
         differ = ", ".join(sorted(stored.keys() ^ targets.keys()))
         raise ValueError(f"the model and the snapshot differ in {kind} {differ}")
@@ -403,7 +403,7 @@ def _copies(kind: str, targets: Mapping[str, Tensor], stored: Mapping[str, Tenso
 
 
 class _SavedOptimizer:
-    """What a snapshot has of one optimizer, decoded and found to fit.
+    """The saved state of one optimizer, decoded and checked to fit it.
 
     Args:
         optimizer: where it belongs.
@@ -449,12 +449,12 @@ class _SavedOptimizer:
                 self.state.append((owned[place], self._decoded(data, [owned[place]])))
 
     def _decoded(self, data: bytes, parameters: Sequence[Tensor]) -> Any:
-        """A value; what was on a CUDA device comes to that of the parameters."""
+        """Decodes a value. What was on a CUDA device moves to the device of the parameters."""
         device = next((parameter.device for parameter in parameters if parameter.is_cuda), None)
         return values.decode(data, self._tensors, device)
 
     def load_more(self) -> None:
-        """What the optimizer keeps elsewhere, by its own `load_state_dict`, which may raise."""
+        """Loads the optimizer's other state by its own `load_state_dict`, which may raise."""
         if self.more:
             self.optimizer.load_state_dict({**self.optimizer.state_dict(), **self.more})
 
@@ -472,7 +472,7 @@ class _SavedOptimizer:
 
 
 def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The data-parallel parameters, and tables that TorchRec replicates: under its DMP without the sharded ones."""
+    """Yields the parameters that all trainers have alike: dense ones, and tables that TorchRec replicates."""
     sharded = _sharded_names(model)
     return ((name, parameter) for name, parameter in model.named_parameters() if name not in sharded)
 
@@ -489,7 +489,7 @@ def _sharded_names(model: nn.Module) -> set[str]:
 
 
 def buffers_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those that are not persistent, too; not those that are replicated, or that TorchRec makes of its plan."""
+    """Yields buffers, non-persistent ones too, but not replicated ones or those that TorchRec makes of its plan."""
     kinds = (Replicated, ShardedModule)
     apart = {id(buffer) for module in model.modules() if isinstance(module, kinds) for buffer in module.buffers()}
     return ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in apart)
@@ -510,13 +510,13 @@ def tables_of(model: nn.Module) -> dict[str, tuple[str, str]]:
 
 
 def with_tables(model: nn.Module) -> dict[str, WithTables]:
-    """The modules whose rows are on the servers, by path as in TorchRec's state dicts."""
+    """Returns the modules whose rows are on the servers, by path as in TorchRec's state dicts."""
     root = model.module if isinstance(model, DistributedModelParallel) else model
     return {path: module for path, module in root.named_modules() if isinstance(module, WithTables)}
 
 
 def meet_columns(model: nn.Module, state: State) -> None:
-    """Has features come in the order in which they came when a snapshot was taken.
+    """Makes features come out in the order they had when a snapshot was taken.
 
     Raises:
         CheckpointError: the plan of the model has them in another one.
@@ -530,7 +530,7 @@ _Place = str | tuple[int, int]  # a parameter: its name in the model, or else it
 
 
 def _owned(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[_Place]]:
-    """Returns, for every group, what its parameters are called."""
+    """Returns, for every parameter group, the names of its parameters."""
     return [
         [names.get(id(parameter), (g, j)) for j, parameter in enumerate(group["params"])]
         for g, group in enumerate(optimizer.param_groups)
@@ -538,14 +538,14 @@ def _owned(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[_Place]]
 
 
 def _digest(index: bytes) -> int:
-    """At most `NUMBERS_MOST`."""
+    """Returns a 48-bit hash of the index, so that it is at most `NUMBERS_MOST`."""
     return int.from_bytes(hashlib.blake2b(index, digest_size=6).digest(), "little")
 
 
 def _collect(
     model: nn.Module, optimizers: Sequence[Optimizer], shards: LocalShards, counters: Sequence[Tensor] | None
 ) -> tuple[bytes, TensorsOut, bytes]:
-    """The index, the tensors that lie behind it, and what this trainer keeps whole."""
+    """Returns the index, the tensors it refers to, and what this trainer keeps whole."""
     out, sharded_names = TensorsOut(), _sharded_names(model)
     parameters, names, sharded = {}, {}, set()
     for name, parameter in model.named_parameters():
@@ -586,7 +586,10 @@ def _collect_optimizer(
     apart: set[int] | None,
     out: TensorsOut,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What goes into the index, and what of parameters that are not the model's, which the trainer keeps whole."""
+    """Returns the optimizer's entry of the index, and its state of parameters that are not the model's.
+
+    Each trainer keeps the latter whole.
+    """
     params = _owned(optimizer, names)
     entry: dict[str, Any] = {"class": type(optimizer).__name__, "params": params, "groups": [], "state": []}
     whole: dict[str, Any] = {"values": {}, "state": {}}
@@ -624,12 +627,12 @@ def _collect_optimizer(
 
 
 def _is_without_rows(state: Any) -> bool:
-    """Whether an optimizer of all parameters has made it beside a table's placeholder, which it never steps."""
+    """Returns whether optimizer state belongs to a table's placeholder, which the optimizer never steps."""
     return isinstance(state, dict) and any(isinstance(value, Tensor) and value.is_meta for value in state.values())
 
 
 def _beside_state(optimizer: Optimizer, name: str) -> dict[str, Any]:
-    """What only its `state_dict` knows of, if its class has one of its own."""
+    """Returns what only the optimizer's `state_dict` holds, if its class overrides that or has hooks on it; else {}."""
     if type(optimizer).state_dict is Optimizer.state_dict and not has_state_dict_hooks(optimizer):
         return {}
     try:

@@ -1,4 +1,4 @@
-"""One number for all that a trainer would bring back of its model: equal exactly when every bit is."""
+"""One number for all state of its model that a trainer would restore: equal exactly when every bit is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHUNK_BYTES = 4 << 20  # of records read at a time
 
 
 def digest_of(parts: Iterable[bytes]) -> str:
-    """SHA-256 of some bytes, each with its length."""
+    """Returns the SHA-256 of some byte strings, each preceded by its length."""
     result = hashlib.sha256()
     for part in parts:
         result.update(len(part).to_bytes(8, "little"))
@@ -23,7 +23,7 @@ def digest_of(parts: Iterable[bytes]) -> str:
 
 
 def parts_of_tables(session: EmbeddingBackend) -> Iterator[bytes]:
-    """Every record of every table in row order, read in chunks."""
+    """Yields every record of every table in row order, read in chunks."""
     for table in session.job.tables:
         slab, first = session.job.place_of_table[table.name]
         yield table.name.encode()
@@ -34,7 +34,7 @@ def parts_of_tables(session: EmbeddingBackend) -> Iterator[bytes]:
 
 
 def parts_of_dense(index: bytes, tensors: TensorsOut, whole: bytes) -> Iterator[bytes]:
-    """What a snapshot keeps of the dense part: see `DenseSnapshot.content`."""
+    """Yields the bytes of the dense part that a snapshot keeps, from what `DenseSnapshot.content` returns."""
     yield index
     for tensor in tensors.tensors:
         yield bytes_of(tensor).cpu().numpy().tobytes()

@@ -21,10 +21,10 @@ from torch_ecrec.nn.placeholder import TableParameter
 
 
 class WaitingGradients:
-    """Knows which gradients of a model wait.
+    """Tracks which gradients of a model their optimizers have not used yet.
 
     Args:
-        optimizers: that step dense parameters.
+        optimizers: those of the dense parameters.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -39,7 +39,7 @@ class WaitingGradients:
                 self._hooks.append(parameter.register_hook(functools.partial(_before_addition, me, id(parameter))))
 
     def close(self) -> None:
-        """Looks no more. Twice is once."""
+        """Stops watching optimizers. May be called again."""
         for hook in self._hooks:
             hook.remove()
 
@@ -50,7 +50,7 @@ class WaitingGradients:
                     self._used[id(parameter)] = version_of(parameter.grad)
 
     def check_addition(self, of: int) -> None:
-        """A backward is about to add to a gradient, if there is one."""
+        """Refuses a backward that adds to a gradient with which its optimizer has stepped already."""
         gradient, used = self._stepped[of].grad, self._used.pop(of, None)
         if gradient is None or used != version_of(gradient) or not torch.count_nonzero(gradient):
             return
@@ -61,7 +61,7 @@ class WaitingGradients:
         )
 
     def find(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
-        """By the parameter's name, those that wait: copies."""
+        """Returns copies of the gradients that no optimizer step has used yet, by the parameter's name."""
         found = {}
         for name, parameter in parameters:
             gradient = parameter.grad
@@ -79,7 +79,7 @@ def _before_addition(me: weakref.ref[WaitingGradients], of: int, _gradient: Tens
 
 
 def put_back_(parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor]) -> None:
-    """Gives parameters the gradients that `find` has found."""
+    """Sets the gradients of parameters to those that `find` has returned."""
     for name, gradient in gradients.items():
         parameter = parameters[name]
         parameter.grad = gradient.to(parameter.device, copy=True)

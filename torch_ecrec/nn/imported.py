@@ -1,4 +1,4 @@
-"""The dense model of a checkpoint that was imported: what TorchRec had saved of it, as a snapshot of step 0.
+"""The dense model of an imported checkpoint: what TorchRec saved of it becomes the snapshot of step 0.
 
 A snapshot of a cluster has all that a script attaches, and brings it back. This one has what a folder of DCP has under
 the model's names, and of its optimizers; so `attach` puts that there, and leaves the rest as the script has made it:
@@ -40,7 +40,7 @@ def packed(
     tables: Mapping[str, tuple[str, str]],
     columns: Mapping[str, Found] | None = None,
 ) -> list[tuple[list[int], Bytes]]:
-    """Every trainer's part: header and payload (n,) uint8.
+    """Returns every trainer's part of the imported dense model: its header, and its payload (n,) uint8.
 
     Args:
         trainers: how many.
@@ -75,7 +75,7 @@ def packed(
 def begin_with_(
     model: nn.Module, optimizers: Sequence[Optimizer], parts: Sequence[tuple[Tensor, Sequence[int]]]
 ) -> None:
-    """Puts what was imported into a model and its optimizers, in place.
+    """Loads the imported state into a model and its optimizers, in place.
 
     Args:
         model: mutated.
@@ -127,7 +127,7 @@ def _check(targets: Mapping[str, Tensor], given: Mapping[str, Tensor], passing: 
 
 
 def _passing(model: nn.Module) -> set[str]:
-    """Buffers that are in no state dict, and so in nothing that TorchRec has saved; what we export has them."""
+    """Returns the names of non-persistent buffers. State dicts lack them, and so TorchRec's checkpoints do."""
     passing = {id(own_buffers(one)[name]) for one in model.modules() for name in transient_buffers(one)}
     return {name for name, buffer in buffers_of(model) if id(buffer) in passing}
 
@@ -135,7 +135,7 @@ def _passing(model: nn.Module) -> set[str]:
 def _state_of(
     model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Mapping[str, Any]]
 ) -> list[tuple[Optimizer, nn.Parameter, Mapping[str, Any]]]:
-    """Which optimizer gets which state. Raises ValueError as `begin_with_`."""
+    """Pairs optimizers and parameters with their imported state. Raises ValueError as `begin_with_`."""
     names = {id(parameter): name for name, parameter in dense_parameters(model)}
     stepped = []
     for optimizer in optimizers:

@@ -1,4 +1,4 @@
-"""Tables that TorchRec shards over the trainers: what each of them has of it, kept whole with its part of a snapshot.
+"""Tables that TorchRec shards over the trainers: each trainer keeps its shards whole, with its part of a snapshot.
 
 FBGEMM's modules hold the shards: weights, optimizer state, the iteration, the learning rate in force. Some are buffers,
 some parameters, and some plain attributes, and TorchRec shows none of them as a module's own, so they are looked for
@@ -24,7 +24,7 @@ from torch_ecrec.compat.torchrec import lookups_of
 
 
 class LocalShards:
-    """The tensors of some sharded collections.
+    """The tensors that this trainer holds of some sharded collections.
 
     Args:
         modules: by path, as TorchRec has made them.
@@ -43,7 +43,7 @@ class LocalShards:
             )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those of this trainer, by name; shared with the modules."""
+        """Returns this trainer's tensors by name. They share memory with the modules."""
         return {
             f"{path}.{i}.{name}": tensor
             for path, module in self._modules.items()
@@ -60,20 +60,20 @@ def shards_of(model: nn.Module, paths: Iterable[str]) -> dict[str, nn.Module]:
 
 
 def replicated_tables(module: ShardedModule[Any, Any, Any, Any]) -> list[str]:
-    """Names of the parameters of data-parallel tables; TorchRec counts them among the sharded ones."""
+    """Returns the parameters' names of data-parallel tables, which TorchRec counts among the sharded ones."""
     plan: Mapping[str, Any] = getattr(module, "module_sharding_plan", {})
     whole = {table for table, entry in plan.items() if entry.sharding_type == ShardingType.DATA_PARALLEL.value}
     return [name for name, _ in module.named_parameters() if whole.intersection(name.split(".")[-2:-1])]
 
 
 def data_parallel(model: nn.Module) -> list[DistributedDataParallel]:
-    """What averages gradients: those of the dense part, and of data-parallel tables, which TorchRec hides."""
+    """Returns the modules that average gradients over the trainers, those of data-parallel tables included."""
     parts = [one for module in model.modules() for one in (module, *lookups_of(module))]
     return [one for one in parts if isinstance(one, DistributedDataParallel)]
 
 
 def _tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Whatever a module and those in it hold: TorchRec's own `named_parameters` and `named_buffers` leave some out."""
+    """Yields all tensors of a module, those included that TorchRec's `named_parameters` and `named_buffers` omit."""
     attributes = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
     for name, value in (*own_parameters(module).items(), *own_buffers(module).items(), *attributes):
         if isinstance(value, Tensor):

@@ -22,7 +22,7 @@ from torch_ecrec.nn.step import SparseStep
 
 
 class PooledLookup(torch.autograd.Function):
-    """Pooled rows from the backend on the way forward, gradients of the rows to the step on the way back."""
+    """Pools rows from the backend in the forward, and passes their gradients to the step in the backward."""
 
     @staticmethod
     def forward(
@@ -68,7 +68,7 @@ class PooledLookup(torch.autograd.Function):
 def _without(
     frozen: Sequence[Table], rows: Sequence[Tensor], gradients: Sequence[Tensor | None]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Rows (U,) and gradients (U, D) per slab, but for those of frozen tables."""
+    """Returns the rows (U,) and gradients (U, D) of each slab without those of frozen tables."""
     rows, gradients = list(rows), list(gradients)
     for slab in {table.slab for table in frozen}:
         rows_U, gradient_UD = rows[slab], gradients[slab]

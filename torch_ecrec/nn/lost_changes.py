@@ -1,4 +1,4 @@
-"""What a script has done to tables before they are sharded, and what would be lost there without a word: refused.
+"""Refuses changes a script made to tables before they were sharded, where sharding would silently drop them.
 
 Whoever shards makes tables anew, of the configs: TorchRec in the trainers, we on the servers. So these would be gone:
 
@@ -26,7 +26,7 @@ _WAYS = ("max_norm", "padding_idx", "scale_grad_by_freq")  # of `nn.EmbeddingBag
 
 
 def check_lost_changes(model: nn.Module, served: Mapping[str, Collection], wrappers: Iterable[str] = ()) -> None:
-    """Refuses them.
+    """Raises if sharding would drop a change that the script has made to a table.
 
     Args:
         model: not sharded.
@@ -62,7 +62,7 @@ def _check_hooks(what: str, module: nn.Module) -> None:
 
 
 def _check_table(module: Collection, table: str, shape: tuple[int, int]) -> None:
-    """Looks at one table's module and weights."""
+    """Checks the module and the weights of one table."""
     inner = getattr(module, folder_of(module))[table]
     if parametrize.is_parametrized(inner):
         raise ValueError(
@@ -85,7 +85,7 @@ def _check_table(module: Collection, table: str, shape: tuple[int, int]) -> None
 
 
 def _beside(module: nn.Module, path: str, without: set[int]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters of a module, by every path that leads to them, but for those below `without` (ids of modules)."""
+    """Yields a module's parameters by every path to them, except those below `without` (ids of modules)."""
     if id(module) in without:
         return
     for name, parameter in own_parameters(module).items():

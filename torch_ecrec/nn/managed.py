@@ -1,4 +1,4 @@
-"""Collections with managed collisions: ids are remapped on the trainers, alike, and rows are on the servers.
+"""Collections with managed collisions: every trainer remaps ids in the same way, and the rows are on the servers.
 
     input_dist    the batch is known; nothing is remapped yet: a pipeline calls it a batch ahead
     compute       the ids of all trainers go into the maps (`remapping.py`); rows that were given to other ids get first
@@ -42,28 +42,28 @@ from torch_ecrec.nn.tables_state import CHUNK_BYTES
 from torch_ecrec.records.halves import numbers_of, records_of
 from torch_ecrec.state_dicts.unsharded import draw_weights
 
-Both = tuple[Any, Any]  # what the collection gives, and remapped ids or None; both to be waited for
+Both = tuple[Any, Any]  # awaitables: the output of the collection, and remapped ids or None
 
 
 @dataclass
 class ManagedContext(Context):
-    """What is kept of a batch between the stages: that of the collection inside, and its ids as rows."""
+    """The state of one batch between the stages: the context of the collection inside, and the ids remapped to rows."""
 
     inside: Context | None = None
     remapped: KeyedJaggedTensor | None = None
 
 
 class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], Replicated):
-    """A collection whose ids are remapped. Takes a `KeyedJaggedTensor` with ids of any size, int64 on the host.
+    """A sharded collection that remaps ids to rows. Takes a `KeyedJaggedTensor` of any int64 ids, on the host.
 
     Args:
-        module: as the user made it. Its maps go on to be used; not kept otherwise.
+        module: the unsharded module. Its maps are used on; the rest of it is not kept.
         inside: the collection of it, sharded.
         step: shared by all sharded modules of the model.
         path: of the module, for errors.
 
     Attributes:
-        module_sharding_plan: what the plan says of it.
+        module_sharding_plan: the plan's entry for this module.
     """
 
     module_sharding_plan: EmbeddingModuleShardingPlan
@@ -80,20 +80,20 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
 
     @property
     def _inside(self) -> ServedModule[Any]:
-        """The collection, sharded."""
+        """Returns the sharded collection that this module wraps."""
         inside: ServedModule[Any] = collection_of(self)
         return inside
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """All stages, as TorchRec's. Never compiled, while what is around it may be."""
+        """Runs all stages, as in TorchRec. It is never compiled, though the model around it may be."""
         return super().forward(*args, **kwargs)
 
     def create_context(self) -> ManagedContext:
         return ManagedContext()
 
     def input_dist(self, ctx: ManagedContext, features: KeyedJaggedTensor) -> KJTListSplitsAwaitable:
-        """Nothing to distribute.
+        """Passes the batch on: there is nothing to distribute.
 
         Raises:
             ValueError: ids that cannot be remapped.
@@ -109,7 +109,7 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
         return KJTListSplitsAwaitable([NoWait(NoWait(features))], ctx)
 
     def compute(self, ctx: ManagedContext, dist_input: KJTList) -> list[Tensor]:
-        """Remaps, overwrites rows that were given to other ids, and looks up, as `ServedModule.compute`."""
+        """Remaps ids, reinitialises rows that now belong to other ids, and looks rows up, as `ServedModule.compute`."""
         (features,) = dist_input
         inside = self._inside
         check_in_sync(self.forward)
@@ -128,7 +128,7 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
         return inside.compute(ctx.inside, inside.input_dist(ctx.inside, ctx.remapped).wait().wait())
 
     def _begin_again(self, evicted: Mapping[str, Tensor]) -> None:
-        """Gives rows (N,) of tables first weights. Every trainer calls it, with the same rows.
+        """Gives rows (N,) of tables new initial weights. Every trainer calls it, with the same rows.
 
         Raises:
             RuntimeError: the trainers' maps differ.
@@ -165,7 +165,7 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
                 session.overwrite(table.slab, in_order[some] + table.first_row, mine)
 
     def output_dist(self, ctx: ManagedContext, output: list[Tensor]) -> Both:
-        """The unsharded module's output, each part to be waited for."""
+        """Returns the unsharded module's output. Each part of it is an awaitable."""
         assert ctx.inside is not None and ctx.remapped is not None  # of `compute`
         inside: Any = self._inside  # of bags or sequences
         given = inside.output_dist(ctx.inside, output)
@@ -176,11 +176,11 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The tables of the collection inside, as TorchRec names them."""
+        """Yields the tables of the collection inside, under TorchRec's names."""
         yield from self._inside.named_parameters(_join(prefix, COLLECTION), recurse)
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
-        """And the maps: as in TorchRec, data parallelism leaves them alone."""
+        """Yields tables and maps: as in TorchRec, data parallelism leaves both alone."""
         yield from (name for name, _ in self.named_parameters(prefix))
         yield from (name for name, _ in self.named_buffers(prefix))
 
@@ -189,13 +189,13 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
         return self._remapping.state()
 
     def load_replicated_state(self, state: Mapping[str, Any]) -> None:
-        """Puts the maps back. Raises ValueError if these are others; nothing was changed then."""
+        """Restores the maps. Raises ValueError, and changes nothing, if they are of other tables or sizes."""
         self._remapping.load_state(state)
 
 
 @ShardedManagedCollisionEmbeddingBagCollection.register  # `isinstance` in tests, pipelines and scripts
 class ErasureCodedManagedCollisionEmbeddingBagCollection(ManagedModule):
-    """A sharded `ManagedCollisionEmbeddingBagCollection`."""
+    """A sharded `ManagedCollisionEmbeddingBagCollection`: its rows are on the servers."""
 
     @property
     def unsharded_module_type(self) -> type[ManagedCollisionEmbeddingBagCollection]:
@@ -204,7 +204,7 @@ class ErasureCodedManagedCollisionEmbeddingBagCollection(ManagedModule):
 
 @ShardedManagedCollisionEmbeddingCollection.register
 class ErasureCodedManagedCollisionEmbeddingCollection(ManagedModule):
-    """A sharded `ManagedCollisionEmbeddingCollection`."""
+    """A sharded `ManagedCollisionEmbeddingCollection`: its rows are on the servers."""
 
     @property
     def unsharded_module_type(self) -> type[ManagedCollisionEmbeddingCollection]:

@@ -1,6 +1,6 @@
-"""What modules have beside tensors: modes, plain attributes, generators, and which parameters are trained.
+"""The state of modules beside tensors: modes, plain attributes, generators, and which parameters are trained.
 
-    settings = ModuleSettings(model)     # as they are now
+    settings = ModuleSettings(model)     # the settings as they are now
     changed = settings.changed()         # what differs since, by path
     settings.load_(changed)              # in a model that is made anew
 
@@ -30,7 +30,7 @@ _OF_TABLE = "requires_grad of table "  # under the path of the model
 
 
 class ModuleSettings:
-    """Those of one model, and how they were when this was made. Modules that it is given later are not looked at."""
+    """The settings of a model's modules as they were at construction. Modules added later are not covered."""
 
     def __init__(self, model: nn.Module) -> None:
         self._of_path = {
@@ -41,9 +41,9 @@ class ModuleSettings:
         self._first = {(path, name): value for path, values in self.changed().items() for name, value in values.items()}
 
     def changed(self) -> dict[str, dict[str, Any]]:
-        """What is other than it was when this was made: path of a module -> name -> value.
+        """Returns the settings that differ from those at construction: path of a module -> name -> value.
 
-        Asked for every snapshot, so it does as little as it can for each attribute.
+        It is called for every snapshot, so it does little for each attribute.
         """
         found: dict[str, dict[str, Any]] = {}
         first, missing = self._first, object()
@@ -67,7 +67,7 @@ class ModuleSettings:
         return found
 
     def load_(self, changed: Mapping[str, Mapping[str, Any]]) -> None:
-        """Puts `changed` back, and what it does not have to what it was when this was made.
+        """Restores what `changed` returned, and resets all other settings to their values at construction.
 
         Raises:
             ValueError: the model has no such module.

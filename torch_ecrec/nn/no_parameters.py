@@ -1,4 +1,4 @@
-"""What torch says of an optimizer without parameters, with the tables whose parameters somebody looked for.
+"""Explains torch's error for an optimizer without parameters: it names the tables that the servers train.
 
 A script that gives TorchRec's data-parallel tables an optimizer of their own (`in_backward_optimizer_filter` of the
 collection's parameters) finds none where the servers serve these tables: they step there. torch says "optimizer got an
@@ -18,7 +18,7 @@ _tables: list[str] = []  # of this process's models, on the servers
 
 
 def explain_empty_optimizers(tables: Sequence[str]) -> None:
-    """From now on the error of an optimizer without parameters names these tables, in a note."""
+    """Adds a note that names these tables to torch's error for an optimizer without parameters, from now on."""
     if not hasattr(Optimizer.__init__, "names_tables"):
         Optimizer.__init__ = _explained(Optimizer.__init__)  # type: ignore[method-assign]
     _tables.extend(table for table in tables if table not in _tables)

@@ -1,4 +1,4 @@
-"""The dtype that a table's embeddings come out as: `output_dtype`, of `fused_params` or of a plan.
+"""The dtype of a table's embeddings: `output_dtype`, of `fused_params` or of a plan.
 
     EmbeddingBagCollectionSharder(fused_params={"output_dtype": SparseType.FP16})
 
@@ -40,8 +40,8 @@ def as_output_dtype(value: Any) -> torch.dtype:
 def output_dtype(
     table: str, parameter: nn.Parameter, fused_params: Mapping[str, Any], planned: Mapping[str, Any]
 ) -> torch.dtype:
-    """Returns the output dtype of a table. In TorchRec's order: a plan's, that of an attached optimizer's arguments,
-    the sharder's.
+    """Returns the output dtype of a table. As in TorchRec, a plan's comes first, then that of the arguments of an
+    attached optimizer, then the sharder's.
 
     Args:
         table: its name, for errors.

@@ -82,7 +82,7 @@ NO_TRACKER = (
 
 
 class DistributedModelParallel(ShardedAtAllPaths):
-    """Drop-in for `torchrec.distributed.DistributedModelParallel`.
+    """A drop-in for `torchrec.distributed.DistributedModelParallel` whose tables survive the loss of servers.
 
     Args:
         module, env, device, plan, sharders, init_data_parallel, init_parameters, data_parallel_wrapper: as in TorchRec.
@@ -92,7 +92,7 @@ class DistributedModelParallel(ShardedAtAllPaths):
         session: the backend to use. None connects to the cluster that `settings` names, or starts a local one.
         settings: time limits and the cluster's address; None reads the environment.
         code: k, r and number of slots; None takes the cluster's, or the defaults for a local one.
-        seed: of the tables' first weights.
+        seed: for the tables' initial weights.
         nan_gradients: "raise" refuses a step with NaN or infinite embedding gradients on any trainer, on every trainer,
             with `NonFiniteGradient` out of its backward: no row has changed, and a trainer that skips its optimizer
             step may go on. "pass" applies them, as TorchRec does.
@@ -167,7 +167,7 @@ class DistributedModelParallel(ShardedAtAllPaths):
             env=env,
             device=device,
             plan=_plan(covered, plan or _planned(covered, module, env, device, others), env.world_size),
-            sharders=[*others, *sharders_for(step, names, others, outputs, columns)],  # of one kind, the last counts
+            sharders=[*others, *sharders_for(step, names, others, outputs, columns)],  # the last of a kind counts
             init_data_parallel=init_data_parallel,
             init_parameters=init_parameters,
             data_parallel_wrapper=data_parallel_wrapper,
@@ -184,7 +184,7 @@ class DistributedModelParallel(ShardedAtAllPaths):
         self._abandoned.atexit = False
 
     def init_data_parallel(self) -> None:
-        """As in TorchRec; gradients of three and more trainers are summed in trainer order, see `reduce.py`."""
+        """As in TorchRec, but gradients of three or more trainers are summed in trainer order (`reduce.py`)."""
         before, group = is_data_parallel(self), trainers_of(self)
         super().init_data_parallel()
         if not before and group is not None and dist.get_world_size(group) > 2:
@@ -221,7 +221,7 @@ class DistributedModelParallel(ShardedAtAllPaths):
         Args:
             optimizer: all that step the dense parameters; TorchRec's wrappers and combinations as they are. Rates
                 of tables come back whether `fused_optimizer` is among them or not.
-            lr_scheduler: those of the learning rates, of tables or not.
+            lr_scheduler: learning rate schedulers, of tables or of dense parameters.
             reader: where batches come from. With `state_dict` and `load_state_dict` (torchdata's `StatefulDataLoader`
                 has them) it is put back by its state; else by drawing again (`resume/reader.py` says how).
                 Without a reader, put each step into `with model.step(): ...` if its batch is drawn at random.
@@ -262,14 +262,14 @@ class DistributedModelParallel(ShardedAtAllPaths):
     def step(self) -> contextlib.AbstractContextManager[None]:
         """Marks one step of a loop that attaches no reader: `with model.step(): ...`.
 
-        What the loop does outside, from the end of one to the begin of the next, counts for the one before; after a
-        restart the first one begins with the random states of then.
+        What the loop does between two steps counts for the step before. After a restart the first step begins with the
+        random states of that moment.
         """
         return contextlib.nullcontext() if self._attached is None else self._attached.step()
 
     @property
     def steps_done(self) -> int:
-        """Steps that have ended, those before a restart included; 0 of a model without tables."""
+        """The number of steps that have ended, those before a restart included; 0 for a model without tables."""
         if self._attached is not None and self._attached.reader is not None:
             self._attached.reader.on_steps_done()
         return self.session.step - 1
@@ -285,7 +285,7 @@ class DistributedModelParallel(ShardedAtAllPaths):
 
     @torch.compiler.disable
     def _before_training(self, *batch: Any) -> None:
-        """Before the forward of a training step."""
+        """Called before the forward of a training step."""
         self._trained = True
         self._check_attached()
         if self._attached is not None:
@@ -297,13 +297,13 @@ class DistributedModelParallel(ShardedAtAllPaths):
 
     @torch.compiler.disable
     def _after_training(self, outputs: object) -> None:
-        """After the forward of a training step."""
+        """Called after the forward of a training step."""
         self._step.watch(tree_leaves(outputs))
 
     def load_state_dict(
         self, state_dict: Any, prefix: str = "", strict: bool = True, assign: bool = False
     ) -> IncompatibleKeys:
-        """As in TorchRec, at any time; every trainer calls it at the same place of its script.
+        """Loads a state dict, as in TorchRec, at any time. Every trainer calls it at the same place of its script.
 
         Tables may be sharded in any way: each trainer loads the rows that it has. Of a whole table trainer 0's counts.
         In the loop it belongs to the turn that it is in, and survives the same losses. What a script loads before it
@@ -318,25 +318,25 @@ class DistributedModelParallel(ShardedAtAllPaths):
         return keys
 
     def full_state_dict(self) -> dict[str, Any]:
-        """As `state_dict`, with whole tensors on the CPU, on trainer 0; {} on the others. Every trainer calls it.
+        """Returns `state_dict` with whole tensors on the CPU on trainer 0, {} on others. Every trainer calls it.
 
-        For `torch.save`, exports, comparisons. Trainer 0 needs memory for all tables; it asks the servers for them in
-        portions, and the others for nothing.
+        It is for `torch.save`, exports and comparisons. Trainer 0 needs memory for all tables, which it reads from the
+        servers in portions. The other trainers need none.
         """
         made = _gathered(self._in_form("whole", self.state_dict))
         return made if self._step.session.trainer == 0 else {}
 
     def full_optim_state_dict(self) -> dict[str, Any]:
-        """As `fused_optimizer.state_dict()`, likewise."""
+        """Returns `fused_optimizer.state_dict()` in the form of `full_state_dict`. Every trainer calls it."""
         made = _gathered(self._in_form("whole", self.fused_optimizer.state_dict))
         return made if self._step.session.trainer == 0 else {}
 
     def streamed_state_dict(self) -> dict[str, Any]:
-        """As `state_dict`, for `torch_ecrec.checkpoint`: tables have no rows yet. Every trainer calls it."""
+        """Returns `state_dict` for `torch_ecrec.checkpoint`: tables hold no rows yet. Every trainer calls it."""
         return self._in_form("streamed", self.state_dict)
 
     def streamed_optim_state_dict(self) -> dict[str, Any]:
-        """As `fused_optimizer.state_dict()`, likewise."""
+        """Returns `fused_optimizer.state_dict()` in the form of `streamed_state_dict`. Every trainer calls it."""
         return self._in_form("streamed", self.fused_optimizer.state_dict)
 
     def _in_form(self, form: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -348,12 +348,12 @@ class DistributedModelParallel(ShardedAtAllPaths):
 
     @property
     def session(self) -> EmbeddingBackend:
-        """The connection with the cluster."""
+        """This trainer's connection with the servers."""
         return self._step.session
 
     @property
     def snapshot_every(self) -> int:
-        """The dense part is replicated after each step that is a multiple of it; 0: never. To set it flushes first."""
+        """Snapshots of the dense part are kept after every so many steps; 0: never. Setting it flushes first."""
         return self._dense.every
 
     @snapshot_every.setter
@@ -363,9 +363,10 @@ class DistributedModelParallel(ShardedAtAllPaths):
         self._dense.every = self.session.snapshot_every = steps
 
     def flush(self) -> None:
-        """Waits until what the servers were sent so far survives r losses. Every trainer calls it, at any time.
+        """Waits until all that was sent to the servers so far survives r losses. Every trainer calls it, at any time.
 
-        The dense model of the present step is sent when that has ended; trainers that are lost before make it again.
+        The dense model after the step under way is sent once that step has ended. If trainers are lost before, they
+        make the step again.
         """
         self._step.open()
         self._step.load_written()
@@ -374,7 +375,7 @@ class DistributedModelParallel(ShardedAtAllPaths):
         self.session.flush()
 
     def close(self) -> None:
-        """Flushes, and leaves the cluster if this object has joined it. Every trainer calls it; twice is once."""
+        """Flushes, and leaves the cluster if this object joined it. Every trainer calls it; it may be called again."""
         if self._closed:
             return
         self._closed = self._step.closing = True
@@ -389,7 +390,7 @@ class DistributedModelParallel(ShardedAtAllPaths):
                 self.session.close()
 
     def digest(self, tables: bool = True) -> str:
-        """SHA-256 of all that this trainer would bring back of the model. Equal exactly when that is, bit for bit.
+        """Returns the SHA-256 of all model state that this trainer would restore: equal exactly when every bit is.
 
         Of every record (weights and optimizer state) of every table in row order; of what all trainers have alike
         (dense parameters, all of their optimizers, maps of managed collisions, rates of the tables); and of what this
@@ -410,17 +411,17 @@ class DistributedModelParallel(ShardedAtAllPaths):
         return digest_of(itertools.chain(numbers.values(), dense, parts_of_tables(self.session) if tables else ()))
 
     def init_torchrec_delta_tracker(self, *_: Any, **__: Any) -> Never:
-        """Refused: it would track nothing."""
+        """Raises ValueError: a delta tracker would see no change, since the rows are on the servers."""
         raise ValueError(NO_TRACKER)
 
     def reshard(self, changed_shard_to_params: Any, sharded_module_fqn: str | None = None) -> Never:
-        """Refused: no trainer has rows that could move to another one."""
+        """Raises ValueError: no trainer holds rows that could move to another trainer."""
         raise ValueError(
             "`reshard` moves tables between trainers, and they are on the servers; `torch-ecrec drain` moves those"
         )
 
     def _may_load(self) -> bool:
-        """Whether a load counts: not between what `attach` has brought back and the first step that follows it."""
+        """Returns whether a load counts: after a restart it does not between `attach` and the first step."""
         if self._attached is None or self._attached.begun or not self.session.restarted or self.session.step == 1:
             return True
         done = self.session.step - 1
@@ -435,14 +436,14 @@ class DistributedModelParallel(ShardedAtAllPaths):
             )
 
     def _keep_dense(self) -> None:
-        """Where nothing is attached, the dense model alone is kept, as it is when the rows of a step are asked for."""
+        """Sends a snapshot of the dense model, if nothing is attached: as it is when the next rows are looked up."""
         self._check_attached()
         if self._attached is None and self._dense.is_due(self.session.step - 1):
             self._step.hand_over(self._dense.pack)
 
 
 def _gathered(value: Any) -> Any:
-    """A state dict with TorchRec's sharded tensors whole on trainer 0; every trainer calls it."""
+    """Replaces the sharded tensors of a state dict by whole ones on trainer 0. Every trainer calls it."""
     if isinstance(value, dict):
         for key in list(value):
             value[key] = _gathered(value[key])
@@ -462,7 +463,7 @@ def _environment() -> ShardingEnv:
 
 
 def _plan(covered: Coverage, given: ShardingPlan | None, world_size: int) -> ShardingPlan:
-    """What the given plan says of modules that are TorchRec's, and our entries for those that are served."""
+    """Joins the given plan for modules that are TorchRec's with our own entries for those that are served."""
     planned = given.plan.items() if given is not None else ()
     plan = {path: entry for path, entry in planned if is_inside(path, covered.left)}
     around = {inside: path for path, inside in covered.remapping.items()}
@@ -477,7 +478,7 @@ def _plan(covered: Coverage, given: ShardingPlan | None, world_size: int) -> Sha
 
 
 def _left_to_torchrec(model: nn.Module, step: SparseStep, covered: Coverage, unprotected: str) -> LocalShards:
-    """What is to be kept of it with snapshots; `step` is told what it does not decide about."""
+    """Returns the tables sharded by TorchRec that snapshots keep; tells `step` of all that TorchRec shards."""
     left = shards_of(model, covered.unprotected)
     step.elsewhere = list(left)
     return LocalShards({path: left[path] for path in covered.planned if unprotected == "snapshot"})
@@ -490,7 +491,7 @@ def _planned(
     device: torch.device | None,
     sharders: Sequence[ModuleSharder[nn.Module]],
 ) -> ShardingPlan | None:
-    """What TorchRec's planner proposes for what is unprotected; None: nothing is."""
+    """Returns the plan of TorchRec's planner for the unprotected modules; None if there are none."""
     if not covered.unprotected:
         return None
     sharders = [sharder for sharder in sharders if sharder.module_type not in COLLECTIONS]
@@ -503,17 +504,17 @@ def _planned(
 
 
 def _group_of_steps(env: ShardingEnv) -> dist.ProcessGroup | None:
-    """A group of the trainers for what `SparseStep` agrees on; every trainer makes it. None with one trainer."""
+    """Makes the process group for what `SparseStep` agrees on, on every trainer; None with one trainer."""
     if env.world_size == 1:
         return None
     return _same_trainers(env.process_group, "gloo")
 
 
 def _same_trainers(group: dist.ProcessGroup | None, backend: str | None = None) -> dist.ProcessGroup:
-    """Another group of the same trainers; each of them makes it.
+    """Makes another process group of the same trainers. Each of them calls it.
 
-    Of all processes if these are all: torch names a group that only its members make by how many groups each of them
-    is in, so that a script with a group of some of the trainers would wait for ever here.
+    If these are all processes, the group is made by all. Torch names a group that only its members make by how many
+    groups each of them is in. A script with a group of some of the trainers would then wait for ever here.
     """
     ranks = dist.get_process_group_ranks(group)
     return group_with(ranks, backend, alone=len(ranks) < dist.get_world_size())
@@ -533,7 +534,7 @@ def _check_session(session: EmbeddingBackend, tables: tuple[Any, ...], env: Shar
 
 
 def _leave(session: EmbeddingBackend | None) -> None:
-    """The model of a session is gone, and nobody has closed it. At the end of the process it sees to that itself."""
+    """Leaves the cluster for a session whose model was garbage-collected unclosed, unless the process ends."""
     if session is None:
         return
     from torch_ecrec.client.session import Session
@@ -546,7 +547,7 @@ def _leave(session: EmbeddingBackend | None) -> None:
 def _connect(
     job: JobSpec, settings: Settings | None, code: CodeSpec | None, trainer: int, snapshot_every: int
 ) -> EmbeddingBackend:
-    """Joins the cluster. Imported late: with a session given, nothing of the cluster is needed."""
+    """Joins the cluster. Imports are deferred: with a session given, nothing of the cluster is needed."""
     from torch_ecrec.processes import launch
 
     settings = settings or Settings.from_environment()

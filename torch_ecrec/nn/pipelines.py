@@ -1,4 +1,4 @@
-"""Which of TorchRec's training pipelines ask for rows that are as new as they must be.
+"""Refuses training pipelines of TorchRec that look rows up before the previous step is over.
 
     Base, SparseDist, SparseDistLite, PrefetchSparseDist, FusedSparseDist, Staged     rows as the step before left them
     SemiSync                                                                      rows as the step before that left them
@@ -21,10 +21,10 @@ AHEAD = EmbeddingPipelinedForward, PrefetchEmbeddingPipelinedForward
 
 
 def check_in_sync(forward: object) -> None:
-    """Before rows are looked up. Those of an evaluation may be of any step.
+    """Called before a lookup: refuses, in training, a pipeline that looks rows up too early.
 
     Args:
-        forward: of a sharded module; a pipeline has put its own there.
+        forward: the `forward` of a sharded module, which a pipeline may have replaced.
 
     Raises:
         RuntimeError: it looks rows up before the step before them is over.

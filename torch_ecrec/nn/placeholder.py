@@ -1,4 +1,4 @@
-"""What stands for a table among a model's parameters: shape, dtype and name of it, and no rows.
+"""Placeholders for tables among a model's parameters: they have a shape, a dtype and a name, but no rows.
 
     for name, parameter in model.named_parameters():
         print(name, parameter.shape)     # tables too, as in TorchRec
@@ -42,7 +42,7 @@ _ALLOWED: set[Any] = {
 
 
 class TableParameter(nn.Parameter):
-    """A table of a served module, as far as it is in the trainer: (rows, D) on the meta device.
+    """The placeholder of a served table in the trainer: a parameter (rows, D) on the meta device.
 
     Args:
         table: its name.
@@ -102,7 +102,7 @@ class TableParameter(nn.Parameter):
 
 
 class _StandIn(nn.Module):
-    """For the module of a table: has the placeholder as its `weight`, and no other."""
+    """Stands for the module of one table. Its only parameter is the placeholder `weight`."""
 
     def __init__(self, weight: TableParameter) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class _StandIn(nn.Module):
 
 
 class StandIns(nn.ModuleDict):
-    """For the modules of a collection's tables, by name.
+    """Stands for the modules of a collection's tables, by name.
 
     Args:
         weights: by name of a table.
@@ -128,13 +128,13 @@ class StandIns(nn.ModuleDict):
             super().add_module(name, _StandIn(weight))
 
     def add_module(self, name: str, module: nn.Module | None) -> Never:
-        """Refused, as is `[name] = module`."""
+        """Raises RuntimeError, as `[name] = module` does: tables cannot be replaced."""
         raise RuntimeError(
             f"table {name} cannot be replaced: its rows live on the servers. Set them with `model.load_state_dict(...)`"
         )
 
 
 def are_trained(parameters: Iterable[TableParameter]) -> list[bool]:
-    """Returns for each table whether it has `requires_grad`: this is asked for in every step."""
+    """Returns for each table whether it has `requires_grad`. It is called in every step, so it is fast."""
     with NoTorchFunction():
         return [parameter.requires_grad for parameter in parameters]

@@ -1,4 +1,4 @@
-"""What feature processors around a served collection cannot do, refused where a batch comes.
+"""Refuses batches that feature processors around a served collection cannot handle.
 
 `FeatureProcessedEmbeddingBagCollection` makes a new batch with the weights that its processors give. TorchRec's code
 for that leaves out batch sizes of features and inverse indices: the collection inside would pool other bags, and say
@@ -30,7 +30,7 @@ torch.fx.wrap("refuse_sizes")  # pipelines trace the wrapper, without a batch
 
 
 def watch_batches(model: nn.Module) -> None:
-    """Looks at every batch of a wrapper whose collection is served."""
+    """Checks every batch that reaches a wrapper of a served collection."""
     for module in model.modules():
         if isinstance(module, FeatureProcessedEmbeddingBagCollection) and isinstance(
             collection_processed(module), ServedModule

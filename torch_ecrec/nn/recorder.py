@@ -1,4 +1,4 @@
-"""Notes what each step of a trainer was, for `torch-ecrec rehearse`: on only where `TORCH_ECREC_RECORD` names a folder.
+"""Records what each step of a trainer did, for `torch-ecrec rehearse`: only if `TORCH_ECREC_RECORD` names a folder.
 
 What is seen here is what passes between a model and its session, so a `Recorded` session stands between the two:
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def recorded(session: EmbeddingBackend, model: nn.Module) -> tuple[EmbeddingBackend, Recorder | None]:
-    """The session to use, and what notes the steps of `model`, if that was asked for."""
+    """Returns the session to use, and a recorder of the steps of `model` if the environment asks for one."""
     folder = record_folder()
     if folder is None:
         return session, None
@@ -55,10 +55,10 @@ def recorded(session: EmbeddingBackend, model: nn.Module) -> tuple[EmbeddingBack
 
 
 def tell_unless_rehearsed() -> None:
-    """Warns that nothing tells whether this script was rehearsed, and of what that means.
+    """Warns if this script was not rehearsed, and says what that means.
 
-    What a script keeps for itself nobody can see from here, so that who trains it should know that it was not looked
-    at. The marks of `observe/rehearsed.py` are what there is to know it by: whose folder is not there is told, too.
+    The library cannot see what a script keeps for itself, so its user should know that nobody has checked that. Only
+    the marks of `observe/rehearsed.py` tell that a script was rehearsed. If their folder is missing, it warns, too.
     """
     folder = rehearsed_folder()
     if not is_marked(folder, script_digest()):
@@ -72,7 +72,7 @@ def tell_unless_rehearsed() -> None:
 
 
 class _Warnings(logging.Handler):
-    """Notes what the library warns of, however the script has set up its logging.
+    """Records the library's warnings, however the script has configured its logging.
 
     Args:
         writer: of the trainer.
@@ -83,7 +83,7 @@ class _Warnings(logging.Handler):
         self._writer = writer
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Notes an event."""
+        """Records one warning."""
         self._writer.write(Warned(record.getMessage()))
 
 
@@ -104,11 +104,11 @@ class Recorder:
         self._batch = 0  # checksum of the forwards of this step
 
     def on_forward(self, batch: object) -> None:
-        """Notes that a training forward begins."""
+        """Notes that a training forward begins with `batch`."""
         self._batch = zlib.crc32(checksum_of(batch).to_bytes(4, "little"), self._batch)
 
     def on_pushed(self, step: int, rows: Sequence[Tensor], gradients: Sequence[Tensor], rates: Sequence[float]) -> None:
-        """The gradients of a step were sent."""
+        """Notes that the gradients of a step were sent."""
         values = {
             trace.BATCH: self._batch,
             trace.IDS: _crc(rows),
@@ -121,7 +121,7 @@ class Recorder:
             self._wait_to_be_killed(step)
 
     def on_snapshot(self, step: int, payload: Tensor, header: list[int]) -> None:
-        """A snapshot of the dense part after a step was taken."""
+        """Notes that a snapshot of the dense part after `step` was taken."""
         self._batch = 0
         fields = Header.of(header, payload)
         begin, end = fields.span
@@ -136,11 +136,11 @@ class Recorder:
         self._writer.write(Kept(step, values, epoch))
 
     def on_resumed(self, step: int) -> None:
-        """Training goes on after a step."""
+        """Notes that training goes on after `step`."""
         self._writer.write(Resumed(step))
 
     def on_closed(self) -> None:
-        """The model is closed: training is over."""
+        """Notes that the model was closed, so that training is over."""
         self._writer.write(Ended(self._dense()))
 
     def _dense(self) -> dict[str, int]:
@@ -156,7 +156,7 @@ class Recorder:
 
 
 class Recorded:
-    """An `EmbeddingBackend` that tells a recorder what passes. Everything else is the session's own."""
+    """An `EmbeddingBackend` that reports its calls to a recorder and passes them on to the session."""
 
     def __init__(self, session: EmbeddingBackend, recorder: Recorder) -> None:
         self._session, self._recorder = session, recorder
@@ -195,7 +195,7 @@ class Recorded:
 
 
 def _crc(tensors: Iterable[Tensor]) -> int:
-    """Returns the CRC-32 of all bytes."""
+    """Returns the CRC-32 of all bytes of some tensors."""
     total = 0
     for tensor in tensors:
         total = zlib.crc32(memoryview(bytes_of(tensor.cpu()).numpy()), total)  # type: ignore[arg-type]

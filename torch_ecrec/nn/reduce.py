@@ -1,4 +1,4 @@
-"""Mean of dense gradients over the trainers, in trainer order, wherever an element lies in its bucket.
+"""The mean of dense gradients over the trainers, summed in trainer order wherever an element lies in its bucket.
 
 A ring all-reduce adds an element's values in an order that depends on its place in the bucket, and
 `DistributedDataParallel` lays its buckets out anew after its first backward. So trainers that were started again would
@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class OrderedMean:
-    """A communication hook of `DistributedDataParallel`. Buckets are reduced one at a time, beside the backward.
+    """A communication hook of `DistributedDataParallel`. It reduces one bucket at a time, beside the backward.
 
     Args:
-        group: of the trainers, used for nothing else.
+        group: a process group of the trainers, used for nothing else.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -1,10 +1,10 @@
-"""Maps of managed collisions: from ids of any size to rows of a table, the same on every trainer.
+r"""The maps of managed collisions: from ids of any size to rows of a table, the same on every trainer.
 
 A managed collision module learns which ids come often, and gives each a row of its table; an id that has none shares
 the last row. Trainers must mean the same row, so every trainer has the whole map, and in training each of them puts the
 ids of all trainers into it, in their order, as one process would with their batches put together:
 
-    trainer 0   [7, 900]   \\
+    trainer 0   [7, 900]   \
                              [7, 900, 31] into the map on both   -> 0: rows [2, 0]
     trainer 1   [31]       /                                     -> 1: rows [1]
 
@@ -56,7 +56,7 @@ _FILTERS = (None, dynamic_threshold_filter, average_threshold_filter)
 
 
 def why_not_served(module: BaseManagedCollisionEmbeddingCollection) -> str | None:
-    """Why the ids of a module cannot be remapped alike, and exactly, on every trainer; None: they can."""
+    """Returns why the trainers could not remap the ids of a module exactly and alike; None if they can."""
     collection, tables = maps_of(module), collection_of(module)
     if type(tables) not in (EmbeddingBagCollection, EmbeddingCollection):
         return f"tables of {type(tables).__name__} are not served here"
@@ -95,7 +95,7 @@ def _why_not_exact(module: nn.Module) -> str | None:
 
 
 class Remapping:
-    """The maps of one collection on one trainer.
+    """The managed-collision maps of one collection on one trainer.
 
     Args:
         collection: its modules are used, and changed; those on the meta device are made on the host.
@@ -117,7 +117,7 @@ class Remapping:
 
     @torch.no_grad()
     def remap(self, features: KeyedJaggedTensor) -> Tensor:
-        """Rows (N,) of this trainer's ids; in training the ids of all trainers go into the maps first.
+        """Returns the rows (N,) of this trainer's ids. In training, the ids of all trainers update the maps first.
 
         Args:
             features: those of `self.features`, in that order, ids int64 on the host.
@@ -139,7 +139,7 @@ class Remapping:
     def _ids_of_all(
         self, features: KeyedJaggedTensor, mine: Mapping[str, Mapping[str, JaggedTensor]]
     ) -> dict[str, Tensor]:
-        """By table, feature by feature, the ids of all trainers in their order."""
+        """Returns the ids of all trainers by table: feature by feature, in trainer order within each."""
         counts_F = features.length_per_key()
         own = torch.cat(
             [
@@ -159,7 +159,7 @@ class Remapping:
         return found
 
     def evictions(self) -> dict[str, Tensor]:
-        """By table, rows (N,) that other ids have got since this was last asked, in the order TorchRec has them in."""
+        """Returns by table the rows (N,) that were given to other ids since the last call, in TorchRec's order."""
         found = {table: module.evict() for table, module in self._maps.items()}
         return {table: rows_N for table, rows_N in found.items() if rows_N is not None and len(rows_N)}
 
@@ -174,11 +174,11 @@ class Remapping:
     # state ----------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """All of it, shared with the maps: to be encoded before they change."""
+        """Returns the state of all maps. Tensors are shared with the maps: they are encoded before they change."""
         return {table: state_of_map(module) for table, module in self._maps.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Puts `state` back.
+        """Restores what `state` returned.
 
         Raises:
             ValueError: it is that of other maps; nothing was changed then.

@@ -1,4 +1,4 @@
-"""Batches whose features have batch sizes of their own, and inverse indices that say which bag each sample has.
+"""Batches in which each feature has a batch size of its own, with inverse indices from samples to bags.
 
     f0   2 bags, inverse [0, 1, 0, 0]     4 samples, of which 0, 2 and 3 have the same bag of f0
     f1   3 bags, inverse [2, 2, 1, 0]
@@ -25,7 +25,7 @@ Repeats: TypeAlias = tuple[list[str], Tensor]
 
 
 def check_repeats(features: KeyedJaggedTensor, needed: Sequence[str]) -> None:
-    """Refuses a batch whose sizes do not say what each sample has.
+    """Refuses a batch with a batch size per feature but without the inverse indices that map samples to bags.
 
     Args:
         needed: features that are looked up.
@@ -57,12 +57,12 @@ def check_repeats(features: KeyedJaggedTensor, needed: Sequence[str]) -> None:
 
 
 def check_lengths(features: KeyedJaggedTensor) -> None:
-    """Refuses a batch whose parts do not fit: kernels, FBGEMM's too, would read and write other memory.
+    """Refuses a batch whose lengths do not fit its values: the kernels would read and write memory out of bounds.
 
-    TorchRec looks at the first batch only.
+    TorchRec checks the first batch only.
 
     Raises:
-        ValueError: lengths are negative, or are not those of the ids; other than one weight for each id.
+        ValueError: lengths are negative, or do not add up to the number of ids; or weights are not one for each id.
     """
     lengths_L, count, weights = features.lengths(), features.values().numel(), features.weights_or_none()
     named, least = (int(lengths_L.sum()), int(lengths_L.min())) if lengths_L.numel() else (0, 0)
@@ -76,7 +76,7 @@ def check_lengths(features: KeyedJaggedTensor) -> None:
 
 
 def lengths_of(features: KeyedJaggedTensor) -> np.ndarray:
-    """Ids per bag (F, B), on the host; where a feature has fewer bags than another, the rest of its row is 0."""
+    """Returns ids per bag (F, B), on the host. The row of a feature with fewer bags ends in zeros."""
     lengths_L = features.lengths().detach().cpu().contiguous()
     if not features.variable_stride_per_key():
         return lengths_L.view(len(features.keys()), -1).numpy()
@@ -88,7 +88,7 @@ def lengths_of(features: KeyedJaggedTensor) -> np.ndarray:
 
 
 def bag_of_sample(repeats: Repeats, features: Sequence[str], strides: Sequence[int]) -> np.ndarray:
-    """(F, N) int64, on the host: which bag of each feature each sample has.
+    """Returns (F, N) int64 on the host: for each feature, the bag of each sample.
 
     Args:
         features, strides: those wanted, and how many bags each has.
@@ -109,9 +109,9 @@ def bag_of_sample(repeats: Repeats, features: Sequence[str], strides: Sequence[i
 
 
 def repeated(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """The batch in which every sample has bags of its own: for what is not pooled.
+    """Returns the batch with bags repeated so that every sample has its own: for features that are not pooled.
 
-    Features without inverse indices, which nobody looks up, are left out.
+    Features without inverse indices, which are not looked up, are left out.
 
     Raises:
         ValueError: as `bag_of_sample`.

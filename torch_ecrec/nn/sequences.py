@@ -1,4 +1,4 @@
-"""Erasure-coded sequences: TorchRec's sharded `EmbeddingCollection`, a row for each id, whose rows live on the servers.
+"""The sharded `EmbeddingCollection`: one embedding for each id, of rows that live on the servers.
 
     batch     f: [[7], [7, 2]]
     returned  f: rows [w7, w7, w2], lengths [1, 2]
@@ -53,7 +53,7 @@ class ErasureCodedEmbeddingCollection(ServedModule[dict[str, JaggedTensor]]):
 
     @property
     def embeddings(self) -> nn.ModuleDict:
-        """As in TorchRec, with placeholders of the tables."""
+        """The tables by name, as in TorchRec. Each is a placeholder without rows (`placeholder.py`)."""
         return self.modules_of_tables()
 
     def _checked(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -67,7 +67,7 @@ class ErasureCodedEmbeddingCollection(ServedModule[dict[str, JaggedTensor]]):
         return part.ids(features, self._step.session.arrange)
 
     def output_dist(self, ctx: Context, output: list[Tensor]) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Takes the rows of the features apart, rounded to what they come out as: (N, D) each."""
+        """Splits the rows by feature, (N, D) each, rounded to their output dtype."""
         assert ctx.features is not None  # of `input_dist`
         keys, sizes = ctx.features.keys(), ctx.features.length_per_key()
         lengths = dict(zip(keys, ctx.features.lengths().view(len(keys), -1).unbind(0), strict=True))
@@ -84,7 +84,7 @@ class ErasureCodedEmbeddingCollection(ServedModule[dict[str, JaggedTensor]]):
 
 @ShardedFusedEmbeddingCollection.register
 class ErasureCodedFusedEmbeddingCollection(ErasureCodedEmbeddingCollection):
-    """A sharded `FusedEmbeddingCollection`: the servers run the optimizer that it was made with."""
+    """A sharded `FusedEmbeddingCollection`. The servers run the optimizer with which it was made."""
 
     @property
     def unsharded_module_type(self) -> type[FusedEmbeddingCollection]:

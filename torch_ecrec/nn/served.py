@@ -1,4 +1,4 @@
-"""What all sharded modules have in common whose rows live on the servers: TorchRec's stages, ids ahead, state dicts.
+"""The base of all sharded modules whose rows live on the servers: TorchRec's stages, lookups ahead, state dicts.
 
 TorchRec runs a sharded module in stages, and its pipelines run them apart:
 
@@ -60,7 +60,7 @@ PIPELINED_MOST = 8  # batches that a pipeline has announced and not computed; To
 
 @dataclass
 class Context(Multistreamable):
-    """What a module keeps of a batch between its stages."""
+    """The state of one batch between the stages of a module."""
 
     features: KeyedJaggedTensor | None = None
 
@@ -74,7 +74,7 @@ class ServedModule(
 ):
     """A sharded module whose tables are served by erasure-coded servers. Takes a `KeyedJaggedTensor`.
 
-    Its parameters are placeholders without rows; `state_dict` reads of each table the trainer's range of rows.
+    Its parameters are placeholders without rows. `state_dict` reads this trainer's range of rows of each table.
 
     Args:
         module: the collection to serve. Not kept.
@@ -85,7 +85,7 @@ class ServedModule(
         columns: the order of its features; None: that of the module.
 
     Attributes:
-        module_sharding_plan: what the plan says of it.
+        module_sharding_plan: the plan's entry for this module.
         columns: the order of its features in what it gives out.
     """
 
@@ -147,7 +147,7 @@ class ServedModule(
         self._arrange()
 
     def _arrange(self) -> None:
-        """Makes columns and slices of the order that features come in. What was looked up ahead is of another one."""
+        """Builds columns and slices for the current order of features. Rows looked up ahead are dropped."""
         places = [self._place_of[name] for name in self.columns.keys]
         slabs = self._step.session.job.slabs
         self._keys, self._dims = list(self.columns.keys), [table.dim for _, table in places]
@@ -164,24 +164,24 @@ class ServedModule(
         self._ready = None
 
     def keys_of_tables(self) -> dict[str, tuple[str, str]]:
-        """See `WithTables`."""
+        """Returns the names of its tables, as `WithTables` defines them."""
         return {table.job_name: (self._state.key_of(table.name), table.name) for table in self._tables.values()}
 
     @property
     @abc.abstractmethod
     def unsharded_module_type(self) -> type[Any]:
-        """The class of the collection that it stands for."""
+        """The class of the collection that this module replaces."""
 
     @abc.abstractmethod
     def _checked(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """A batch as it is looked up. Raises ValueError where its batch sizes are not as they must be."""
+        """Returns the batch to look up. Raises ValueError if its batch sizes do not fit the module."""
 
     @abc.abstractmethod
     def _bags(self, part: Slice, features: KeyedJaggedTensor, repeats: Repeats | None) -> tuple[Tensor, Bags]:
-        """As `Slice.bags`: unique slab rows of the ids, and how they become this module's output."""
+        """Returns the unique slab rows (U,) of the ids, and how they are pooled to this module's output."""
 
     def give_out_as(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Gives out the embeddings of some tables in a dtype, see `outputs.py`; those of the others in float32."""
+        """Sets the output dtype of some tables (see `outputs.py`); the others are float32."""
         self._dtypes = dict(dtypes)
         self._arrange()
 
@@ -189,14 +189,14 @@ class ServedModule(
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> LazyAwaitable[Output]:
-        """All stages, as TorchRec's. Never compiled, while what is around it may be."""
+        """Runs all stages, as in TorchRec. It is never compiled, though the model around it may be."""
         return super().forward(*args, **kwargs)
 
     def create_context(self) -> Context:
         return Context()
 
     def input_dist(self, ctx: Context, features: KeyedJaggedTensor) -> KJTListSplitsAwaitable:
-        """Nothing to distribute: every trainer looks its own rows up."""
+        """Checks the batch. There is nothing to distribute: every trainer looks up its own rows."""
         if not self._validated:  # once, as TorchRec does
             torchrec_logger.info("Validating input features...")
             validate_keyed_jagged_tensor(features)
@@ -213,7 +213,7 @@ class ServedModule(
         return KJTListSplitsAwaitable([NoWait(NoWait(features))], ctx)
 
     def _look_ahead(self) -> None:
-        """Asks for the rows of the batch that a pipeline will compute next."""
+        """Asks the servers for the rows of the batch that a pipeline will compute next."""
         if self._coming and not self._weighted:  # weights of ids have a graph, which a backward must not start
             ids = self._coming[0]
             try:
@@ -224,7 +224,7 @@ class ServedModule(
             self._step.session.look_ahead(rows)
 
     def _prepare(self, ids: HostIds) -> tuple[list[Tensor], list[Bags]]:
-        """Unique rows (U,) per slab of the job, and the bags per slab of this module."""
+        """Returns the unique rows (U,) for each slab of the job, and the bags for each slab of this module."""
         session = self._step.session
         features = ids.features if self._weighted else ids.wait()  # weights of ids have a graph
         check_lengths(features)
@@ -238,7 +238,10 @@ class ServedModule(
         return rows, bags
 
     def before_lookup(self) -> None:
-        """What comes before any lookup; twice is once."""
+        """Does what must precede a lookup: ends initial loading, and loads what was written into state dicts.
+
+        It may be called twice for one lookup.
+        """
         self._step.open()
         trains = "training" if self.training else "alone"
         self._step.load_written(trains if torch.is_grad_enabled() else "evaluation")
@@ -247,7 +250,7 @@ class ServedModule(
             self._step.on_training_lookup()
 
     def compute(self, ctx: Context, dist_input: KJTList) -> list[Tensor]:
-        """Looks the rows up and pools them, on the host.
+        """Looks the rows up, and pools them on the host.
 
         Returns:
             For each slab of this module, on the device: (bags, features in a bag's row, D).
@@ -274,7 +277,7 @@ class ServedModule(
         return [crossing.over(pooled_BFD) for crossing, pooled_BFD in zip(crossings, pooled, strict=True)]
 
     def config_of(self, table: str) -> BaseEmbeddingConfig:
-        """As the user made it."""
+        """Returns the config of a table as the user made it."""
         return self._configs[table]
 
     @property
@@ -286,23 +289,23 @@ class ServedModule(
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The tables as TorchRec names them; their rows are on the servers (`placeholder.py`)."""
+        """Yields the tables under TorchRec's names. Each is a placeholder without rows (`placeholder.py`)."""
         for name, parameter in self._parameters_of_tables.items():
             yield f"{prefix}.{name}" if prefix else name, parameter
 
     def _frozen(self) -> list[Table]:
-        """Tables that get no gradients."""
+        """Returns the tables that are not trained (`requires_grad` is False)."""
         trained = are_trained(self._parameters_of_tables.values())
         return [table for table, trains in zip(self._tables.values(), trained, strict=True) if not trains]
 
     def modules_of_tables(self) -> nn.ModuleDict:
-        """What stands for the unsharded module's tables: by name, each with a `weight` (`placeholder.py`)."""
+        """Returns stand-ins for the unsharded module's tables: by name, each with a `weight` (`placeholder.py`)."""
         return StandIns({name: self._parameters_of_tables[self._state.key_of(name)] for name in self._tables})
 
     def reset_parameters(self) -> None:
-        """Gives every row new first weights, as the configs say; optimizer state stays. Every trainer calls it.
+        """Draws new initial weights for every row, as the configs say. Optimizer state stays. Every trainer calls it.
 
-        A load (`tables_state.py`): trainer 0 draws them, from its random state.
+        It is a load (`tables_state.py`): trainer 0 draws the weights from its random state.
         """
         for name, table in self._tables.items():
             config = self._configs[name]
@@ -318,11 +321,11 @@ class ServedModule(
 
     @property
     def tables(self) -> TablesState:
-        """What the servers keep of its tables."""
+        """The state of its tables on the servers, to read and to load."""
         return self._state
 
     def save_state(self, destination: dict[str, Any], prefix: str) -> None:
-        """Puts the trainer's part of the weights of each table into `destination`."""
+        """Puts this trainer's part of the weights of each table into `destination`."""
         self._state.save_weights(destination, prefix)
 
     def load_state(
@@ -347,9 +350,9 @@ class ServedModule(
 
 
 def show_tables(model: nn.Module) -> None:
-    """From now on modules of torch list the tables of those in them, too: they look among those' own parameters.
+    """Makes torch's modules list the tables of the sharded modules in them: adds the placeholders to their parameters.
 
-    Not before a model is built, since TorchRec's makes anew what it finds there on the meta device.
+    Call it after the model is built: TorchRec's constructor rebuilds whatever it finds on the meta device.
     """
     for module in model.modules():
         if isinstance(module, ServedModule):
@@ -362,7 +365,7 @@ def _uniform(config: BaseEmbeddingConfig, dtype: torch.dtype, rows: int) -> Tens
 
 
 def permuted(features: KeyedJaggedTensor, order: list[int]) -> KeyedJaggedTensor:
-    """The features at these places, some perhaps twice and some not at all."""
+    """Returns the features at these places. A feature may occur twice, or not at all."""
     weights = features.weights_or_none()
     if weights is None or not weights.requires_grad:
         return features.permute(order)

@@ -74,11 +74,11 @@ def table_specs(
     fused_params: Mapping[str, Any] | None = None,
     planned: Mapping[str, ParameterSharding] | None = None,
 ) -> list[TableSpec]:
-    """The tables of a collection, under their names in the job.
+    """Returns the tables of a collection under their names in the job.
 
     Args:
         fused_params: of the sharder that was given for it.
-        planned: by table: what a given plan says of it.
+        planned: by table, the given plan's entry for it.
 
     Raises:
         ValueError: a data type, a pooling or an optimizer that is not supported.
@@ -154,7 +154,7 @@ def output_dtypes(
     sharders: Sequence[ModuleSharder[nn.Module]] = (),
     plan: ShardingPlan | None = None,
 ) -> dict[str, dict[str, torch.dtype]]:
-    """Path -> table -> what its embeddings come out as. Arguments and errors as of `all_table_specs`."""
+    """Returns by path and table the dtype of its embeddings. Arguments and errors are as of `all_table_specs`."""
     found: dict[str, dict[str, torch.dtype]] = {}
     for path, module in modules.items():
         fused_params, planned = _fused_params(model, path, module, sharders), _entries_of(plan, path)
@@ -173,7 +173,7 @@ def columns_of(
     sharders: Sequence[ModuleSharder[nn.Module]] = (),
     plan: ShardingPlan | None = None,
 ) -> dict[str, Columns]:
-    """Path -> the order in which a collection gives out its features. Arguments as of `all_table_specs`."""
+    """Returns by path the order in which a collection gives out features. Arguments are as of `all_table_specs`."""
     return {
         path: Columns(module, path, _entries_of(plan, path), _fused_params(model, path, module, sharders))
         for path, module in modules.items()
@@ -183,7 +183,7 @@ def columns_of(
 def _fused_params(
     model: nn.Module, path: str, module: Collection, sharders: Sequence[ModuleSharder[nn.Module]]
 ) -> Mapping[str, Any]:
-    """What TorchRec would take for a module: its own, else what the sharder says of it or of what wraps it."""
+    """Returns the `fused_params` that TorchRec would use: the module's own, else those of its (wrapper's) sharder."""
     if (own := own_optimizer(module)) is not None:
         return own
     around = model.get_submodule(path.rpartition(".")[0])
@@ -194,7 +194,7 @@ def _fused_params(
 
 
 def job_names(modules: Mapping[str, Collection]) -> dict[str, dict[str, str]]:
-    """Path -> table -> its name in the job: its own where that is unique in the model, else with the path before it."""
+    """Returns by path and table its name in the job: its own if that is unique in the model, else path and name."""
     count: dict[str, int] = {}
     for module in modules.values():
         for config in configs_of(module):
@@ -217,7 +217,7 @@ FORMS: dict[type[nn.Module], Callable[..., Any]] = {
 
 
 class _OfOneKind(ModuleSharder[Any]):
-    """A sharder of the modules of one class.
+    """A sharder for the modules of one class.
 
     Args:
         served: the class, which is in `FORMS`.
@@ -252,8 +252,8 @@ class _OfOneKind(ModuleSharder[Any]):
 class ErasureCodedSharder(_OfOneKind):
     """Puts the tables of collections on the servers.
 
-    `shard` takes the weights of the original module away if optimizers are attached to them (its parameters are left
-    with no rows): they are on the servers. Others end with it.
+    If optimizers are attached to the original module's weights, `shard` frees these weights (its parameters have no
+    rows then), since they are on the servers. Other modules' weights are freed with the module.
 
     Args:
         served, step, names, other: as of `_OfOneKind`.
@@ -368,7 +368,7 @@ def sharders_for(
     outputs: Mapping[str, Mapping[str, torch.dtype]] | None = None,
     columns: Mapping[str, Columns] | None = None,
 ) -> list[ModuleSharder[Any]]:
-    """One for each kind of module that is served.
+    """Returns our sharders: one for each kind of module that is served.
 
     Args:
         step, names: as of `_OfOneKind`.
@@ -393,7 +393,7 @@ def sharders_for(
 
 
 def _first_weights(config: BaseEmbeddingConfig, parameter: nn.Parameter, seed: int, job_name: str) -> Tensor | None:
-    """Weights (rows, D) to load, or None where the servers' own uniform initialisation is meant."""
+    """Returns the initial weights (rows, D) to load; None if the servers' own uniform initialisation will do."""
     if parameter.device.type != "meta":
         return parameter.detach().cpu()
     if config.init_fn is None or is_default(config):
@@ -412,19 +412,19 @@ _WISHES = ("output_dtype", "stochastic_rounding", "bounds_check_mode")  # as if 
 
 
 def _entries_of(plan: ShardingPlan | None, path: str) -> Mapping[str, ParameterSharding]:
-    """By table: what a plan says of the collection at a path, or of its wrapper, which plans name instead."""
+    """Returns by table what a plan says of a collection. A plan names its wrapper instead, if it has one."""
     planned: Mapping[str, Any] = plan.plan if plan is not None else {}
     found = planned.get(path) or planned.get(path.rpartition(".")[0])
     return found if isinstance(found, EmbeddingModuleShardingPlan) else {}
 
 
 def _wishes_of(entry: ParameterSharding | None) -> dict[str, Any]:
-    """Under the names of `fused_params`, over which TorchRec has them take precedence."""
+    """Returns a plan's settings of a table, keyed like `fused_params`. In TorchRec they override the sharder's."""
     return {name: value for name in _WISHES if (value := getattr(entry, name, None)) is not None}
 
 
 def _is_scripts(entry: ParameterSharding | None) -> bool:
-    """Whether TorchRec would leave the steps of a table to the script's own optimizer."""
+    """Returns whether TorchRec would leave the updates of a table to the script's own optimizer."""
     return entry is not None and (
         entry.sharding_type == ShardingType.DATA_PARALLEL.value
         or entry.compute_kernel == EmbeddingComputeKernel.DENSE.value
@@ -432,7 +432,7 @@ def _is_scripts(entry: ParameterSharding | None) -> bool:
 
 
 def _tell_of_scripts(optimizers: Mapping[str, str], stacklevel: int) -> None:
-    """Warns of tables that the script's own optimizer would step with TorchRec.
+    """Warns of tables that under TorchRec the script's own optimizer would update.
 
     Args:
         optimizers: table -> the one that the servers run.

@@ -1,4 +1,4 @@
-"""Where the features of a sharded module live, and how their bags are pooled on the host.
+"""Maps the features of a sharded module to slabs, and pools their bags on the host.
 
     Table   one table of a module and its place in the job: slab, first row
     Slice   the features of a module that live in one slab; makes bags of a batch
@@ -40,7 +40,7 @@ _NO_WEIGHTS = np.empty(0, np.float32)
 
 @dataclass(frozen=True)
 class Table:
-    """One table of a sharded module: `name` in the module, `job_name` in the job."""
+    """One table of a sharded module. `name` is its name in the module, `job_name` that in the job."""
 
     name: str
     job_name: str
@@ -55,7 +55,7 @@ class Table:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of its weights, in state dicts as on the servers."""
+        """The dtype of its weights, both in state dicts and on the servers."""
         return DTYPES[self.schema.weights]
 
 
@@ -85,7 +85,7 @@ class Slice:
         arrange: Callable[[int, Tensor], tuple[Tensor, Tensor]],
         repeats: tuple[list[str], Tensor] | None = None,
     ) -> tuple[Tensor, Bags]:
-        """Unique slab rows (U,) of the ids of `features` (in the order of this slice), and how they are pooled.
+        """Returns the unique slab rows (U,) of the ids of `features`, in this slice's order, and how they are pooled.
 
         Args:
             repeats: the batch's inverse indices, if its features have batch sizes of their own.
@@ -101,7 +101,7 @@ class Slice:
     def ids(
         self, features: KeyedJaggedTensor, arrange: Callable[[int, Tensor], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Bags]:
-        """As `bags`, but each id is a bag of its own, those of one feature behind those of the one before."""
+        """Like `bags`, but each id is a bag of its own. Those of one feature follow those of the feature before."""
         rows_U, inverse_N, _ = self._unique(features, arrange)
         each_1N = np.ones((1, len(inverse_N)), np.int32)
         return rows_U, Bags(self.slab, self.dim, inverse_N, each_1N, None, np.zeros(1, np.bool_), self.limit)
@@ -109,7 +109,7 @@ class Slice:
     def _unique(
         self, features: KeyedJaggedTensor, arrange: Callable[[int, Tensor], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, np.ndarray, np.ndarray]:
-        """Unique slab rows (U,), the index of each id's among them (N,), and ids per bag (F, B)."""
+        """Returns unique slab rows (U,), the index of each id's row among them (N,), and ids per bag (F, B)."""
         ids_N = features.values().detach().cpu().contiguous()  # here already, but for ids with weights
         lengths_FB = lengths_of(features)
         rows_N = np.empty(len(ids_N), np.int64)
@@ -127,7 +127,7 @@ class Slice:
 
 @dataclass
 class Bags:
-    """The bags of one slice of a batch.
+    """The bags of a batch that belong to one slice, and how their rows are pooled.
 
     Args:
         slab, dim: of the slice.
@@ -136,7 +136,7 @@ class Bags:
         per_id_N: weight of each id, or None.
         mean_F: bool, whether a feature is averaged.
         limit: gradients of pooled values are clamped to plus or minus this.
-        index_FN: which bag of each feature each of N samples has; None: as many bags as samples, in their order.
+        index_FN: for each feature, the bag of each of N samples; None: sample i has bag i.
     """
 
     slab: int
@@ -152,7 +152,7 @@ class Bags:
         return _NO_WEIGHTS if self.per_id_N is None else self.per_id_N.detach().numpy()
 
     def pool(self, weights: Parts, crossing: Crossing) -> Tensor:
-        """Pooled embeddings (B, F, D), repeated (N, F, D), of rows that were looked up, in memory of the crossing."""
+        """Pools rows that were looked up to (B, F, D), or repeated to (N, F, D), in memory of the crossing."""
         features, batch = self.lengths_FB.shape
         shape = (batch, features, self.dim)
         if self.index_FN is None:
@@ -176,7 +176,7 @@ class Bags:
         return out_NFD
 
     def of_bags(self, gradient: Tensor) -> Tensor:
-        """Gradients (B, F, D) of bags, from those of what `pool` gave."""
+        """Returns gradients (B, F, D) of the bags, from gradients of what `pool` returned."""
         gradient = gradient.contiguous()
         if self.index_FN is None:
             return gradient
@@ -186,7 +186,10 @@ class Bags:
         return out_BFD
 
     def rows_backward(self, gradient_BFD: Tensor, rows: int, divisor: int) -> tuple[Tensor, bool]:
-        """Gradients (U, D) of the rows: of pooled values, over `divisor` and clamped; and whether all are finite."""
+        """Returns gradients (U, D) of the rows from those of pooled values, and whether all are finite.
+
+        Gradients are divided by `divisor`, then clamped.
+        """
         if self.limit < math.inf:
             gradient_BFD, divisor = (gradient_BFD / divisor).clamp_(-self.limit, self.limit), 1
         out_UD = torch.from_numpy(shared.empty((rows, self.dim), np.float32))  # sent
@@ -204,7 +207,7 @@ class Bags:
         return out_UD, bool(finite)
 
     def ids_backward(self, gradient_BFD: Tensor, weights: Parts, divisor: int) -> Tensor:
-        """Gradients (N,) of the weights of the ids; clamped where they would be if they were over `divisor`."""
+        """Returns gradients (N,) of the per-id weights. Pooled gradients are clamped to the limit times `divisor`."""
         if self.limit < math.inf:
             gradient_BFD = gradient_BFD.clamp(-self.limit * divisor, self.limit * divisor)
         out_N = torch.empty(len(self.inverse_N), dtype=torch.float32, device="cpu")

@@ -1,4 +1,4 @@
-"""The way between the host, where rows are looked up and pooled, and the device of the dense model.
+"""Copies between the host, where rows are looked up and pooled, and the device of the dense model.
 
     ids        device -> host   as soon as a batch is known; waited for when its rows are looked up
     pooled     host -> device   from pinned memory; the model's stream waits for it, the host does not
@@ -21,10 +21,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
 class Staging:
-    """What crosses between the host and one device.
+    """Copies tensors between the host and one device.
 
     Args:
-        device: of the dense model. CUDA devices get pinned memory and a stream; others are copied to plainly.
+        device: that of the dense model. Copies to CUDA use pinned memory and a stream; others are plain copies.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,17 +34,17 @@ class Staging:
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        """The CUDA stream of the copies; made when it is first needed."""
+        """The CUDA stream of the copies, made when it is first used."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         return self._stream
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor must be staged to be read on the host."""
+        """Returns whether a tensor must be copied before the host can read it."""
         return self.pins and tensor.is_cuda
 
     def follow(self) -> torch.cuda.Stream:
-        """The stream of the copies, which goes on when all that the current one was given so far is done."""
+        """Returns the copy stream, which first waits for all work that the current stream was given so far."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         return self.stream
 
@@ -53,12 +53,12 @@ class Staging:
         return HostIds(self, features)
 
     def crossing(self) -> Crossing:
-        """The way of one pooled tensor, and back of its gradient."""
+        """Returns a new crossing, for one pooled tensor and its gradient."""
         return Crossing(self)
 
 
 class HostIds:
-    """Ids and lengths of a batch (and inverse indices) on the host, or on their way there."""
+    """The ids and lengths of a batch (and its inverse indices) on the host, or while they are copied there."""
 
     def __init__(self, staging: Staging, features: KeyedJaggedTensor) -> None:
         self.features = features
@@ -73,7 +73,7 @@ class HostIds:
                 tensor.record_stream(staging.stream)
 
     def wait(self) -> KeyedJaggedTensor:
-        """The features with ids and lengths on the host (and no weights), once they are there."""
+        """Waits for the copies, and returns the features with ids and lengths on the host, without weights."""
         if self._coming is None:
             return self.features
         (values_N, lengths_L, *index), arrived = self._coming
@@ -88,18 +88,18 @@ class HostIds:
 
 
 class Crossing:
-    """The way of one pooled tensor to the device, and of its gradient back."""
+    """Copies one pooled tensor to the device, and its gradient back."""
 
     def __init__(self, staging: Staging) -> None:
         self.staging = staging
         self.arrived: torch.cuda.Event | None = None  # the gradient is on the host
 
     def empty(self, *shape: int) -> Tensor:
-        """Memory on the host for a float32 tensor that will cross."""
+        """Allocates host memory for a float32 tensor that will be copied to the device."""
         return torch.empty(shape, dtype=torch.float32, device="cpu", pin_memory=self.staging.pins)
 
     def over(self, tensor: Tensor) -> Tensor:
-        """A tensor of `empty` on the device; differentiable once."""
+        """Copies a tensor made by `empty` to the device. The result is differentiable once."""
         if tensor.device == self.staging.device:
             return tensor
         if not self.staging.pins:
@@ -108,13 +108,13 @@ class Crossing:
         return over
 
     def wait(self) -> None:
-        """Returns when the gradient that autograd has handed back can be read."""
+        """Waits until the host can read the gradient that autograd has handed back."""
         if self.arrived is not None:
             self.arrived.synchronize()
 
 
 class _Over(torch.autograd.Function):
-    """A copy from pinned memory to the device. Its gradient is on its way when autograd has it: `Crossing.wait`."""
+    """An autograd copy from pinned memory to the device. Autograd gets its gradient early: see `Crossing.wait`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, crossing: Crossing) -> Tensor:
@@ -138,6 +138,6 @@ class _Over(torch.autograd.Function):
 
 
 def _to_pinned(tensor: Tensor) -> Tensor:
-    """A contiguous copy in pinned memory, made by the current stream."""
+    """Returns a contiguous copy in pinned memory, made on the current stream."""
     here = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return here.copy_(tensor, non_blocking=True)

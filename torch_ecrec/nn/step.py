@@ -1,4 +1,4 @@
-"""One optimizer step of the embeddings: from the lookups of its forward to the one push of its backward.
+"""One optimizer step of the embeddings: from the lookups of its forward to the single push of its backward.
 
 `SparseStep` is shared by all sharded modules of a model: an optimizer step ends once per backward, however many modules
 took part. A *lookup in training* is one made with grad enabled; others read and change nothing.
@@ -38,22 +38,22 @@ NAN_GRADIENTS = ("raise", "pass")
 
 
 class Ticket:
-    """One training lookup. Its graph holds it: a forward that was thrown away does not keep a step open."""
+    """Stands for one training lookup. Its autograd graph holds it, so that a forward thrown away keeps no step open."""
 
     answered = False
 
 
 class SparseStep:
-    """What the sharded modules of one model gather in an optimizer step.
+    """Collects the gradients of one model's sharded modules, and sends them as one optimizer step.
 
-    A backward pass ends the step: as soon as every lookup that is still waiting for its gradient has got it, so that
-    the servers work while the rest of the backward runs; or else (some output was not used in the loss) when the pass
-    is over.
+    A backward pass ends the step. The gradients are sent as soon as every waiting lookup has got its gradient, so that
+    the servers work while the rest of the backward runs. If some output was not used in the loss, they are sent when
+    the pass is over.
 
     Args:
         session: the backend.
         group: a process group of the trainers, used for nothing else; None with one trainer.
-        tables_group: that of the sharded tensors in state dicts; with one trainer they are plain ones.
+        tables_group: the process group of sharded tensors in state dicts; with one trainer these are plain.
         nan_gradients: "raise" refuses a step in which any trainer has a NaN or infinite gradient: `NonFiniteGradient`
             on every trainer when its backward is over, nothing sent. "pass" sends them, as TorchRec does.
     """
@@ -72,9 +72,9 @@ class SparseStep:
         self.on_training_lookup: Callable[[], None] = lambda: None  # called before the first row of a step is asked for
         self.on_written: list[Callable[[str], None]] = []  # load what was written into state dicts (`load_written`)
         self.shares = Shares(session.trainer, session.trainers, tables_group if session.trainers > 1 else None)
-        self.closing = False  # this trainer leaves, others perhaps do not: nothing is done together any more
-        self.elsewhere: list[str] = []  # what TorchRec steps in the backward, whatever is refused here
-        self.form = "sharded"  # of tables in the state dict that is being made; see `TablesState.read`
+        self.closing = False  # this trainer leaves, and others may not: no more collective calls
+        self.elsewhere: list[str] = []  # modules that TorchRec steps in the backward, even in a step refused here
+        self.form = "sharded"  # form of tables in the state dict being made; see `TablesState.read`
         self.optimizers: list[tuple[Sequence[int], Optimizer]] = []  # group i has the learning rate of slab i of these
         self.frozen: list[Callable[[], Sequence[Table]]] = []  # tables that are looked up and not stepped
         self.on_pushed: list[Callable[[], None]] = []  # called when the rows of the next step may be asked for
@@ -92,7 +92,7 @@ class SparseStep:
         self._refusal: NonFiniteGradient | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseStep:
-        """Refused, with any module that has it: the copy would train the same rows (`AveragedModel`, say, copies).
+        """Refused, as for any module that holds it (`AveragedModel`, say): the copy would train the same rows.
 
         Raises:
             TypeError: unless there are no tables.
@@ -106,16 +106,16 @@ class SparseStep:
         )
 
     def open(self) -> None:
-        """Before anything is read or loaded. Ends the loading of first weights, once: a barrier of all trainers."""
+        """Called before anything is read or loaded. The first call ends the loading of initial weights: a barrier."""
         if not self._open:
             self.session.loaded()
             self._open = True
 
     def watch(self, outputs: Sequence[object]) -> None:
-        """After a training forward of the model: counts the backward passes through what it gave.
+        """Called after a training forward with its output: counts the backward passes through it.
 
-        A trainer whose forward has looked no row up pushes nothing in its backward. The others would take its next push
-        for that one's, and from there on all would train on gradients of different turns.
+        A trainer whose forward looked up no row pushes nothing in its backward. The others would take its next push for
+        that one's, and all would then train on gradients of different steps.
         """
         for output in outputs:
             if isinstance(output, Tensor) and output.requires_grad:
@@ -127,7 +127,7 @@ class SparseStep:
         self._counted = task
 
     def load_written(self, when: str = "all") -> None:
-        """Before anything is read: loads what was written into state dicts in place, which is a step of all trainers.
+        """Called before a read: loads what was written into state dicts in place. That is a step of all trainers.
 
         Args:
             when: "all": every trainer calls it here. "training": those that have a state dict do, while the others
@@ -140,10 +140,10 @@ class SparseStep:
             load(when)
 
     def hand_over(self, pack: Callable[[int], tuple[Tensor, list[int]]]) -> None:
-        """Hands this trainer's part of the dense snapshot of the last step to the servers.
+        """Sends this trainer's part of the dense snapshot of the last step to the servers.
 
-        What was written into state dicts belongs to that step, so it is loaded before: whoever goes on from there does
-        not write it again. With several trainers that is refused by name: not all of them may come here.
+        Writes into state dicts belong to that step, so they are loaded before: a script that resumes there does not
+        write them again. With several trainers such writes are refused, since not all of them may come here.
 
         Args:
             pack: step -> payload and header.
@@ -152,23 +152,23 @@ class SparseStep:
         self.session.snapshot(*pack(self.session.step - 1))
 
     def lookup(self, rows: list[Tensor], evaluation: bool = False) -> list[Parts]:
-        """Weights (U, D) per slab, in parts. Of an `evaluation` no gradient comes."""
+        """Returns weights (U, D) per slab, in parts. With `evaluation` no gradients will follow."""
         self.open()
         return self.session.lookup_parts(rows, evaluation)
 
     def ticket(self) -> Ticket:
-        """A new training lookup that waits for its gradient, until its graph is gone."""
+        """Returns a ticket for a training lookup. It waits for its gradient until its autograd graph is gone."""
         ticket = Ticket()
         self._waiting.add(ticket)
         return ticket
 
     @property
     def gradient_divisor(self) -> int:
-        """What TorchRec divides gradients of rows by: the number of trainers, unless the user has switched that off."""
+        """The divisor of row gradients, as in TorchRec: the number of trainers, or 1 if that is switched off."""
         return self.session.trainers if get_gradient_division() else 1
 
     def receive(self, ticket: Ticket, rows: list[Tensor], gradients: Sequence[Tensor | None], finite: bool) -> None:
-        """Inside a backward: gradients (U, D) of one lookup, per slab; None where the loss does not use the slab.
+        """Called within a backward with gradients (U, D) of one lookup, per slab; None where the loss uses none.
 
         Args:
             finite: whether they all are.
@@ -212,7 +212,7 @@ class SparseStep:
             look_ahead()
 
     def begin_load(self, what: str, portions: int) -> int:
-        """Tables are loaded, by every trainer: in as many steps as the trainer with most has portions.
+        """Begins a load of tables, on every trainer. It takes as many steps as the trainer with most portions has.
 
         Returns:
             That number.
@@ -224,7 +224,7 @@ class SparseStep:
         return most
 
     def agree_on_written(self, names: Set[str]) -> Set[str] | None:
-        """Returns the names of the tables that any trainer has written into, in state dicts.
+        """Returns the names of the tables into which any trainer has written, by its state dicts.
 
         Returns:
             None if not all trainers ask: others train, and have no state dict. Nobody has written anything then.
@@ -250,8 +250,9 @@ class SparseStep:
         return found
 
     def _meet(self, what: str, flags: list[int], asks: bool, alike: str = "") -> list[int] | None:
-        """As `_agree`. Who `asks` what was written, perhaps since only this trainer has a state dict, may meet others
-        that train: it gets None, and they try again.
+        """Agrees as `_agree`, but a trainer that `asks` what was written may meet others that train.
+
+        It gets None then, and the others try again. Perhaps only this trainer has a state dict.
         """
         if self._group is None:
             return flags
@@ -272,7 +273,7 @@ class SparseStep:
                 return None
 
     def gather(self, what: str, values_N: Tensor) -> list[Tensor]:
-        """Every trainer's values (N,), int64, in trainer order; N may differ. Every trainer calls it, for the same.
+        """Returns every trainer's values (N,) int64, in trainer order; N may differ. Every trainer calls it alike.
 
         Raises:
             RuntimeError: another trainer does something else.
@@ -287,7 +288,10 @@ class SparseStep:
         return [values[1 : 1 + int(values[0])] for values in found]
 
     def _merge(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Rows and gradients per slab; where several lookups asked for a row, its gradients are summed as they came."""
+        """Returns rows and gradients per slab. Where several lookups asked for a row, its gradients are summed.
+
+        They are summed in the order in which they came.
+        """
         rows, gradients = [], []
         for s, slab in enumerate(self.session.job.slabs):
             parts = [(r[s], g) for r, gradients_S in self._gathered if (g := gradients_S[s]) is not None and len(r[s])]
@@ -307,7 +311,7 @@ class SparseStep:
     def _check_finite(
         self, rows: list[Tensor], gradients: list[Tensor], finite: bool, rates: list[float]
     ) -> NonFiniteGradient | None:
-        """The reason to refuse the step, the same on every trainer; `finite` if this trainer's are known to be.
+        """Returns why the step is refused, the same on every trainer. `finite`: this trainer's gradients all are.
 
         Raises:
             RuntimeError: another trainer does not train, or with other learning rates (the servers take trainer 0's),
@@ -337,7 +341,7 @@ class SparseStep:
         )
 
     def rates(self) -> list[float]:
-        """The learning rate in force, per slab.
+        """Returns the current learning rate of each slab.
 
         Raises:
             ValueError: tables that share one have several, it is not finite, or another hyperparameter was changed.

@@ -1,4 +1,4 @@
-"""The optimizer of a table, from what a user of TorchRec says: one for `OptimizerSpec`.
+"""Translates a TorchRec user's choice of a table's optimizer to an `OptimizerSpec`.
 
 In this order, key by key, as TorchRec merges them:
 
@@ -58,7 +58,7 @@ _REASONS = {
 def optimizer_spec(
     table: str, parameter: nn.Parameter, fused_params: Mapping[str, Any] | None = None, weights: str = "float32"
 ) -> OptimizerSpec:
-    """The optimizer of a table.
+    """Returns the optimizer of a table.
 
     Args:
         table: its name, for errors.
@@ -77,7 +77,7 @@ def optimizer_spec(
 
 
 def is_named(parameter: nn.Parameter, fused_params: Mapping[str, Any] | None = None) -> bool:
-    """Whether anybody has said which optimizer a table has."""
+    """Returns whether anybody has said which optimizer a table has."""
     return bool(attached_optimizers(parameter)) or (fused_params or {}).get("optimizer") is not None
 
 
@@ -108,7 +108,7 @@ def _supported(names: list[str]) -> str:
 
 
 def _of_class(cls: type, arguments: dict[str, Any]) -> tuple[SparseOptimizer, dict[str, Any]]:
-    """What an attached class means, and its arguments under FBGEMM's names."""
+    """Returns the optimizer that an attached class stands for, and its arguments under FBGEMM's names."""
     found = by_class(cls)
     if found is None:
         paths = [path.rpartition(".")[2] for name in NAMES for path in optimizer(name).classes[-1:]]
@@ -145,7 +145,7 @@ def _with_wishes(found: SparseOptimizer, wishes: dict[str, Any]) -> OptimizerSpe
     if "weight_decay_mode" in wishes:
         wishes["weight_decay_mode"] = mode = _decay_mode(wishes["weight_decay_mode"])
         if mode == _DECAY_MODES.index("DECOUPLE") and "weight_decay_mode" not in found.fixed and found.types:
-            del wishes["weight_decay_mode"]  # it is, where FBGEMM has no choice
+            del wishes["weight_decay_mode"]  # decoupled decay is what FBGEMM does where there is no choice
     fixed = {name: take_float(name, wishes.pop(name)) for name in found.fixed if name in wishes}
     _take_idle(found, wishes)
     has = ", ".join(f"`{name}`" for name in ("lr", *found.fixed))
@@ -161,13 +161,13 @@ def _with_wishes(found: SparseOptimizer, wishes: dict[str, Any]) -> OptimizerSpe
 
 
 def _asks(value: Any) -> bool:
-    """Whether a value of what the optimizer does not have is something: not 0, off or empty."""
+    """Returns whether the value of a setting that the optimizer lacks asks for something: is not 0, off or empty."""
     shape = getattr(value, "shape", None)
     return bool(shape) if isinstance(shape, tuple) else bool(value)
 
 
 def _take_idle(found: SparseOptimizer, wishes: dict[str, Any]) -> None:
-    """Takes out of `wishes` what asks nothing of this optimizer; tells of what is not FBGEMM's default."""
+    """Removes from `wishes` the settings of other optimizers. Warns if a value is not FBGEMM's default."""
     idle = {name: take_float(name, wishes.pop(name)) for name in _OF_OTHERS if name in wishes}
     told = ", ".join(f"`{name}`={value}" for name, value in idle.items() if value and DEFAULTS[name] != value)
     if told:
@@ -175,7 +175,7 @@ def _take_idle(found: SparseOptimizer, wishes: dict[str, Any]) -> None:
 
 
 def _gradient_limit(wishes: dict[str, Any]) -> float | None:
-    """Takes gradient clipping out of `wishes`."""
+    """Removes gradient clipping from `wishes` and returns its limit; None: gradients are not clipped."""
     clips = take_bool("gradient_clipping", wishes.pop("gradient_clipping", False))
     limit = take_float("max_gradient", wishes.pop("max_gradient", 1.0))
     if not clips and limit != 1.0:
@@ -184,7 +184,7 @@ def _gradient_limit(wishes: dict[str, Any]) -> float | None:
 
 
 def _take_settings(wishes: dict[str, Any]) -> None:
-    """Takes out of `wishes` what is not the optimizer's: refuses what would change a number."""
+    """Removes from `wishes` the settings that are not the optimizer's. Refuses those that would change results."""
     for name in _OF_MEMORY:
         wishes.pop(name, None)
     as_output_dtype(wishes.pop("output_dtype", None))  # honoured where embeddings come out
@@ -205,7 +205,7 @@ def _take_settings(wishes: dict[str, Any]) -> None:
 
 
 def _decay_mode(value: Any) -> float:
-    """FBGEMM's `WeightDecayMode`, or its number."""
+    """Returns the number of an FBGEMM `WeightDecayMode`, given as the enum or as its number."""
     known = isinstance(value, (int, float)) and not isinstance(value, bool) and value in range(len(_DECAY_MODES))
     if not known:
         name = value.name if isinstance(value, Enum) else str(value)

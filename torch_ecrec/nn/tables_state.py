@@ -1,4 +1,4 @@
-"""What the servers keep of a module's tables, read and loaded field by field: weights first, then optimizer state.
+"""Reads and loads the state of a module's tables on the servers, field by field: weights, then optimizer state.
 
 A record of a table with D = 4 and row-wise Adagrad has the fields `weight`, 4 numbers, and `momentum1`, one. Both
 `state_dict` of the module and that of its optimizer are made of such fields, of which every trainer has its range of
@@ -37,7 +37,7 @@ CHUNK_BYTES = 4 << 20  # of records read or loaded at a time
 
 
 class TablesState:
-    """The tables of one sharded module.
+    """The state of one sharded module's tables, on the servers.
 
     Args:
         step: shared by all modules of the model; has the backend.
@@ -63,10 +63,10 @@ class TablesState:
     # reading ----------------------------------------------------------------------------------------
 
     def read(self, name: str, field: Field) -> Tensor | None:
-        """A field of a table, (rows, C), or (rows,) if it has one number per row: this trainer's rows of it.
+        """Returns this trainer's rows of a field, (rows, C), or (rows,) if the field has one number per row.
 
-        The form that a state dict has at present (`SparseStep.form`) may be another, of which every trainer calls it:
-        "whole", all rows on trainer 0, and None on others; "streamed", nothing yet (`state_dicts/streamed.py`).
+        `SparseStep.form` may ask for another form; every trainer must call it then. "whole": all rows on trainer 0,
+        None on the others. "streamed": no rows yet (`state_dicts/streamed.py`).
         """
         self.step.open()
         if self.step.form != "sharded":
@@ -88,14 +88,13 @@ class TablesState:
         return made
 
     def _tie_of(self, name: str, field: Field) -> Tie | None:
-        """Returns the tie of the weights of the first table, which stand for the collection; None for those of
-        others."""
+        """Returns the tie of the first table's weights, which stand for the collection; None for all other fields."""
         if field.name != WEIGHT or name != next(iter(self.tables)):
             return None
         return Tie(self._columns, {table: self.key_of(table) for table in self.tables})
 
     def _rows_of(self, name: str, field: Field, first: int, last: int) -> Tensor:
-        """Rows [first, last) of a field."""
+        """Reads rows [first, last) of a field from the servers."""
         table, dtype = self.tables[name], dtype_of(field)
         begin_byte, end_byte = table.schema.bytes_of(field.name)
         with torch.inference_mode(False):  # a tensor of inference does not count what is written into it
@@ -130,9 +129,9 @@ class TablesState:
     # loading ----------------------------------------------------------------------------------------
 
     def load(self, name: str, field: Field, value: Any) -> None:
-        """Overwrites a field of a table with a tensor of the form that `read` gives, sharded in any way, or whole.
+        """Overwrites a field of a table with a tensor in the form that `read` returns, sharded in any way or whole.
 
-        Every trainer calls it. Of a sharded tensor each loads what it has; of a whole one trainer 0's counts.
+        Every trainer calls it. Each loads the shards that it has; of a whole tensor, trainer 0's is loaded.
 
         Raises:
             TypeError: no tensor.
@@ -155,13 +154,13 @@ class TablesState:
                 check_numbers(part.values)
         except ValueError as error:
             raise ValueError(f"`{field.name}` of table {name}: {error}") from None
-        form = "whole" if is_whole(value) else "sharded"  # not one trainer this, another one that
+        form = "whole" if is_whole(value) else "sharded"  # all trainers must load the same form
         self.load_parts(name, field, [len(part.values) for part in parts], parts, form)
 
     def load_parts(
         self, name: str, field: Field, rows: Sequence[int], parts: Iterable[Part], form: str = "in portions"
     ) -> None:
-        """Overwrites a field with what this trainer has of it. Every trainer calls it.
+        """Overwrites a field with the parts that this trainer has. Every trainer calls it.
 
         Args:
             rows: of each part.
@@ -173,21 +172,21 @@ class TablesState:
         self._load((name, field.name), portions_of(table, parts), count, form)
 
     def load_drawn(self, name: str, draw: Callable[[int], Tensor]) -> None:
-        """Overwrites the weights of a table with what trainer 0 draws: so many rows (U, D) at a time, in order."""
+        """Overwrites a table's weights with what trainer 0 draws: (U, D) at a time, in row order."""
         table = self.tables[name]
         ranges = list(chunks(table, 0, table.rows)) if self._shares.trainer == 0 else []
         drawn = (Part(begin, 0, draw(end - begin)) for begin, end in ranges)
         self._load((name, WEIGHT), drawn, len(ranges), "drawn")
 
     def _load(self, place: Place, portions: Iterable[Part], count: int, form: str) -> None:
-        """Loads what this trainer has, `count` portions."""
+        """Loads the `count` portions that this trainer has."""
         if self.step.may_load():
             self.step.open()
             self._given.expire(place)
             self._overwrite(place, portions, count, form)
 
     def _overwrite(self, place: Place, portions: Iterable[Part], count: int, form: str) -> None:
-        """Each portion is a step, with one of every trainer that still has some."""
+        """Overwrites portion by portion. Each is a step of all trainers, with nothing from those that are done."""
         name, field_name = place
         table, session = self.tables[name], self.step.session
         field, (first_byte, _) = table.schema.field(field_name), table.schema.bytes_of(field_name)
@@ -205,7 +204,7 @@ class TablesState:
             session.overwrite(table.slab, torch.empty(0, dtype=torch.int64, device="cpu"), None)
 
     def load_initial(self, name: str, weights: Tensor) -> None:
-        """Trainer 0: gives a table its first weights (rows, D), with fresh optimizer state."""
+        """Gives a table its initial weights (rows, D), with fresh optimizer state. Only trainer 0 calls it."""
         table, session = self.tables[name], self.step.session
         for begin, end in chunks(table, 0, table.rows):
             numbers = torch.zeros(end - begin, table.schema.width, dtype=torch.float32, device="cpu")
@@ -224,7 +223,7 @@ class TablesState:
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Loads the weights that a state dict has, and adds to the three lists as `nn.Module` wants it."""
+        """Loads the weights that a state dict has, and extends the three lists as `nn.Module` does."""
         keys = {f"{prefix}{self.key_of(name)}": name for name in self.tables}
         for key, name in keys.items():
             if key in state_dict:
@@ -240,7 +239,7 @@ class TablesState:
     # what was written into state dicts --------------------------------------------------------------
 
     def load_written(self, when: str) -> None:
-        """Loads what was written into state dicts in place. `when`: see `SparseStep.load_written`.
+        """Loads what was written into state dicts in place. For `when`, see `SparseStep.load_written`.
 
         Raises:
             RuntimeError: something was written, and not all trainers can be asked to load it.
@@ -272,19 +271,19 @@ class TablesState:
         self._overwrite(place, portions, len(portions), "written")
 
     def on_training_lookup(self) -> None:
-        """Tells of writes into state dicts that came too late."""
+        """Warns of writes into state dicts that came too late to be loaded."""
         self._given.tell_of_lost_writes()
 
 
 def chunks(table: Table, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Row ranges of [first, last), each of at most `CHUNK_BYTES` of the table's records."""
+    """Yields row ranges of [first, last), each of at most `CHUNK_BYTES` of the table's records."""
     rows = max(1, CHUNK_BYTES // table.schema.nbytes)
     for begin in range(first, last, rows):
         yield begin, min(begin + rows, last)
 
 
 def portions_of(table: Table, parts: Iterable[Part]) -> Iterator[Part]:
-    """Parts of a table cut into portions. A part is let go of before the next one is taken."""
+    """Cuts parts of a table into portions. A part is released before the next one is taken."""
     for part in parts:
         for begin, end in chunks(table, 0, len(part.values)):
             yield Part(part.row + begin, part.column, part.values[begin:end])
@@ -292,13 +291,13 @@ def portions_of(table: Table, parts: Iterable[Part]) -> Iterator[Part]:
 
 
 def dtype_of(field: Field) -> torch.dtype:
-    """Returns the dtype of its numbers."""
+    """Returns the torch dtype of a field's numbers."""
     dtype: torch.dtype = getattr(torch, field.dtype)
     return dtype
 
 
 class ServerOptimizer(FusedOptimizer):
-    """The optimizer that the servers run, as TorchRec's schedulers and checkpoints expect it: one group per slab.
+    """The optimizer that the servers run, in the form of TorchRec's schedulers and checkpoints: one group per slab.
 
     `param_groups[i]["lr"]` at the time of a backward is the learning rate of that step. `state_dict` and
     `load_state_dict` read and load the state on the servers, under TorchRec's names (`<table>.momentum1`).
@@ -324,22 +323,22 @@ class ServerOptimizer(FusedOptimizer):
         super().__init__(params, fields, groups)
 
     def step(self, closure: Any = None) -> None:
-        """Nothing: the servers have stepped in the backward."""
+        """Does nothing: the servers have applied the step in the backward."""
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Nothing: no gradient stays here."""
+        """Does nothing: gradients of tables are sent, not kept."""
 
 
 class TableField:
-    """A field of optimizer state of one table. `KeyedOptimizer` calls the two methods when it saves and loads."""
+    """A field of one table's optimizer state. `KeyedOptimizer` calls its methods to save and to load."""
 
     def __init__(self, state: TablesState, name: str, field: Field) -> None:
         self._state, self._name, self._field = state, name, field
 
     def state_dict(self) -> Tensor | None:
-        """(rows,) if there is one value per row, else (rows, D): sharded as the weights are."""
+        """Returns the field, (rows,) if it has one value per row, else (rows, D), sharded as the weights are."""
         return self._state.read(self._name, self._field)
 
     def load_state_dict(self, values: Tensor) -> None:
-        """Loads what has the shape that `state_dict` gives, sharded in any way, or whole (then trainer 0's counts)."""
+        """Loads a tensor of the shape of `state_dict`, sharded in any way, or whole: then trainer 0's is loaded."""
         self._state.load(self._name, self._field, values)

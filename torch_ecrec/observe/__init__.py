@@ -1,1 +1,1 @@
-"""What a run notes of itself, for others to read."""
+"""What a run records of itself for others to read."""

@@ -1,4 +1,4 @@
-"""What a coordinator tells those who watch it, declared: every event, its fields and their types.
+"""The events that a coordinator sends to those who watch it: every kind, with its fields and their types.
 
 An event is an object of JSON whose "event" names its struct. It stands in the coordinator's log as it is, and goes to
 watchers as a message of type "event" with the time of day:
@@ -26,7 +26,7 @@ Host = tuple[str, int]  # of a slot: server, incarnation
 
 
 class Happened(Struct, frozen=True, tag_field="type"):
-    """Base: something that has happened, as the coordinator sees it."""
+    """The base of events: something has happened, as the coordinator sees it."""
 
 
 Event = Happened | Ready | Damaged | Mended | NotExact | Fatal  # what is announced
@@ -36,7 +36,7 @@ Event = Happened | Ready | Damaged | Mended | NotExact | Fatal  # what is announ
 
 
 class Joined(Happened, frozen=True, tag="joined"):
-    """A process has joined, or has rejoined at a coordinator that was started again. `rank`: -1 for a server."""
+    """A process has joined, or rejoined a restarted coordinator. `rank`: -1 for a server."""
 
     member: str
     role: str
@@ -45,14 +45,14 @@ class Joined(Happened, frozen=True, tag="joined"):
 
 
 class Back(Happened, frozen=True, tag="back"):
-    """A member whose connection had ended is there again, and has lost nothing."""
+    """A member has reconnected, and has lost nothing."""
 
     member: str
     pid: int
 
 
 class TurnedAway(Happened, frozen=True, tag="turned_away"):
-    """A member of another cluster has found this coordinator, and goes on looking for its own.
+    """A member of another cluster has connected to this coordinator. It goes on looking for its own.
 
     Attributes:
         member, run: it, and its cluster. `refuses`: this one is to end for it.
@@ -66,13 +66,13 @@ class TurnedAway(Happened, frozen=True, tag="turned_away"):
 
 
 class MemberLeft(Happened, frozen=True, tag="left"):
-    """A member is done."""
+    """A member has left the cluster, since it is done."""
 
     member: str
 
 
 class Lost(Happened, frozen=True, tag="lost"):
-    """A member is gone, or was taken for lost. `slots`: those that it hosted."""
+    """A member is gone, or was declared lost. `slots`: those that it hosted."""
 
     member: str
     why: str
@@ -80,9 +80,10 @@ class Lost(Happened, frozen=True, tag="lost"):
 
 
 class Cut(Happened, frozen=True, tag="cut"):
-    """Members that the coordinator hears cannot reach each other. `pairs`: who complains of whom.
+    """Members that can reach the coordinator cannot reach each other. `pairs`: who complains of whom.
 
-    `fenced`: servers that are taken for lost, so that training goes on. Nobody: it cannot, and `why`.
+    `fenced`: servers that are declared lost, so that training goes on. If it is empty, training cannot go on, and `why`
+    says so.
     """
 
     pairs: list[tuple[str, str]]
@@ -91,8 +92,11 @@ class Cut(Happened, frozen=True, tag="cut"):
 
 
 class StandsStill(Happened, frozen=True, tag="stands_still"):
-    """Members are silent that the code could not repair together: training waits for them. `left_s`: for how long at
-    most, then they are given up; None: nobody is heard, and nobody is given up."""
+    """Training waits for silent members, which are more than the code could repair together.
+
+    Attributes:
+        left_s: after so many seconds at most they are given up; None: no member is heard, and none is given up.
+    """
 
     members: list[str]
     why: str
@@ -100,11 +104,11 @@ class StandsStill(Happened, frozen=True, tag="stands_still"):
 
 
 class GoesOn(Happened, frozen=True, tag="goes_on"):
-    """Training waits for nobody any more: they are back, or were given up."""
+    """Training waits for no silent member any more: all are back, or were given up."""
 
 
 class Slow(Happened, frozen=True, tag="slow"):
-    """Training waits for this server, as it has for a while: a hint to drain it (`torch-ecrec drain`).
+    """Training has waited for this server for a while: a hint to drain it (`torch-ecrec drain`).
 
     Attributes:
         share: of the trainers' time, 0 to 1, in which its answer was out and those of most others were there.
@@ -118,24 +122,27 @@ class Slow(Happened, frozen=True, tag="slow"):
 
 
 class NotSlow(Happened, frozen=True, tag="not_slow"):
-    """Training does not wait for this server any more."""
+    """Training no longer waits for this server."""
 
     member: str
 
 
 class RosterIs(Happened, frozen=True, tag="roster"):
-    """Somebody has come or gone: who is there now, as all of them are told."""
+    """A member has come or gone. `members`: the new roster, as all members are told."""
 
     version: int
     members: list[str]
 
 
 class Regathering(Happened, frozen=True, tag="regathering"):
-    """This coordinator was started again: members begin to tell it what they know."""
+    """This coordinator was restarted: members begin to tell it what they know."""
 
 
 class Regathered(Happened, frozen=True, tag="regathered"):
-    """It goes on with those who have. `epoch`: its own before it takes over theirs."""
+    """The restarted coordinator goes on with the members that have reported.
+
+    `epoch`: its own, before it takes over theirs.
+    """
 
     epoch: int
     members: list[str]
@@ -145,82 +152,85 @@ class Regathered(Happened, frozen=True, tag="regathered"):
 
 
 class NewEpoch(Happened, frozen=True):
-    """Base: the placement has changed. `slots`: by slot."""
+    """The base of changes of the placement. `slots`: the host of each slot."""
 
     epoch: int
     slots: list[Host]
 
 
 class PlacedFirst(NewEpoch, frozen=True, tag="placed"):
-    """Every slot has a server, for the first time."""
+    """Every slot has a server for the first time."""
 
 
 class PlacedAnew(NewEpoch, frozen=True, tag="re-placed"):
-    """Slots whose hosts were lost have others, or wait for one."""
+    """Slots whose hosts were lost have new ones, or wait for one."""
 
 
 class Moved(NewEpoch, frozen=True, tag="moved"):
-    """A spare has relieved a server that hosted several slots of one."""
+    """A spare has taken over a slot from a server that hosted several."""
 
 
 class Stayed(NewEpoch, frozen=True, tag="stayed"):
-    """A slot was to move, and stays: the server that was to have it is gone."""
+    """A slot's migration was cancelled: the server that was to host it is gone."""
 
 
 class Drained(Happened, frozen=True, tag="drained"):
-    """No slot is left on a server that was to be without."""
+    """No slot is left on a server that was drained."""
 
     member: str
 
 
 class Draining(Happened, frozen=True, tag="draining"):
-    """The coordinator itself has begun to move all slots away from a server, and why."""
+    """The coordinator itself has begun to drain a server, and why."""
 
     member: str
     why: str
 
 
 class Kept(NewEpoch, frozen=True, tag="kept"):
-    """A coordinator that was started again goes on with the placement of before."""
+    """A restarted coordinator keeps the placement of before."""
 
 
 class HealthyAgain(NewEpoch, frozen=True, tag="rebuilt"):
-    """A slot is healthy again; `SlotRebuilt` says which."""
+    """A slot is healthy again. `SlotRebuilt` says which."""
 
 
 class OfOneSlot(Happened, frozen=True):
-    """Base: the host of a slot has said something."""
+    """The base of events that the host of one slot has reported."""
 
     slot: int
     incarnation: int
 
 
 class AtRisk(Happened, frozen=True, tag="at_risk"):
-    """The servers of these failure domains host more together than the code repairs. None: that is over."""
+    """The servers of these failure domains together host more than the code repairs. An empty list: no longer."""
 
     domains: list[str]
 
 
 class Rehosted(OfOneSlot, frozen=True, tag="re-hosted"):
-    """A new host of a slot serves; records that are not there yet are repaired when they are touched."""
+    """A slot's new host serves. Records that are still missing are repaired when they are read."""
 
 
 class SlotRebuilt(OfOneSlot, frozen=True, tag="slot rebuilt"):
-    """All records of a slot are there again."""
+    """All records of a slot are restored."""
 
 
 # lost trainers ----------------------------------------------------------------------------------------
 
 
 class EraBegun(Happened, frozen=True, tag="era"):
-    """Trainers were lost, or a server while all went back. `trainers`: those of the new era that are there already."""
+    """A new era has begun: trainers were lost, or a server while all went back.
+
+    `trainers`: those of the new era that have joined already.
+    """
 
     era: int
     trainers: list[str]
 
 
 class GoingBack(Happened, frozen=True, tag="going back"):
-    """Servers go back to a step of training. `applied`: the last one that all of them had applied."""
+    """Servers roll back to a step of training. `applied`: the last step that all of them had applied."""
 
     era: int
     step: int
@@ -228,7 +238,7 @@ class GoingBack(Happened, frozen=True, tag="going back"):
 
 
 class Resumable(Happened, frozen=True, tag="resumable"):
-    """That step is durable everywhere: trainers may go on after it."""
+    """The step that all went back to is durable: trainers may go on after it."""
 
     era: int
     step: int
@@ -246,8 +256,10 @@ class CheckpointBegun(Happened, frozen=True, tag="checkpoint_begun"):
 
 
 class Checkpointed(Happened, frozen=True, tag="checkpointed"):
-    """A checkpoint counts. `step`: of training; `base`: what it builds on, or ""; `seconds`: from its beginning, in
-    ticks of the coordinator."""
+    """A checkpoint is complete. `step`: of training; `base`: what it builds on, or "".
+
+    `seconds`: from its beginning, in ticks of the coordinator.
+    """
 
     name: str
     step: int
@@ -257,8 +269,10 @@ class Checkpointed(Happened, frozen=True, tag="checkpointed"):
 
 
 class Saved(Happened, frozen=True, tag="saved"):
-    """A prioritised save counts: some rows of every slot, on the checkpoint `base`, which is no checkpoint itself.
-    `step`: of training; `seconds`: as of `Checkpointed`."""
+    """A prioritised save is complete: some rows of every slot. It is no checkpoint itself.
+
+    `step`: of training; `base`: the checkpoint that it adds to; `seconds`: as of `Checkpointed`.
+    """
 
     name: str
     step: int
@@ -268,8 +282,7 @@ class Saved(Happened, frozen=True, tag="saved"):
 
 
 class WentBeyond(Happened, frozen=True, tag="went_beyond"):
-    """More was lost than parity can repair, or everything at once: all go back to a checkpoint. `step`: of training,
-    that it is of."""
+    """More was lost than parity can repair: all roll back to a checkpoint. `step`: of training, the checkpoint's."""
 
     name: str
     step: int
@@ -277,25 +290,28 @@ class WentBeyond(Happened, frozen=True, tag="went_beyond"):
 
 
 class BeganAnew(Happened, frozen=True, tag="began_anew"):
-    """This coordinator was started again, nobody has come back who knows what was trained, and there is no checkpoint:
-    the cluster begins at its beginning. What was trained before, if something was, is gone."""
+    """The cluster begins anew: what was trained before, if anything, is gone.
+
+    This coordinator was restarted, no member with knowledge of the training has come back, and there is no checkpoint.
+    """
 
 
 class JobForgotten(Happened, frozen=True, tag="job_forgotten"):
-    """The job of the first trainers was given up before anything was made of it; others have come, whose job it is now.
+    """The first trainers gave up before anything was made of their job. The job is now that of those who came later.
 
-    `difference`: between the two.
+    `difference`: between the two jobs.
     """
 
     difference: str
 
 
 class RecoveredPartly(Happened, frozen=True, tag="recovered_partly"):
-    """More was lost than parity can repair. NOT EXACT: these slots alone have their records of a checkpoint, and lack
-    what was trained since.
+    """More was lost than parity can repair. NOT EXACT: these slots took their records from a checkpoint.
 
-    `step`: of training, that the checkpoint is of; `at`: where training goes on; `lost_samples`: CPR's portion of lost
-    samples, of the whole run until now; `saves`: prioritised ones that there were since, of which rows were newer.
+    What was trained in them since is lost; the other slots are as they were.
+
+    `step`: of training, the checkpoint's; `at`: where training goes on; `lost_samples`: CPR's portion of lost samples
+    of the whole run until now; `saves`: prioritised saves since the checkpoint, whose rows were newer.
     """
 
     slots: list[int]
@@ -308,7 +324,7 @@ class RecoveredPartly(Happened, frozen=True, tag="recovered_partly"):
 
 
 class CheckpointVoid(Happened, frozen=True, tag="checkpoint_void"):
-    """A checkpoint came to nothing; another is tried later. `step`: of training, 0 where none was chosen yet."""
+    """A checkpoint failed; another is tried later. `step`: of training, 0 if none was chosen yet."""
 
     step: int
     reason: str
@@ -318,7 +334,7 @@ class CheckpointVoid(Happened, frozen=True, tag="checkpoint_void"):
 
 
 class MessagesRefused(Happened, frozen=True, tag="refused"):
-    """Messages that counted for nothing: the last one's sender and what was wrong, and how many since the last word."""
+    """Messages were refused. The last one's sender and fault are given, and the number since the last such event."""
 
     sender: str = field(name="from")
     why: str
@@ -371,13 +387,13 @@ AnyEvent = (
 
 
 def json_of(event: Event) -> dict[str, Any]:
-    """An event as an object of JSON."""
+    """Returns an event as a JSON object."""
     found: dict[str, Any] = msgspec.to_builtins(event)
     return {"event": found.pop("type"), **found}
 
 
 def of_message(message: Mapping[str, Any]) -> AnyEvent:
-    """The event in a message of type "event"; what else is in it (the time) is left out.
+    """Returns the event in a message of type "event". Other fields of the message, such as the time, are dropped.
 
     Raises:
         ValueError: it is none of those above; the text says which field, what was wanted and what came.

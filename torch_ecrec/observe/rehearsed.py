@@ -1,4 +1,4 @@
-"""Which scripts were rehearsed here, so that `attach` need not say that this one was not.
+"""Keeps marks of the scripts that were rehearsed here, so that `attach` need not warn of them.
 
     rehearsal/equal-3f0c9a51d2e84b76   an empty file: a rehearsal of the script of this digest came to EQUAL
 
@@ -16,7 +16,7 @@ DIGITS = 16
 
 
 def script_digest() -> str:
-    """Of the script that this process runs, as it is on disk; "" where there is no file (a notebook, `python -c`)."""
+    """Returns a digest of the script file of this process; "" if there is none (a notebook, `python -c`)."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     if file is None or not Path(file).is_file():
         return ""
@@ -24,11 +24,11 @@ def script_digest() -> str:
 
 
 def mark(folder: Path, digest: str) -> None:
-    """Notes that a rehearsal of the script of this digest came to EQUAL; "": of none."""
+    """Marks the script of this digest as rehearsed with the result EQUAL. "": marks none."""
     if digest:
         (folder / f"equal-{digest}").touch()
 
 
 def is_marked(folder: Path, digest: str) -> bool:
-    """Whether `mark` was called for it."""
+    """Returns whether the script of this digest was marked."""
     return bool(digest) and (folder / f"equal-{digest}").exists()

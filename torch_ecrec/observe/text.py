@@ -1,4 +1,4 @@
-"""What people read: sizes, tables, and a coordinator's status."""
+"""Text for people: sizes, tables, and a coordinator's status."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_ecrec.protocol.status import (
 
 
 def size(count: float) -> str:
-    """Bytes as people say them: 812 B, 3.4 MiB."""
+    """Returns bytes as people read them: 812 B, 3.4 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             break
@@ -26,7 +26,7 @@ def size(count: float) -> str:
 
 
 def table(rows: list[list[str]], indent: str = "  ") -> list[str]:
-    """Columns aligned; the first row is the head; a column of figures goes right."""
+    """Returns rows as an aligned table. The first one is the head. Columns of figures are aligned to the right."""
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     right = [any(c[:1].isdigit() for c in column[1:]) for column in columns]
@@ -41,7 +41,7 @@ def table(rows: list[list[str]], indent: str = "  ") -> list[str]:
 
 
 def format_status(status: Status) -> str:
-    """A coordinator's status as text: the cluster, a line per slot, a line per member."""
+    """Returns a coordinator's status as text: the cluster, a line per slot, a line per member."""
     code = status.code
     protection = f"(k, r) = ({code.k}, {code.r})" if code.protection == "parity" else "no protection"
     lines = [
@@ -63,7 +63,7 @@ def format_status(status: Status) -> str:
 
 
 def _troubles(status: Status) -> list[str]:
-    """A line for each thing that is not as it should be."""
+    """Returns a line for each thing that is wrong."""
     lines = []
     if status.fatal:
         lines.append(f"STOPPED: {status.fatal}")
@@ -125,12 +125,12 @@ def _members(status: Status) -> list[str]:
 
 
 def trainers_named(ranks: Sequence[int]) -> str:
-    """Trainers by rank, for people: "trainer 1", "trainers 1, 3"."""
+    """Returns trainers by rank as text: "trainer 1", "trainers 1, 3"."""
     return f"trainer{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def format_gathering(of_servers: Sequence[int], of_trainers: Sequence[int], join: str = "HOST:PORT") -> str:
-    """What a cluster lacks to begin, and what starts it.
+    """Returns what a cluster still lacks to begin, and how to start it.
 
     Args:
         of_servers, of_trainers: those that are there, and those that it takes.
@@ -145,7 +145,7 @@ def format_gathering(of_servers: Sequence[int], of_trainers: Sequence[int], join
 
 
 def format_slow(member: MemberStatus, slow: Late) -> str:
-    """A server that training waits for, and what to do about it."""
+    """Returns a text that names a server for which training waits, and what to do about it."""
     name = member.name
     remedy = f"to move its slots to a spare: torch-ecrec drain {name}"
     if member.draining:
@@ -157,7 +157,7 @@ def format_slow(member: MemberStatus, slow: Late) -> str:
 
 
 def format_connections(said: Connections) -> str:
-    """What carries a member's bytes to and from others: the more, the nearer they are."""
+    """Returns the ways by which a member's data travels to and from others, with the number of each."""
     ways = [(said.memory, "in memory"), (said.tcp, "over TCP"), (said.rpc, "over torch RPC")]
     told = [f"{count} {text}" for count, text in ways if count]
     if said.bytes_packed:
@@ -166,7 +166,7 @@ def format_connections(said: Connections) -> str:
 
 
 def format_partial(partial: PartialStatus) -> str:
-    """What partial recoveries have lost, for people."""
+    """Returns what partial recoveries have lost, as text."""
     slots = ", ".join(map(str, partial.last_slots))
     saves = f" and {partial.last_saves} saves on it" if partial.last_saves else ""
     return (
@@ -177,7 +177,7 @@ def format_partial(partial: PartialStatus) -> str:
 
 
 def format_checkpoints(said: CheckpointsStatus) -> list[str]:
-    """The checkpoints that a cluster writes: the last that counts, one that is under way, and what is wrong."""
+    """Returns a text about a cluster's checkpoints: the last that counts, one under way, and what is wrong."""
     last = "none yet in this run"
     if said.last_age_s is not None:
         last = f"the last is of step {said.last_step}, {said.last_age_s:.0f} s ago"
@@ -188,7 +188,7 @@ def format_checkpoints(said: CheckpointsStatus) -> list[str]:
 
 
 def format_saves(said: SavesStatus, slots: Sequence[SlotReport]) -> list[str]:
-    """Prioritised saves since that checkpoint, and what their savers cost the slots that tell it."""
+    """Returns a text about the prioritised saves since the checkpoint, and the memory that their savers take."""
     last = f", the last of step {said.last_step}" if said.saves else ""
     memory = size(sum(slot.saver_bytes for slot in slots))
     longest_ms = 1e3 * max((slot.saver_pick_s for slot in slots), default=0.0)

@@ -1,4 +1,4 @@
-"""What a trainer notes of each step when it is rehearsed: lines of JSON, one file for each start of a trainer.
+"""The trace of a rehearsed trainer: JSON lines that tell what each step did. Each start of a trainer has a file.
 
     FOLDER/0.12345.1f3a.jsonl   of trainer 0, process 12345
     FOLDER/hold                 the step at which trainers stop and wait to be killed; absent: none
@@ -31,7 +31,7 @@ ORDER = (*TRAINED, *KEPT)
 
 
 class Begun(msgspec.Struct, frozen=True, tag="begun"):
-    """The first line.
+    """The first line of each file.
 
     Attributes:
         life: how often torchrun had started the trainers before.
@@ -51,14 +51,14 @@ class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
 
 
 class Trained(msgspec.Struct, frozen=True, tag="trained"):
-    """The gradients of a step were sent: values of `TRAINED`."""
+    """The gradients of a step were sent. `values`: those named in `TRAINED`."""
 
     step: int
     values: Mapping[str, int]
 
 
 class Kept(msgspec.Struct, frozen=True, tag="kept"):
-    """The step had ended, and a snapshot was taken: values of `KEPT`, and of what is attached.
+    """A step had ended, and a snapshot was taken. `values`: those named in `KEPT`, and of what is attached.
 
     Attributes:
         epoch: the pass that the next batch is of; None: not known.
@@ -70,13 +70,13 @@ class Kept(msgspec.Struct, frozen=True, tag="kept"):
 
 
 class Held(msgspec.Struct, frozen=True, tag="held"):
-    """This trainer waits to be killed, after the gradients of this step were sent."""
+    """This trainer waits to be killed, with the gradients of this step sent."""
 
     step: int
 
 
 class Warned(msgspec.Struct, frozen=True, tag="warned"):
-    """The library has warned of something."""
+    """The library has logged a warning."""
 
     text: str
 
@@ -91,7 +91,7 @@ Record = Begun | Resumed | Trained | Kept | Held | Warned | Ended
 
 
 class Writer:
-    """Appends to a new file in a folder."""
+    """Writes the trace of one start of a trainer, to a new file in a folder."""
 
     def __init__(self, folder: Path, trainer: int, life: int) -> None:
         name = f"{trainer}.{os.getpid()}.{os.urandom(2).hex()}.jsonl"
@@ -104,7 +104,7 @@ class Writer:
 
 
 class Tail:
-    """Reads what all trainers have noted in a folder, each line once."""
+    """Reads the traces of all trainers in a folder, each line once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -113,7 +113,7 @@ class Tail:
         self.records: dict[Path, list[Record]] = {}  # by file: all so far
 
     def look(self) -> bool:
-        """Reads on; returns whether there was more.
+        """Reads the lines that are new; returns whether there were any.
 
         Raises:
             ValueError: a line is no record.
@@ -132,7 +132,7 @@ class Tail:
 
 
 def hold_at(folder: Path, step: int | None) -> None:
-    """Trainers that start from now on stop after this step; None: at none."""
+    """Makes trainers that start from now on stop after this step; None: they do not stop."""
     path = folder / HOLD
     if step is None:
         path.unlink(missing_ok=True)
@@ -142,6 +142,6 @@ def hold_at(folder: Path, step: int | None) -> None:
 
 
 def held_at(folder: Path) -> int | None:
-    """The step of `hold_at`."""
+    """Returns the step that `hold_at` has set, or None."""
     path = folder / HOLD
     return int(path.read_text()) if path.exists() else None

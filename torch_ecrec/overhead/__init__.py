@@ -1,1 +1,1 @@
-"""What failures, and guards against them, cost a cluster: formulas, and how they are shown. See `torch-ecrec plan`."""
+"""The cost of failures, and of guards against them, to a cluster: formulas and reports. See `torch-ecrec plan`."""

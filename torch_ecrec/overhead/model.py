@@ -1,4 +1,4 @@
-"""The share of training time that failures and the guards against them cost, by formulas.
+"""The share of training time that failures, and the guards against them, cost: by formulas.
 
 *Overhead* is time that trains nothing new, over time that does: 0.05 means that 100 hours of training take 105. Hosts
 fail independently, each at a constant rate (a Poisson process): with H hosts of a mean time M between failures there is
@@ -35,7 +35,7 @@ NEVER_S = math.inf
 
 @dataclass(frozen=True)
 class Costs:
-    """A cluster, and what things cost there, in seconds unless said otherwise.
+    """A cluster and the costs of its operations, in seconds unless said otherwise.
 
     Args:
         hosts: that keep tables; each hosts one slot.
@@ -84,18 +84,18 @@ class Costs:
 
     @property
     def failures_per_s(self) -> float:
-        """How often per second any one host fails."""
+        """How often any of the hosts fails, per second."""
         return self.hosts / self.mtbf_s
 
     @property
     def disasters_per_s(self) -> float:
-        """How often per second more fails than is repaired, over all hosts together."""
+        """How often all hosts fail together beyond repair, per second."""
         return 1 / self.all_mtbf_s
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """What one way costs, each as a share of the time that trains.
+    """The overhead of one way of fault tolerance, in shares of the time that trains.
 
     Attributes:
         way: its name.
@@ -122,7 +122,7 @@ class Overhead:
 
 
 def young_interval_s(save_s: float, failures_per_s: float) -> float:
-    """The time between checkpoints that costs least: sqrt(2 * T_save / rate) (Young 1974).
+    """Returns the time between checkpoints that costs least: sqrt(2 * T_save / rate) (Young 1974).
 
     Infinite where nothing fails.
     """
@@ -130,7 +130,7 @@ def young_interval_s(save_s: float, failures_per_s: float) -> float:
 
 
 def checkpoints(way: str, costs: Costs, failures_per_s: float, interval_s: float | None = None) -> Overhead:
-    """Checkpoints to which all go back at each failure.
+    """Returns the overhead of checkpoints to which all processes roll back at each failure.
 
     T_save / T + rate * (T / 2 + T_load + T_restart) for an interval T: on average a failure comes in the middle of one
     (Young 1974; CPR, the overhead of full recovery).
@@ -149,12 +149,12 @@ def checkpoints(way: str, costs: Costs, failures_per_s: float, interval_s: float
 
 
 def full(costs: Costs) -> Overhead:
-    """Full recovery: at each failure, of one host or of all, all go back to a checkpoint; Young's interval."""
+    """Returns the overhead of full recovery: at each failure all roll back to a checkpoint, at Young's interval."""
     return checkpoints("full checkpoints", costs, costs.failures_per_s + costs.disasters_per_s)
 
 
 def partial_interval_s(costs: Costs, pls: float) -> float:
-    """The interval with which a portion of samples is lost: 2 * PLS * hosts / rate (CPR).
+    """Returns the checkpoint interval at which a portion of samples is lost: 2 * PLS * hosts / rate (CPR).
 
     A failure loses half an interval's work on one host of all: rate * (T / 2) / hosts of the samples.
     """
@@ -162,7 +162,7 @@ def partial_interval_s(costs: Costs, pls: float) -> float:
 
 
 def partial(costs: Costs, pls: float) -> Overhead:
-    """Partial recovery: who failed reads its last checkpoint, the others go on (CPR). Not exact.
+    """Returns the overhead of partial recovery (CPR): a failed host alone reads its last checkpoint. Not exact.
 
     T_save / T + rate * (T_load + T_restart): no work is done again, it is lost. Of events that take all hosts all work
     since the checkpoint is done again, as with full recovery.
@@ -181,14 +181,14 @@ def partial(costs: Costs, pls: float) -> Overhead:
 
 
 def group_sizes(hosts: int, n: int) -> list[int]:
-    """Hosts of each coding group, within which stripes of n records stay: n to 2n each (`layout/stripes.py`)."""
+    """Returns the hosts of each coding group, within which stripes of n records stay: n to 2n (`layout/stripes.py`)."""
     groups = max(1, -(-hosts // (2 * n)))
     edges = [hosts * group // groups for group in range(groups + 1)]
     return [after - before for before, after in itertools.pairwise(edges)]
 
 
 def beyond_rate_per_s(costs: Costs) -> float:
-    """How often more than r hosts of one coding group are lost within one repair time, or all hosts at once.
+    """Returns how often more than r hosts of a coding group are lost in one repair time, or all hosts at once.
 
     Each host fails at the rate f = 1 / mtbf_s, and what it had is there again repair_s later. At any moment one is
     being repaired with the probability p = 1 - exp(-f * repair_s), independently of the others. A failure of one of g
@@ -214,32 +214,32 @@ def beyond_rate_per_s(costs: Costs) -> float:
 
 
 def _repairs(costs: Costs) -> float:
-    """Time that repairs take from training: for each failure the pause, and the lower rate while it lasts."""
+    """Returns the training time that repairs take: at each failure a pause, then a lower rate for a while."""
     return costs.failures_per_s * (costs.stall_s + costs.repair_s * (1 - costs.repair_rate))
 
 
 def parity(costs: Costs) -> Overhead:
-    """Parity alone: no work is done again, until more is lost than it repairs; then there is nothing to go on with."""
+    """Returns the overhead of parity alone. No work is redone; a loss beyond repair loses everything."""
     rate = beyond_rate_per_s(costs)
     loses_all_s = 1 / rate if rate > 0 else NEVER_S
     return Overhead("parity", math.inf, costs.parity_share, 0.0, _repairs(costs), loses_all_s=loses_all_s)
 
 
 def parity_and_checkpoints(costs: Costs) -> Overhead:
-    """Parity, and checkpoints for what it does not repair, at Young's interval for the rate of that."""
+    """Returns the overhead of parity with checkpoints, at Young's interval for the rate of losses beyond repair."""
     behind = checkpoints("", costs, beyond_rate_per_s(costs))
     guard, down = costs.parity_share + behind.guard, _repairs(costs) + behind.down
     return Overhead("parity and checkpoints", behind.interval_s, guard, behind.again, down)
 
 
 def all_ways(costs: Costs, pls: float | None = None) -> list[Overhead]:
-    """Each way's overhead; that of partial recovery only where a portion of samples may be lost."""
+    """Returns the overhead of each way. Partial recovery is included only if a portion of samples may be lost."""
     ways = [full(costs), parity(costs), parity_and_checkpoints(costs)]
     return ways if pls is None else [ways[0], partial(costs, pls), *ways[1:]]
 
 
 def choose(ways: list[Overhead]) -> tuple[Overhead, str]:
-    """Which to take, and why, in a sentence: the least overhead of those that do not lose everything some day."""
+    """Returns the way with the least overhead of those that never lose everything, and why, in a sentence."""
     safe = [way for way in ways if math.isinf(way.loses_all_s)]
     best = min(safe, key=lambda way: way.total)
     others = sorted((way for way in safe if way is not best), key=lambda way: way.total)
@@ -259,7 +259,7 @@ def _percent(share: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration as people say it."""
+    """Formats seconds for people: 90 -> "1.5 min"."""
     if math.isinf(seconds):
         return "never"
     for unit, length_s in (("years", 365.25 * DAY_S), ("days", DAY_S), ("h", HOUR_S), ("min", 60.0)):

@@ -1,4 +1,4 @@
-"""What `torch-ecrec plan` shows: figures that a run has measured, a table, JSON, a picture."""
+"""The output of `torch-ecrec plan`: figures that a run has measured, a table, JSON, a plot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POINTS = 60
 
 
 def measured(path: Path) -> dict[str, float]:
-    """Costs that a run of `torch-ecrec demo` has measured, from its result.json; those only that it has.
+    """Reads costs that a run of `torch-ecrec demo` has measured from its result.json; only those that it has.
 
     stall_s and repair_s: the longest of its kills of servers that parity has repaired; repair_rate: samples per second
     while that lasted, over those before; save_s: the mean time that a checkpoint took to write, as if training had
@@ -31,7 +31,7 @@ def measured(path: Path) -> dict[str, float]:
     longest from the kill until all trainers had joined again, and from there to the first step.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: the file is no result.json of a run.
     """
     try:
         result = json.loads(path.read_text())
@@ -57,7 +57,7 @@ def measured(path: Path) -> dict[str, float]:
 
 
 def to_json(costs: Costs, pls: float | None) -> dict[str, Any]:
-    """Everything, as an object of JSON; null for what is infinite."""
+    """Returns everything as a JSON object; null stands for infinite."""
     ways = all_ways(costs, pls)
     best, why = choose(ways)
     entries = [{**dataclasses.asdict(way), "total": way.total} for way in ways]
@@ -77,7 +77,7 @@ def _finite(value: Any) -> Any:
 
 
 def to_text(costs: Costs, pls: float | None) -> str:
-    """A table, and which way to take."""
+    """Returns a table, and which way to take."""
     ways = all_ways(costs, pls)
     head = ["", "overhead", "all the time", "done again", "down", "checkpoint every", "loses samples", "loses all"]
     rows = [head, *(_row(way) for way in ways)]
@@ -111,7 +111,7 @@ def _row(way: Overhead) -> list[str]:
 
 
 def draw(costs: Costs, pls: float | None, over: str, path: Path) -> None:
-    """Overhead of each way over the time between failures of a host, or over the number of hosts.
+    """Plots the overhead of each way over the time between failures of a host, or over the number of hosts.
 
     Raises:
         ValueError: `over` is neither.

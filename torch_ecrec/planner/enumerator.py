@@ -1,4 +1,4 @@
-"""What a planner may choose from: TorchRec's ways to shard a table, and ours beside them.
+"""Lists the options of a planner: TorchRec's ways to shard a table, and ours beside them.
 
 Our option has the sharding type `erasure_coded` and TorchRec's name for kernels that are not FBGEMM's. It has one shard
 for each trainer, of the rows that are the trainer's in a state dict (`state_dicts/shares.py`); its storage is what is
@@ -46,7 +46,7 @@ KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
 
 @dataclass(frozen=True)
 class Served:
-    """A table as the servers would have it, and what its embeddings come out as."""
+    """A table as the servers would host it, and the dtype of its embeddings."""
 
     table: TableSpec
     cost: Cost
@@ -54,7 +54,7 @@ class Served:
 
 
 class Enumerator(ListedEnumerator):
-    """TorchRec's, with `erasure_coded` for every table that the servers serve.
+    """TorchRec's enumerator, with `erasure_coded` for every table that the servers serve.
 
     Args:
         topology, batch_size, constraints: as of TorchRec's.
@@ -84,11 +84,11 @@ class Enumerator(ListedEnumerator):
 
     @property
     def servers(self) -> Servers:
-        """The servers, as they were given."""
+        """The servers that were given."""
         return self._servers
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
-        """All options of all tables, with their costs.
+        """Returns all options of all tables, with their costs.
 
         Raises:
             ValueError: constraints put tables of one collection on both sides, or one on neither.
@@ -115,20 +115,20 @@ class Enumerator(ListedEnumerator):
         return kept
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
-        """Storage and time of some options."""
+        """Estimates storage and time of some options, in place."""
         super().populate_estimates([option for option in sharding_options if not is_ours(option)])
         for option in sharding_options:
             if is_ours(option):
                 self._estimate(option)
 
     def types_for(self, name: str, allowed: list[str], sharder_key: str) -> list[str]:
-        """TorchRec's. A table that is to be on the servers has one all the same: ours are made from it."""
+        """Returns TorchRec's types. A table for the servers gets one, too: ours are made from it."""
         if (self._limits.get(name) or ParameterConstraints()).sharding_types == [ERASURE_CODED]:
             return allowed[:1]
         return super().types_for(name, allowed, sharder_key)
 
     def _sides_of_table(self, name: str, served: bool) -> set[bool]:
-        """True: the servers; False: TorchRec."""
+        """Returns where a table may be. True: on the servers; False: with TorchRec."""
         if not served:
             return {False}
         types = (self._limits.get(name) or ParameterConstraints()).sharding_types
@@ -140,7 +140,10 @@ class Enumerator(ListedEnumerator):
     def _specs(
         module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]
     ) -> dict[str, tuple[TableSpec, torch.dtype]]:
-        """By `fqn` of an option: of a table, under the path of what TorchRec shards, the collection or its wrapper."""
+        """Returns the tables that can be served, by `fqn` of their options.
+
+        The path in it is that of what TorchRec shards: the collection or its wrapper.
+        """
         covered = coverage_of(module, None, sharders)
         names = job_names(covered.served)
         with warnings.catch_warnings():
@@ -157,7 +160,7 @@ class Enumerator(ListedEnumerator):
         return found
 
     def _ids(self, option: ShardingOption) -> float:
-        """In a batch of one trainer."""
+        """Returns the number of ids in a batch of one trainer."""
         limits = self._limits.get(option.name)
         sizes = limits.batch_sizes if limits and limits.batch_sizes else [option.batch_size] * option.num_inputs
         poolings = get_num_poolings(self._limits, option)
@@ -191,7 +194,7 @@ class Enumerator(ListedEnumerator):
         )
 
     def _estimate(self, option: ShardingOption) -> None:
-        """Estimates, for each trainer, what is in its memory and how long a step takes."""
+        """Estimates the memory in each trainer, and the time of a step."""
         cost, topology, trainers = self.served[option.fqn].cost, self._devices, self.world_size
         ids, width = self._ids(option), 4 * option.tensor.shape[1]
         outputs = option.batch_size * option.num_inputs if option.is_pooled else ids
@@ -212,12 +215,12 @@ class Enumerator(ListedEnumerator):
 
 
 def is_ours(option: ShardingOption) -> bool:
-    """Whether it puts its table on the servers."""
+    """Returns whether an option puts its table on the servers."""
     return bool(option.sharding_type == ERASURE_CODED)
 
 
 def sides_of(options: Sequence[ShardingOption]) -> dict[str, set[bool]]:
-    """By path of a collection: whether all its tables may be on the servers (True), and with TorchRec (False).
+    """Returns, by path of a collection, where all its tables may be: on the servers (True), with TorchRec (False).
 
     Raises:
         ValueError: neither: names its tables, and how to split it.
@@ -235,10 +238,10 @@ def sides_of(options: Sequence[ShardingOption]) -> dict[str, set[bool]]:
 
 
 def costs_of(plan: Sequence[ShardingOption], served: Mapping[str, Served]) -> dict[str, Served]:
-    """By `fqn`: what a plan puts on the servers."""
+    """Returns, by `fqn`, the tables that a plan puts on the servers."""
     return {option.fqn: served[option.fqn] for option in plan if is_ours(option)}
 
 
 def total(served: Mapping[str, Served]) -> Cost:
-    """The costs of all tables together."""
+    """Returns the costs of all tables together."""
     return sum((one.cost for one in served.values()), Cost())

@@ -1,4 +1,4 @@
-"""What tables on erasure-coded servers cost: memory there and in the trainers, bytes of messages in a step.
+"""The costs of tables on erasure-coded servers: memory there and in the trainers, bytes of messages in a step.
 
 Worked example: 1,000 rows of 16 weights with row-wise Adagrad are records of 68 bytes; k = 2 and r = 1 add 500
 parities of 68 bytes. Two trainers that ask for 10 rows each get 10 x 16 x 4 bytes, send as many gradients, and name the
@@ -31,13 +31,13 @@ CALL_MS = 0.3  # of a core, for a call however small: docs/design.md, "The path 
 
 @dataclass(frozen=True)
 class Servers:
-    """The servers that a plan may put tables on.
+    """The servers on which a plan may put tables.
 
     Args:
         code: k, r and the number of slots.
         memory_bytes: of the server of each slot, for its records, parities and logs; None: as much as it takes.
         window_steps, wire: as in `Settings`.
-        snapshot_every: as given to `DistributedModelParallel`; logs reach back as far.
+        snapshot_every: as given to `DistributedModelParallel`. Logs must reach back as far.
     """
 
     code: CodeSpec = CodeSpec()
@@ -56,18 +56,18 @@ class Servers:
 
     @property
     def number_bytes(self) -> int:
-        """Returns how many bytes a weight, or a number of a gradient, has in a message."""
+        """The bytes of a weight, or of a number of a gradient, in a message."""
         return NUMBER_BYTES[self.wire]
 
     @property
     def log_steps(self) -> int:
-        """How many steps logs have at most: docs/assumptions.md, "Memory"."""
+        """The most steps that logs hold: docs/assumptions.md, "Memory"."""
         return 4 * self.window_steps + max(self.snapshot_every - 1, 0)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one table costs, or several together, in bytes.
+    """The cost of one table, or of several together, in bytes.
 
     Args:
         records, parities, logs: on all servers together.
@@ -88,19 +88,19 @@ class Cost:
 
     @property
     def memory(self) -> int:
-        """Bytes of memory on all servers together."""
+        """The bytes of memory on all servers together."""
         return self.records + self.parities + self.logs
 
 
 def different_rows(rows: int, ids: float) -> int:
-    """How many rows of so many are among so many ids, on average, if each id may be any of them."""
+    """Returns how many of `rows` rows are among `ids` ids on average, if each id may be any row."""
     if rows == 1:
         return min(1, math.ceil(ids))
     return round(-rows * math.expm1(ids * math.log1p(-1 / rows)))
 
 
 def cost_of(table: TableSpec, ids: float, trainers: int, servers: Servers) -> Cost:
-    """What a table costs.
+    """Returns the cost of a table.
 
     Args:
         ids: in a batch of one trainer.
@@ -124,7 +124,7 @@ def cost_of(table: TableSpec, ids: float, trainers: int, servers: Servers) -> Co
 
 
 def slot_bytes(tables: Sequence[TableSpec], code: CodeSpec) -> list[int]:
-    """Records and parities of some tables, on each slot, to the byte."""
+    """Returns the exact bytes of records and parities of some tables on each slot."""
     total = np.zeros(code.slots, np.int64)
     for slab in JobSpec(tables=tuple(tables), code=code, trainers=1).slabs if tables else ():
         layout = layout_of(code.slots, code.k, code.parities, slab.rows)
@@ -133,5 +133,5 @@ def slot_bytes(tables: Sequence[TableSpec], code: CodeSpec) -> list[int]:
 
 
 def largest_slot(tables: Sequence[TableSpec], cost: Cost, code: CodeSpec) -> int:
-    """Bytes of the slot that has most, with its share of the logs."""
+    """Returns the bytes of the largest slot, with its share of the logs."""
     return max(slot_bytes(tables, code)) + -(-cost.logs // code.slots)

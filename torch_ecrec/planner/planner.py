@@ -55,13 +55,13 @@ _NUMBERS = ("pooling_factors", "num_poolings", "batch_sizes")  # lists of `Param
 
 
 class ServersPartitioner(Partitioner):
-    """Refuses what the servers have no memory for, or what divides a collection; trainers are the other's business."""
+    """Refuses plans for which the servers lack memory, or that split a collection. Another one places the rest."""
 
     def __init__(self, inner: Partitioner, enumerator: Enumerator) -> None:
         self._inner, self._enumerator = inner, enumerator
 
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
-        """Assigns devices to the plan, as TorchRec's partitioners do. Raises PlannerError: it does not fit."""
+        """Assigns devices to the plan, as TorchRec's partitioners do. Raises PlannerError if it does not fit."""
         sides: dict[str, set[bool]] = {}
         for option in proposal:
             sides.setdefault(option.path, set()).add(is_ours(option))
@@ -84,7 +84,7 @@ class ServersPartitioner(Partitioner):
 
 
 class SidesProposer(Proposer):
-    """Moves collections to the servers, the largest first, and of each state proposes TorchRec's choice of the rest."""
+    """Moves collections to the servers, the largest first, and after each proposes TorchRec's choices of the rest."""
 
     def __init__(self) -> None:
         self._stages: list[GreedyProposer] = []
@@ -121,7 +121,7 @@ class SidesProposer(Proposer):
 
 
 def _plain_limits(table: str, given: ParameterConstraints) -> ParameterConstraints:
-    """A copy with Python's own numbers.
+    """Returns a copy with Python's own numbers.
 
     Raises:
         TypeError, ValueError: what says how many ids there are is no number.
@@ -139,7 +139,7 @@ def _plain_limits(table: str, given: ParameterConstraints) -> ParameterConstrain
 
 
 class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
-    """Drop-in for TorchRec's.
+    """A drop-in for TorchRec's planner.
 
     Args:
         topology, batch_size, proposer, partitioner, stats, constraints, **more: as of TorchRec's, but for `enumerator`.
@@ -195,7 +195,7 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
         set_parts(self, options, ServersPartitioner(partitioner or GreedyPerfPartitioner(), options))
 
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> ShardingPlan:
-        """As TorchRec's; with at least one table on the servers, if there is any."""
+        """Plans as TorchRec's planner does, with at least one table on the servers, if there is any."""
         plan: ShardingPlan = super().plan(module, list(sharders))
         if plan.plan and not chooses(plan):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The report of a plan: TorchRec's, in which our tables are "EC", and what the servers have to hold and to carry.
+"""The report of a plan: TorchRec's, with our tables as "EC", and the servers' memory and traffic.
 
 TorchRec's table has the trainers: what is in each of them, and their time. Ours is behind it:
 
@@ -29,7 +29,7 @@ _MB = 1e6
 
 
 class Report(ReportedStats):
-    """Drop-in for TorchRec's `EmbeddingStats`; of a plan of `Enumerator`.
+    """A drop-in for TorchRec's `EmbeddingStats`, for plans made by `Enumerator`.
 
     Attributes:
         servers: the lines about them, of the report that was made last.
@@ -41,15 +41,15 @@ class Report(ReportedStats):
         self._of: Enumerator | None = None
 
     def log(self, *args: Any, enumerator: AnyEnumerator | None = None, **more: Any) -> None:
-        """As TorchRec's: to the log, line by line."""
+        """Logs the report line by line, as TorchRec's does."""
         self._of = enumerator if isinstance(enumerator, Enumerator) else None
-        with short_name(ERASURE_CODED, SHORT):  # it knows its own types only
+        with short_name(ERASURE_CODED, SHORT):  # TorchRec's report knows its own sharding types only
             super().log(*args, enumerator=enumerator, **more)
 
     def traffic_of(
         self, shard: ParameterSharding, option: ShardingOption, world_size: int
     ) -> tuple[list[int], list[float], list[float]] | None:
-        """Ranks, and of each of them the MB that it sends and gets in a lookup; None: the table is TorchRec's."""
+        """Returns ranks, and the MB that each sends and receives in a lookup; None if the table is TorchRec's."""
         if not is_ours(option) or self._of is None:
             return None
         served = self._of.served[option.fqn]
@@ -59,7 +59,7 @@ class Report(ReportedStats):
         return list(shard.ranks or ()), [sent] * world_size, [got] * world_size
 
     def more_lines(self, plan: Sequence[ShardingOption]) -> list[str]:
-        """What the servers have to hold and to carry."""
+        """Returns lines on the memory and traffic of the servers."""
         self.servers = self._servers(plan)
         return ["", *self.servers]
 

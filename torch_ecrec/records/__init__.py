@@ -1,4 +1,4 @@
-"""What a slot keeps: records of a `schema` in a `shard`, in memory of `pages`.
+"""The records that a slot keeps: their layout in a `schema`, the records in a `shard`, its memory in `pages`.
 
 What they are at first (`initial`), how a step changes them (`merge`, `optimizer`, `optimizers/`), and what recent steps
 have changed (`delta_log`), which ones to save first (`savers`). What only names or describes records (`schema`, the
@@ -9,7 +9,7 @@ import importlib
 
 
 def warm() -> None:
-    """Compiles or loads every kernel, so that a server does it before it joins."""
+    """Compiles or loads every kernel. A server calls it before it joins."""
     from torch_ecrec.records.optimizers import NAMES, optimizer
 
     for module in ("halves", "quantised", "shard", "merge", "initial", "delta_log", "captured"):

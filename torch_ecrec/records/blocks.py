@@ -1,4 +1,4 @@
-"""What the kernels of all optimizers share: the loop over blocks, and sums of squares in one order.
+"""The parts that the kernels of all optimizers share: the loop over blocks, and sums of squares in a fixed order.
 
 A file in `optimizers/` has one kernel, which steps a block of records:
 
@@ -30,7 +30,7 @@ from torch_ecrec.runtime.kernel_cache import kernel
 def _all_blocks(
     records_PW: Any, positions_V: Any, gradients: Any, dim: Any, values_H: Any, delta_VW: Any, seals_V: Any
 ) -> None:
-    """The form of every `blockwise` kernel, which has a step of its own in place of the name."""
+    """The template of every `blockwise` kernel, in which the kernel's own step replaces `_step`."""
     sum_ND, seen_N = np.empty((BLOCK, dim), np.float32), np.empty(BLOCK, np.bool_)
     for first in range(0, positions_V.shape[0], BLOCK):
         last = min(first + BLOCK, positions_V.shape[0])
@@ -52,7 +52,7 @@ def _all_blocks_of_halves(
     delta_VM: Any,
     seals_V: Any,
 ) -> None:
-    """The same for records whose weights have 16 bits: a block's numbers are float32 while it is stepped."""
+    """The template for records of 16-bit weights: a block's numbers are float32 while it is stepped."""
     sum_ND, seen_N = np.empty((BLOCK, dim), np.float32), np.empty(BLOCK, np.bool_)
     width = words_PM.shape[1] - (dim + 1) // 2 + dim
     numbers_NW, scratch_NW = np.empty((BLOCK, width), np.float32), np.empty((BLOCK, width), np.uint32)
@@ -74,7 +74,7 @@ def _step(*_arguments: Any) -> None:
 
 
 def blockwise(step: Any, halves: bool = False) -> Any:
-    """A kernel over any number of records, from one that steps a block: sums of gradients stay in the cache.
+    """Makes a kernel for any number of records from one for a block. Sums of gradients stay in the cache.
 
         kernel(records_PW, positions_V, gradients, dim, values_H, delta_VW, seals_V)
         kernel(words_PM, halves_PH, positions_V, gradients, dim, bfloat16, values_H, delta_VM, seals_V)  with `halves`
@@ -97,10 +97,10 @@ def blockwise(step: Any, halves: bool = False) -> Any:
 
 @kernel(error_model="numpy")
 def sum_of_squares(values_UD: Any, i: Any, dim: Any) -> Any:
-    """Returns the sum of squares of the first `dim` values of row i: lane l of 8 adds the elements l, l + 8, l + 16,
-    ... in order, then a tree.
+    """Returns the sum of squares of the first `dim` values of row i, in a fixed order.
 
-    The lanes are added as ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)).
+    Lane l of 8 adds the elements l, l + 8, l + 16, ... in order. The lanes are added as ((0 + 4) + (2 + 6)) + ((1 + 5)
+    + (3 + 7)).
     """
     v = values_UD
     zero = np.float32(0)

@@ -1,4 +1,4 @@
-"""One shard's records as they were at a moment, in portions, while steps go on: a capture's part of one slab.
+"""Copies one shard's records as they were at one moment, in portions, while steps go on.
 
 Each record has a mark: clean, it is not wanted; marked, it is, and is in its shard as it is wanted; kept, there is a
 copy of it as it was, with its seal of then, in pieces of memory, in the order in which they were kept:
@@ -59,7 +59,7 @@ def _keep(
     piece_rows: Any,
     at_U: Any,
 ) -> Any:
-    """Keeps what of these records is marked, at `first` or behind it; there is room. Returns how many they are.
+    """Copies the old values of changed records that are marked and at `first` or behind it; returns how many.
 
     Args:
         at_U: written: of those, the indices into `positions_U`.
@@ -101,7 +101,7 @@ def _portion(
     into_MW: Any,
     broken_M: Any,
 ) -> Any:
-    """The next records, as many as `into_MW` has rows; returns how many they are, where to go on, how many are broken.
+    """Copies the next records into `into_MW`; returns how many, where to go on, and how many are broken.
 
     Args:
         positions_M: one longer than `into_MW`. Written.
@@ -139,7 +139,7 @@ def _portion(
 
 
 class Captured:
-    """The wanted records of one shard, each as it is now until `keep` is told that it changes.
+    """The wanted records of one shard as they are at construction. `keep` must be told of every later change.
 
     Args:
         records_PB: (P, B) uint8, contiguous: the shard's own.
@@ -171,7 +171,7 @@ class Captured:
         return self._kept * (self._number_P.itemsize + self._bytes + SEAL_BYTES)
 
     def keep(self, positions_U: Positions, deltas_UB: Bytes) -> None:
-        """These records were changed: keeps those that are wanted and were not given or kept yet, as they were before.
+        """Called after records changed: keeps the old values of those that are wanted and were not given or kept yet.
 
         Args:
             positions_U: (U,) int64, no duplicates.
@@ -202,14 +202,14 @@ class Captured:
         )
 
     def _make_room(self, count: int) -> None:
-        """For so many more. Memory that nobody writes costs nothing."""
+        """Makes room for `count` more records. Memory that is never written costs nothing."""
         while len(self._pieces) * self._piece_rows < self._kept + count:
             self._pieces.append(np.empty((self._piece_rows, self._bytes + SEAL_BYTES), np.uint8))
         if len(self._pieces) != len(self._address_C):
             self._address_C = addresses(self._pieces, self._bytes + SEAL_BYTES, np.uint8)
 
     def portion(self, most: int) -> tuple[Positions, Bytes, Positions]:
-        """The next records.
+        """Returns the next records.
 
         Args:
             most: records, at least 1. There may be fewer, or none where nothing is wanted.
@@ -239,11 +239,11 @@ class Captured:
 
     @property
     def is_over(self) -> bool:
-        """Whether all was given."""
+        """Whether all wanted records were given."""
         return self.next >= len(self._marks_P)
 
     def let_go(self) -> None:
-        """What is kept is not asked for any more."""
+        """Releases the memory of the kept values: no more portions will be asked for."""
         self._pieces.clear()
         self._address_C = np.empty(0, np.int64)
         self._kept = 0

@@ -1,4 +1,4 @@
-"""The deltas of the last few steps of a slot: what it can undo, redo, and show a reader as of an earlier step.
+"""The deltas of a slot's last steps, by which it undoes and redoes steps and reads records as of an earlier step.
 
 Terms. An *entry* is one step's change: for each slab, the positions that changed (ascending) and their deltas, old XOR
 new of the record bytes. The log holds the steps floor+1 .. last without a gap. To see a record as of step t, XOR it
@@ -33,7 +33,7 @@ from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.runtime.kernel_cache import kernel
 
 Entry = tuple[tuple[Positions, Bytes], ...]
-Sealed = tuple[tuple[seals.SealsOf, int], ...]  # of an entry: for each slab the seals of its deltas, a sum of positions
+Sealed = tuple[tuple[seals.SealsOf, int], ...]  # for each slab: the seals of its deltas, and a sum of its positions
 
 
 def _plain_name(slab: int, position: int) -> str:
@@ -83,7 +83,7 @@ def _xor_matches(result_QW: Any, deltas_UW: Any, index_Q: Any) -> None:
 
 
 class DeltaLog:
-    """Deltas of the steps floor+1 .. last.
+    """The deltas of the steps floor + 1 to last.
 
     Args:
         slabs: number of slabs of each entry.
@@ -122,7 +122,7 @@ class DeltaLog:
 
     @property
     def bytes(self) -> int:
-        """Memory of all positions and deltas held."""
+        """The memory of all positions and deltas held, in bytes."""
         return self._bytes
 
     def append(
@@ -137,8 +137,8 @@ class DeltaLog:
         Args:
             step: `last + 1`.
             positions: for each slab (U,) int64, ascending, no duplicates. Kept: must not be written afterwards.
-            deltas: for each slab (U, B) uint8. Kept likewise.
-            of_deltas: for each slab (U,) uint32, the seals of its deltas, where somebody has made them already. Kept.
+            deltas: for each slab (U, B) uint8. Kept, too.
+            of_deltas: for each slab (U,) uint32, the seals of its deltas, where they are known already. Kept.
 
         Raises:
             ValueError: another step, or a shape, a dtype or the order of positions does not fit. Nothing was changed.
@@ -163,7 +163,10 @@ class DeltaLog:
         self._bytes += _entry_bytes(entry)
 
     def _seal(self, entry: Entry, of_deltas: Sequence[seals.SealsOf | None] | None) -> Sealed:
-        """What is kept to look at an entry by. Raises ValueError where seals that are known do not fit its deltas."""
+        """Returns the checksums by which an entry is checked later.
+
+        Raises ValueError if given seals do not fit its deltas.
+        """
         known = [None] * self._slabs if of_deltas is None else of_deltas
         require(len(known) == self._slabs, f"`of_deltas` must be one of each of {self._slabs} slabs, got {len(known)}")
         found = []
@@ -193,7 +196,7 @@ class DeltaLog:
         return entry
 
     def get(self, step: int) -> Entry:
-        """The entry of a step: (positions_U, deltas_UB) of each slab.
+        """Returns the entry of a step: (positions_U, deltas_UB) of each slab.
 
         Raises:
             LookupError: the step is not held.
@@ -203,10 +206,10 @@ class DeltaLog:
         return self._entries[step - self._floor - 1]
 
     def check(self, step: int, slab: int | None = None, rows_M: Positions | None = None) -> None:
-        """Looks whether an entry is what was appended.
+        """Checks that an entry is still what was appended.
 
         Args:
-            step: which.
+            step: the entry's.
             slab: this one only.
             rows_M: (M,) int64, which of its deltas; all of them without.
 
@@ -231,7 +234,7 @@ class DeltaLog:
                 raise self._error(f"{many}, first that of {name}")
 
     def forget(self, through: int) -> None:
-        """Drops the steps up to `through`, of those held; never lowers the floor."""
+        """Drops the steps up to `through`. Never lowers the floor."""
         while self._entries and self._floor < through:
             self._bytes -= _entry_bytes(self._entries.popleft())
             if self._sealed is not None:
@@ -239,7 +242,7 @@ class DeltaLog:
             self._floor += 1
 
     def parts(self, slab: int, positions_Q: Positions, after: int, through: int) -> list[tuple[Positions, Bytes]]:
-        """The same as `changes`, step by step and only what was touched.
+        """Returns the changes that `changes` joins step by step, and only of the records that each step touched.
 
         Returns:
             For each step that touched some: (M,) int64, ascending indices into `positions_Q`, and (M, B) uint8, the
@@ -255,7 +258,7 @@ class DeltaLog:
         ]
 
     def changes(self, slab: int, positions_Q: Positions, after: int, through: int) -> Bytes | None:
-        """What the steps after < t <= through changed of some records.
+        """Returns how the steps after < t <= through changed some records.
 
         Args:
             slab: index of the slab.
@@ -281,7 +284,10 @@ class DeltaLog:
     def _matches(
         self, slab: int, positions_Q: Positions, after: int, through: int
     ) -> Iterator[tuple[Positions, Bytes]]:
-        """For each step that touched some: where they are in its entry, or -1 (one buffer for all); its deltas."""
+        """Yields, for each step that touched some of them, their indices in its entry (-1: untouched), and its deltas.
+
+        All steps share one buffer of indices.
+        """
         require(0 <= slab < self._slabs, f"`slab` must be in 0..{self._slabs - 1}, got {slab}")
         if positions_Q.ndim != 1 or positions_Q.dtype != np.int64:
             raise ValueError(f"`positions_Q` must be a 1-D int64 array, got {positions_Q.ndim}-D {positions_Q.dtype}")

@@ -1,4 +1,4 @@
-"""Weights of 16 bits in records: float16 and bfloat16, and the float32 numbers that they stand for.
+"""16-bit weights in records: float16 and bfloat16, and their conversion from and to float32.
 
     record of float16, D = 3, state of 1     w0 w0 w1 w1 w2 w2 00 00 s0 s0 s0 s0     12 bytes
     its numbers (float32)                    w0 w1 w2 s0
@@ -33,7 +33,7 @@ _LEAST_NORMAL_F, _STEP_F = np.float32(2.0**-14), np.float32(0.5)
 
 @kernel()
 def float16_of(bits: Any) -> Any:
-    """float32 bits, rounded to float16 bits."""
+    """Rounds the bits of a float32 to those of a float16."""
     size = np.uint32(bits & np.uint32(0x7FFFFFFF))
     odd = np.uint32(size >> np.uint32(13)) & np.uint32(1)
     normal = np.uint32(np.uint32(size + np.uint32(0xC8000FFF) + odd) >> np.uint32(13))  # another bias, half a step
@@ -45,7 +45,7 @@ def float16_of(bits: Any) -> Any:
 
 @kernel()
 def of_float16(half: Any) -> Any:
-    """float16 bits as float32 bits."""
+    """Converts the bits of a float16 to those of a float32."""
     bits = np.uint32(half)
     shifted = np.uint32(np.uint32(bits & np.uint32(0x7FFF)) << np.uint32(13))
     normal = np.uint32(shifted + np.uint32(0x38000000))
@@ -58,7 +58,7 @@ def of_float16(half: Any) -> Any:
 
 @kernel()
 def bfloat16_of(bits: Any) -> Any:
-    """float32 bits, rounded to bfloat16 bits."""
+    """Rounds the bits of a float32 to those of a bfloat16."""
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     is_nan = (bits & np.uint32(0x7FFFFFFF)) > _INFINITE
     return np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
@@ -88,7 +88,7 @@ def store_weights(values_UW: Any, u: Any, bfloat16: Any, out_PH: Any, position: 
 
 @kernel()
 def load_block(halves_PH: Any, words_PM: Any, positions_U: Any, bfloat16: Any, dim: Any, out_UW: Any) -> None:
-    """The bits of all numbers of some records."""
+    """Loads the bits of all numbers of some records, as float32."""
     first = (dim + 1) // 2
     for u in range(positions_U.shape[0]):
         prefetch_row(words_PM, positions_U, u)
@@ -129,13 +129,13 @@ def _gather(halves_PH: Any, words_PM: Any, positions_U: Any, bfloat16: Any, out_
 
 
 def gather_weights(records_PB: Bytes, positions_U: Positions, schema: Schema, out_UD: Floats) -> None:
-    """Weights of some records of halves. Not checked: that the positions are records."""
+    """Gathers the weights of records whose weights have 16 bits. Not checked: that the positions are records."""
     bits_UD = out_UD.view(np.uint32)
     _gather(records_PB.view(np.uint16), records_PB.view(np.uint32), positions_U, schema.bfloat16, bits_UD)
 
 
 def numbers_of(records_UB: Bytes, schema: Schema) -> Floats:
-    """What records hold.
+    """Returns the numbers in records: weights, then optimizer state.
 
     Args:
         records_UB: (U, B) uint8.
@@ -159,7 +159,7 @@ def numbers_of(records_UB: Bytes, schema: Schema) -> Floats:
 
 
 def records_of(numbers_UW: Floats, schema: Schema) -> Bytes:
-    """Records that hold these numbers, weights rounded to what they have.
+    """Returns the records that hold these numbers, with weights rounded to their dtype.
 
     Args:
         numbers_UW: (U, W) float32: weights, then state.

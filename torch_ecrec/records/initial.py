@@ -1,4 +1,4 @@
-"""First weights: uniform between a table's bounds, seeded per row; optimizer state is zero.
+"""Initial weights: uniform between a table's bounds, seeded per row. Optimizer state is zero.
 
 They depend on (seed, table, row of the table, column) alone, so not on the number of slots or the code. Where weights
 have 16 bits they are rounded.
@@ -24,7 +24,7 @@ _MIX_2 = 0x94D049BB133111EB
 
 @kernel()
 def _mix(x: Any) -> Any:
-    """The finalizer of splitmix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014)."""
+    """Mixes bits by splitmix64's finalizer (Steele et al., "Fast splittable pseudorandom number generators", 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
     return x ^ (x >> np.uint64(31))
@@ -56,7 +56,7 @@ def _initialise(
 
 @dataclass(frozen=True)
 class InitialRecords:
-    """What the records of a slab are before anything was loaded or trained.
+    """The records of a slab before anything was loaded or trained.
 
     Args:
         schema: of the records.
@@ -84,13 +84,13 @@ class InitialRecords:
             require(len(values) == tables, f"`{name}` must have a value for each of {tables} tables, got {len(values)}")
 
     def of(self, rows_P: Positions) -> Bytes:
-        """(P, B) uint8, fresh, for some slab rows."""
+        """Returns the initial records of some slab rows: (P, B) uint8, fresh."""
         records_PW = np.zeros((len(rows_P), self.schema.width), np.float32)
         self.fill_(records_PW, rows_P)
         return records_of(records_PW, self.schema)
 
     def fill_(self, records_PW: Floats, rows_P: Positions) -> None:
-        """Gives records their first values, in place, as numbers.
+        """Gives records their initial values, in place, as numbers.
 
         Args:
             records_PW: (P, W) float32, contiguous. Mutated.

@@ -1,4 +1,4 @@
-"""The gradients of several trainers for the same records, brought together.
+"""Merges the gradients that several trainers send for the same records.
 
 Invariants. Gradients of one record are added in list (trainer) order, ((g0 + g1) + g2), so that the bits do not depend
 on who came first. The first one of a record is copied: 0 + (-0.0) would not be -0.0.
@@ -31,7 +31,7 @@ BLOCK = 256  # records whose gradients are summed at a time
 
 @kernel()
 def _union(left: Any, right: Any, result: Any) -> Any:
-    """Union of two ascending arrays into `result`, which has room for both; returns its length."""
+    """Writes the union of two ascending arrays to `result`, which has room for both; returns its length."""
     i, j, count = 0, 0, 0
     while i < left.shape[0] and j < right.shape[0]:
         a, b = left[i], right[j]
@@ -102,7 +102,7 @@ def sum_block(gradients: Any, first: Any, seen_N: Any, sum_ND: Any) -> None:
 
 @dataclass(frozen=True)
 class Merged:
-    """Gradients of several trainers, record by record. They are added when they are applied, not before.
+    """The gradients of several trainers, matched record by record. They are summed when they are applied.
 
     Args:
         positions: (V,) int64, the records that any part has, ascending.
@@ -128,7 +128,7 @@ class Merged:
         return int(self.parts[0].shape[1])
 
     def places(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """For kernels: address, rows, and whether it is bfloat16, of each part."""
+        """The address, the rows, and whether it is bfloat16, of each part, as kernels take them."""
         rows = np.array([len(part) for part in self.parts], np.int64)
         return (
             addresses(self.parts, self.dim, np.float32, np.uint16),
@@ -137,14 +137,14 @@ class Merged:
         )
 
     def gradients(self) -> Floats:
-        """(V, D) float32, the sums that an optimizer applies, ((g0 + g1) + g2)."""
+        """Returns the sums ((g0 + g1) + g2) that an optimizer applies: (V, D) float32."""
         sum_VD = np.empty((len(self.positions), self.dim), np.float32)
         sum_block((*self.places(), self.index), 0, np.empty(len(sum_VD), np.bool_), sum_VD)
         return sum_VD
 
 
 def merge(parts: Sequence[Part]) -> Merged:
-    """Brings together the gradients that trainers sent for the same records, in the order of the list.
+    """Matches the gradients that trainers sent for the same records, in the order of the list.
 
     Args:
         parts: (positions_U, gradients_UD) each: (U,) int64, ascending, no duplicates; (U, D) float32, or uint16 that is

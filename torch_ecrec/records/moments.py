@@ -1,4 +1,4 @@
-"""What Adam and its relatives share: hyperparameters of a step, with the bias corrections, and the step of the moments.
+"""The parts that Adam and its relatives share: a step's hyperparameters with bias corrections, and both moments.
 
 Moments begin at zero, so after t iterations they are too small by 1 - beta^t, which they are divided by. FBGEMM counts
 t over the steps of training, not of a row. Powers are made of multiplications only: the same bits on every host, which
@@ -19,7 +19,7 @@ BELOW = {"beta1": 1.0, "beta2": 1.0}
 
 
 def power(base: float, exponent: int) -> float:
-    """base ** exponent in float64, by squaring; `exponent` is from 0."""
+    """Returns base ** exponent in float64, by squaring; `exponent` is at least 0."""
     result = 1.0
     while exponent:
         if exponent & 1:
@@ -30,7 +30,7 @@ def power(base: float, exponent: int) -> float:
 
 
 def of_step(lr: float, iteration: int, fixed: Mapping[str, float]) -> Sequence[float]:
-    """(lr, eps, weight decay, beta1, 1 - beta1, 1 - beta1^t, beta2, 1 - beta2, 1 - beta2^t) at iteration t."""
+    """Returns (lr, eps, weight decay, beta1, 1 - beta1, 1 - beta1^t, beta2, 1 - beta2, 1 - beta2^t) at iteration t."""
     values = [lr, fixed["eps"], fixed["weight_decay"]]
     for beta in (float(np.float32(fixed[name])) for name in ("beta1", "beta2")):  # as kernels have it
         values += [beta, 1.0 - beta, 1.0 - power(beta, iteration)]
@@ -41,10 +41,10 @@ def of_step(lr: float, iteration: int, fixed: Mapping[str, float]) -> Sequence[f
 def step_moments(
     records_PW: Any, position: Any, gradients_UD: Any, i: Any, dim: Any, values_H: Any, delta_UW: Any
 ) -> None:
-    """Of row i, record `position`: both moments, each with a value per weight, in fields 1 and 2 of the record.
+    """Updates both moments of record `position` by row i of the gradients. They are fields 1 and 2 of the record.
 
-    It becomes part of the kernel's own code. What has sums (a moment per row, the lengths of LAMB) does not live here:
-    put into kernels like this it made them half as fast (`torch-ecrec bench optimizers`).
+    It is inlined into the kernel. Steps with sums (a moment per row, the norms of LAMB) are not here: in kernels like
+    this they were half as fast (`torch-ecrec bench optimizers`).
     """
     beta1, rest1, beta2, rest2 = values_H[3], values_H[4], values_H[6], values_H[7]
     for j in range(dim):  # a loop for each field: with all in one there are too many arrays for vector code

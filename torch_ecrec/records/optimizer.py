@@ -1,4 +1,4 @@
-"""What a sparse optimizer declares; each is one file in `optimizers/`.
+"""Defines a sparse optimizer. Each is declared in a file of its own in `optimizers/`.
 
     OPTIMIZER = SparseOptimizer(name="sgd", fixed={}, state=(), kernel=_step, classes=("torch.optim.sgd.SGD",))
 
@@ -34,16 +34,16 @@ OfStep = Callable[[float, int, Mapping[str, float]], Sequence[float]]
 
 
 def rate_then_fixed(lr: float, iteration: int, fixed: Mapping[str, float]) -> Sequence[float]:
-    """The learning rate, then the fixed ones in their order."""
+    """Returns the learning rate, then the fixed hyperparameters in their order."""
     return (lr, *fixed.values())
 
 
 @dataclass(frozen=True)
 class SparseOptimizer:
-    """One optimizer.
+    """A sparse optimizer: its names, hyperparameters, state and kernel.
 
     Args:
-        name: as users and jobs name it; that of its file.
+        name: its name for users, in jobs, and of its file.
         fixed: hyperparameters that stay for a job, with their defaults (those of FBGEMM).
         state: what it keeps for a row.
         kernel: steps a block, see `blocks.py`.
@@ -71,15 +71,15 @@ class SparseOptimizer:
 
     @cached_property
     def blocks_of_halves(self) -> Any:
-        """The same where weights have 16 bits."""
+        """The kernel for any number of records whose weights have 16 bits."""
         return blockwise(self.kernel, halves=True)
 
     def schema(self, dim: int, weights: str = "float32") -> Schema:
-        """Records of tables with `dim` weights of a dtype in a row."""
+        """Returns the schema of tables with `dim` weights of a dtype in a row."""
         return Schema.of(dim, self.state, weights)
 
     def complete(self, given: Mapping[str, float]) -> dict[str, float]:
-        """All fixed hyperparameters, in the order of `fixed`; what is not given has its default.
+        """Returns all fixed hyperparameters in the order of `fixed`, with defaults for those not given.
 
         Raises:
             ValueError: one that this optimizer does not have, or whose value is out of range.
@@ -99,7 +99,7 @@ class SparseOptimizer:
         return found
 
     def values(self, lr: float, iteration: int, fixed: Mapping[str, float]) -> NDArray[np.float32]:
-        """(H,) float32, what the kernel is given in a step.
+        """Returns the numbers that the kernel gets in a step: (H,) float32.
 
         Raises:
             ValueError: the iteration is not from 1, or as `complete`.
@@ -118,7 +118,7 @@ class SparseOptimizer:
         weights: str = "float32",
         seals_V: SealsOf | None = None,
     ) -> Bytes:
-        """Applies one step to some records, in place.
+        """Applies one optimizer step to some records, in place.
 
         Args:
             records_PW: (P, W) float32, contiguous: the memory of records of `schema(D, weights)`. Mutated.

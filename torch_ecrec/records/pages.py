@@ -1,4 +1,4 @@
-"""Memory of records: zeros, in huge pages or, as long as it is filled here and there, in small ones.
+"""The memory of records: zeros, in huge pages. Memory that is first written here and there begins with small pages.
 
 Linux backs memory with *huge pages* (2 MiB on x86-64) where that is asked for: scattered records are read faster, since
 the processor knows the place of a page more often. But whoever writes the first byte of a huge page waits until all of
@@ -33,7 +33,7 @@ _libc = ctypes.CDLL(None)
 
 
 def _huge_page_bytes() -> int:
-    """Size of a huge page; 0 where there are none, or they are not wanted."""
+    """Returns the size of a huge page; 0 if the system has none, or they are switched off."""
     try:
         if "[never]" in (_SETTINGS / "enabled").read_text():
             return 0
@@ -48,7 +48,7 @@ HUGE_PAGE_BYTES = _huge_page_bytes()
 
 
 class Memory:
-    """Zeros.
+    """Memory that is zero at first, for records.
 
     Args:
         size: in bytes.
@@ -63,7 +63,7 @@ class Memory:
 
     def __init__(self, size: int, scattered: bool = False) -> None:
         self._first = 0  # address of the first huge page that could be
-        self._small = np.zeros(0, np.bool_)  # by huge page: not merged yet
+        self._small = np.zeros(0, np.bool_)  # for each huge page, whether it is not merged yet
         if not HUGE_PAGE_BYTES or size < LEAST_BYTES:
             memory = np.zeros(size + LINE_BYTES, np.uint8)
             first = -memory.__array_interface__["data"][0] % LINE_BYTES
@@ -86,9 +86,9 @@ class Memory:
         return address
 
     def merge(self, begin: int, end: int) -> None:
-        """Makes huge pages of small ones wherever one would hold some of the bytes from `begin` to `end`.
+        """Merges small pages into huge ones, wherever one would hold some of the bytes from `begin` to `end`.
 
-        What the system refuses stays as it is: a page that nobody has written to becomes a huge one when somebody does.
+        If the system refuses, pages stay small; an untouched one becomes huge when it is first written.
         """
         offset = self._address - self._first
         pages = slice(max(begin + offset, 0) // HUGE_PAGE_BYTES, -(-(end + offset) // HUGE_PAGE_BYTES))

@@ -1,4 +1,4 @@
-"""Positions of records, and record bytes as kernels want them: types, and what is checked of them."""
+"""Types and checks of record positions and record bytes, as kernels take them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def require_ascending(name: str, positions_U: Positions) -> None:
 
 
 def check_positions(positions_U: Positions, limit: int) -> Positions:
-    """`positions_U`, contiguous, once every one of them is known to be in 0..limit-1.
+    """Returns `positions_U`, contiguous, once each is known to be in 0..limit-1.
 
     Raises:
         ValueError: not a 1-D int64 array.

@@ -64,7 +64,7 @@ def code_bytes(dim: int, bits: int) -> int:
 
 @kernel()
 def _in_order(word: Any) -> Any:
-    """Of the bits of a float32 an int32 that compares as the number does, NaN beyond infinity; and back."""
+    """Maps the bits of a float32 to an int32 that sorts like the number, with NaN beyond infinity; and back."""
     return np.int32(word ^ (np.int32(word >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
@@ -124,7 +124,10 @@ def _quantise(
 
 @kernel(error_model="numpy")
 def _pack(weights_UD: Any, words_UD: Any, floats_2: Any, words_2: Any, out_UB: Any) -> None:
-    """As `_quantise`, by FBGEMM's formulas: 8 bits, float32."""
+    """Packs rows as `_quantise` does, by FBGEMM's formulas: 8 bits a weight, then scale and bias in float32.
+
+    `words_UD` and `words_2` are views of the arrays before them, int32.
+    """
     dim, levels = weights_UD.shape[1], np.float32(255)
     for u in range(weights_UD.shape[0]):
         finite = _range(words_UD, u, dim, words_2)

@@ -1,4 +1,4 @@
-"""Which rows to save first: the savers of CPR's prioritised saves, each a rule of its own.
+"""The savers of CPR's prioritised saves: rules for which rows are saved first.
 
 A lost slot that begins anew from what was saved lacks what was trained since. So between two saves of everything, the
 rows that matter most are saved more often: a portion r of them every r-th part of the interval. A *saver* notes what
@@ -44,27 +44,27 @@ Weights = Callable[[Positions], Floats]  # of rows (N,): (N, D) float32, fresh
 
 
 class Saver(Protocol):
-    """What all savers have in common, for the rows of one slab of one slot. Positions ascend, each is there once."""
+    """Chooses which rows of one slab of one slot to save first. Positions ascend, and each is there once."""
 
     @property
     def memory_bytes(self) -> int:
-        """What it keeps, now."""
+        """The memory that the saver uses now, in bytes."""
 
     def note(self, positions_U: Positions) -> None:
-        """A step has changed these rows (U,)."""
+        """Notes that a step has changed these rows (U,)."""
 
     def pick(self, most: int) -> Positions:
-        """At most so many rows (N,), to be saved now; they count as saved, as they are now."""
+        """Returns at most `most` rows (N,) to save now. They count as saved, as they are now."""
 
     def settle(self) -> None:
-        """They were: what was picked last cannot be put back any more."""
+        """Confirms the last pick: it was saved, and cannot be put back any more."""
 
     def put_back(self) -> None:
-        """They were not: those that were picked last, unless that is settled, are as if they had not been."""
+        """Undoes the last pick unless it is settled: it was not saved, so its rows count as before it."""
 
 
 class Everything:
-    """All rows, always. Raises ValueError when asked for fewer: it has no order among them."""
+    """Picks all rows, always. Raises ValueError when asked for fewer, since it has no order among them."""
 
     memory_bytes = 0
 
@@ -72,22 +72,22 @@ class Everything:
         self._rows = rows
 
     def note(self, positions_U: Positions) -> None:
-        """See `Saver`."""
+        """Does nothing, see `Saver`."""
 
     def pick(self, most: int) -> Positions:
-        """See `Saver`."""
+        """Picks all rows, see `Saver`."""
         require(most >= self._rows, f"`most` must be at least {self._rows}, which is everything, got {most}")
         return np.arange(self._rows, dtype=np.int64)
 
     def settle(self) -> None:
-        """See `Saver`."""
+        """Does nothing, see `Saver`."""
 
     def put_back(self) -> None:
-        """See `Saver`."""
+        """Does nothing, see `Saver`."""
 
 
 class MostFrequentlyUsed:
-    """The rows that most steps have changed since they were saved."""
+    """Picks the rows that most steps have changed since they were last saved."""
 
     def __init__(self, rows: int) -> None:
         self._counts_P = np.zeros(rows, np.uint32)
@@ -96,37 +96,37 @@ class MostFrequentlyUsed:
 
     @property
     def memory_bytes(self) -> int:
-        """See `Saver`."""
+        """The memory of the counts and of the last pick, in bytes."""
         return self._counts_P.nbytes + self._picked_N.nbytes + self._were_N.nbytes
 
     def note(self, positions_U: Positions) -> None:
-        """See `Saver`."""
+        """Counts a change of these rows, see `Saver`."""
         self._counts_P[positions_U] += np.uint32(1)
 
     def pick(self, most: int) -> Positions:
-        """See `Saver`."""
+        """Picks the rows with the greatest counts, and sets these to 0, see `Saver`."""
         picked_N = greatest(self._counts_P, most)
         self._picked_N, self._were_N = picked_N, self._counts_P[picked_N]
         self._counts_P[picked_N] = 0
         return picked_N
 
     def settle(self) -> None:
-        """See `Saver`."""
+        """Forgets the counts of the last pick, see `Saver`."""
         self._picked_N, self._were_N = np.empty(0, np.int64), np.empty(0, np.uint32)
 
     def put_back(self) -> None:
-        """See `Saver`."""
+        """Adds the counts of the last pick again, see `Saver`."""
         self._counts_P[self._picked_N] += self._were_N
         self.settle()
 
 
 class SubSampledUsed:
-    """Rows that a sample of the changes has met: those that change often are met most likely.
+    """Picks rows found in a sample of the changes: those that change often are found most likely.
 
     Args:
         rows: how many there are.
         most: rows that are remembered; once there are more, some of those remembered before are forgotten at random.
-        seed: of that.
+        seed: for that choice.
         every: every so many changes one is looked at.
     """
 
@@ -143,11 +143,11 @@ class SubSampledUsed:
 
     @property
     def memory_bytes(self) -> int:
-        """See `Saver`."""
+        """The memory of the remembered rows and of the last pick, in bytes."""
         return self._kept_K.nbytes + self._is_kept_P.nbytes + self._picked_N.nbytes
 
     def note(self, positions_U: Positions) -> None:
-        """See `Saver`."""
+        """Remembers a sample of these rows, see `Saver`."""
         sample = positions_U[self._until :: self._every]
         self._until = (self._until - len(positions_U)) % self._every
         self._remember(sample)
@@ -166,7 +166,7 @@ class SubSampledUsed:
         self._is_kept_P[new] = True
 
     def pick(self, most: int) -> Positions:
-        """See `Saver`. All that it remembers; where that is more than `most`, some of them at random stay for later."""
+        """See `Saver`. Picks all rows that it remembers; of more than `most`, a random choice stays for later."""
         kept = np.sort(self._kept_K[: self._count])
         picked_N = kept if len(kept) <= most else np.sort(self._some_of(kept, most))
         self._is_kept_P[picked_N] = False
@@ -177,11 +177,11 @@ class SubSampledUsed:
         return picked_N
 
     def settle(self) -> None:
-        """See `Saver`."""
+        """Forgets the last pick, see `Saver`."""
         self._picked_N = np.empty(0, np.int64)
 
     def put_back(self) -> None:
-        """See `Saver`. Remembered again, in the place of others where there are too many."""
+        """See `Saver`. Remembers the rows again, in place of others if there are too many."""
         self._remember(self._picked_N)
         self.settle()
 
@@ -190,7 +190,7 @@ class SubSampledUsed:
 
 
 class ChangedMost:
-    """The rows whose weights are furthest (L2) from what was saved of them.
+    """Picks the rows whose weights are furthest (L2) from what was last saved of them.
 
     Args:
         rows: how many.
@@ -209,14 +209,14 @@ class ChangedMost:
 
     @property
     def memory_bytes(self) -> int:
-        """See `Saver`."""
+        """The memory of the saved weights and of the last pick, in bytes."""
         return self._saved_PD.nbytes + self._picked_N.nbytes + self._were_ND.nbytes
 
     def note(self, positions_U: Positions) -> None:
-        """See `Saver`. Nothing: it looks when it picks, at every row."""
+        """Does nothing, see `Saver`: it looks at every row when it picks."""
 
     def pick(self, most: int) -> Positions:
-        """See `Saver`."""
+        """Picks the rows with the greatest change since they were saved, see `Saver`."""
         rows = len(self._saved_PD)
         squares_P = np.empty(rows, np.float32)
         for first in range(0, rows, BLOCK):
@@ -230,12 +230,12 @@ class ChangedMost:
         return picked_N
 
     def settle(self) -> None:
-        """See `Saver`."""
+        """Forgets the weights before the last pick, see `Saver`."""
         self._picked_N = np.empty(0, np.int64)
         self._were_ND = np.empty((0, self._saved_PD.shape[1]), np.float32)
 
     def put_back(self) -> None:
-        """See `Saver`."""
+        """Restores the saved weights from before the last pick, see `Saver`."""
         self._saved_PD[self._picked_N] = self._were_ND
         self.settle()
 
@@ -244,14 +244,14 @@ SAVERS = ("everything", "mfu", "ssu", "scar")
 
 
 def saver_of(name: str, rows: int, portion: float, weights: Weights, seed: int = 0) -> Saver:
-    """The saver of one slab of one slot.
+    """Makes the saver of one slab of one slot.
 
     Args:
         name: one of `SAVERS`.
         rows: of the slab on the slot.
         portion: of the rows that is saved at a time.
         weights: gives rows' weights as they are now.
-        seed: of what is random.
+        seed: for random choices.
 
     Raises:
         ValueError: no such name.
@@ -269,9 +269,9 @@ def saver_of(name: str, rows: int, portion: float, weights: Weights, seed: int =
 
 
 def greatest(values_P: NDArray[np.uint32] | Floats, most: int) -> Positions:
-    """Where the greatest values above 0 are: at most `most` places (N,), ascending; of equal values the first.
+    """Returns the places (N,), ascending, of at most `most` greatest values above 0; of equal values the first ones.
 
-    A NaN is the greatest of all: a row that has become one is not passed over.
+    A NaN counts as the greatest of all, so that a row that has become NaN is saved.
     """
     some_S = np.flatnonzero(values_P != 0).astype(np.int64, copy=False)
     if len(some_S) <= most:

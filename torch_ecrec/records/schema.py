@@ -1,4 +1,4 @@
-"""What a record is: the one place that says so.
+"""The layout of a record: which fields it has, and where they are. It is defined here alone.
 
 A *record* is what a server keeps for one row of a table: its weights, then what the table's optimizer keeps for it, as
 fields one behind the other. Example: dim = 2 with row-wise Adagrad is the fields `weight` (2 values) and `momentum1` (1
@@ -23,7 +23,7 @@ _DTYPES = ", ".join(ITEM_BYTES)
 
 @dataclass(frozen=True)
 class Field:
-    """A part of every record of a schema.
+    """One field of every record of a schema.
 
     Args:
         name: unique in the schema.
@@ -43,25 +43,25 @@ class Field:
 
     @property
     def nbytes(self) -> int:
-        """What it takes of a record."""
+        """The bytes that it takes of a record, rounded up to whole words."""
         return -(-self.values * ITEM_BYTES[self.dtype] // WORD_BYTES) * WORD_BYTES
 
 
 @dataclass(frozen=True)
 class StateField:
-    """What an optimizer keeps for a row, whatever its number of weights."""
+    """One field of the state that an optimizer keeps for a row, for any number of weights."""
 
     name: str
     per_row: bool = False
 
     def of(self, dim: int) -> Field:
-        """In records of `dim` weights."""
+        """Returns the field as it is in records of `dim` weights."""
         return Field(self.name, 1 if self.per_row else dim, self.per_row)
 
 
 @dataclass(frozen=True)
 class Schema:
-    """The fields of a record, in their order in memory; the first is the weights."""
+    """The fields of a record in their order in memory. The first one is the weights."""
 
     fields: tuple[Field, ...]
 
@@ -75,17 +75,17 @@ class Schema:
     @staticmethod
     @cache  # an optimizer asks for it in every step
     def of(dim: int, state: tuple[StateField, ...] = (), weights: str = "float32") -> Schema:
-        """Makes the schema of a table that has `dim` weights of a dtype in a row, and an optimizer with this state."""
+        """Makes the schema of a table with `dim` weights of a dtype in a row, and with this optimizer state."""
         return Schema((Field(WEIGHT, dim, dtype=weights), *(field.of(dim) for field in state)))
 
     @property
     def dim(self) -> int:
-        """How many weights a record has."""
+        """The number of weights in a record."""
         return self.fields[0].values
 
     @property
     def state(self) -> tuple[Field, ...]:
-        """All fields but the weights."""
+        """The fields of optimizer state: all but the weights."""
         return self.fields[1:]
 
     @property
@@ -105,16 +105,16 @@ class Schema:
 
     @cached_property
     def width(self) -> int:
-        """How many numbers a record has."""
+        """The number of numbers in a record."""
         return sum(field.values for field in self.fields)
 
     @cached_property
     def nbytes(self) -> int:
-        """How many bytes a record has."""
+        """The number of bytes in a record."""
         return sum(field.nbytes for field in self.fields)
 
     def field(self, name: str) -> Field:
-        """The field of that name.
+        """Returns the field of that name.
 
         Raises:
             KeyError: there is none.
@@ -125,7 +125,7 @@ class Schema:
         raise KeyError(f"records have no field {name!r}, only {[field.name for field in self.fields]}")
 
     def bytes_of(self, name: str) -> tuple[int, int]:
-        """Where the numbers of a field begin and end in the memory of a record.
+        """Returns the byte range [begin, end) of a field's numbers in a record.
 
         Raises:
             KeyError: there is no such field.
@@ -135,7 +135,7 @@ class Schema:
         return begin, begin + wanted.values * ITEM_BYTES[wanted.dtype]
 
     def columns(self, name: str) -> tuple[int, int]:
-        """Where a field begins and ends, counted in numbers.
+        """Returns the range [begin, end) of a field in a record, counted in numbers.
 
         Raises:
             KeyError: there is no such field.

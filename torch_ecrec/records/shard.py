@@ -57,7 +57,7 @@ def _gather(source_PW: Any, positions_U: Any, result_UV: Any) -> None:
 
 @kernel()
 def _gather_bfloat16(source_PW: Any, positions_U: Any, result_UV: Any) -> None:
-    """The same, rounded from float32 to bfloat16, to nearest and to even in a tie, as torch does; NaN stays NaN."""
+    """As `_gather`, rounded from float32 to bfloat16: to nearest, ties to even, as torch does; NaN stays NaN."""
     for i in range(positions_U.shape[0]):
         prefetch_row(source_PW, positions_U, i)
         position = positions_U[i]
@@ -76,14 +76,14 @@ def scatter(target_PW: Any, positions_U: Any, values_UW: Any) -> None:
 
 
 class SealedDeltas(NamedTuple):
-    """What a verb has changed of some records, in the order of their positions. Fresh."""
+    """The change that an operation made to some records, in the order of their positions. Fresh memory."""
 
     deltas_UB: Bytes  # (U, B) uint8, old XOR new
     seals_U: SealsOf | None  # (U,) uint32, of the deltas; None where none are kept
 
 
 class Shard:
-    """One slab's records on one slot, and the parity records beside them; zeros at first.
+    """One slab's records on one slot, and the parity records beside them. All are zero at first.
 
     Args:
         schema: of the records.
@@ -93,7 +93,7 @@ class Shard:
         sealed: seals are kept.
 
     Attributes:
-        touched: is told of all that changes while somebody copies the shard; None: nobody does.
+        touched: is told of all changes while the shard is being copied; None: it is not being copied.
     """
 
     def __init__(
@@ -115,16 +115,16 @@ class Shard:
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of memory of the data records."""
+        """The memory of the data records, in bytes."""
         return self._data_PB.nbytes
 
     @property
     def parity_bytes(self) -> int:
-        """Bytes of memory of the parity records."""
+        """The memory of the parity records, in bytes."""
         return self._parity_QB.nbytes
 
     def captured(self, marks_P: MarksOf) -> Captured:
-        """The data records that are marked, as they are now."""
+        """Returns the marked data records as they are now, to be read in portions while steps go on."""
         return Captured(self._data_PB, None if self._seals is None else self._seals[False], marks_P)
 
     def _of(self, parity: bool) -> Bytes:
@@ -133,7 +133,7 @@ class Shard:
     # steps --------------------------------------------------------------------------------------
 
     def initialise_(self, rows_P: Positions, initial: InitialRecords) -> None:
-        """Gives every data record its first value.
+        """Gives every data record its initial value.
 
         Args:
             rows_P: (P,) int64, the slab row of each data record.
@@ -152,7 +152,7 @@ class Shard:
     def apply_(
         self, optimizer: SparseOptimizer, merged: Merged, lr: float, iteration: int, fixed: Mapping[str, float]
     ) -> SealedDeltas:
-        """One step of an optimizer; see `SparseOptimizer.update_`, whose result the deltas are."""
+        """Applies one optimizer step, and returns the deltas of `SparseOptimizer.update_` with their seals."""
         seals_V = np.empty(len(merged.positions), np.uint32) if self.sealed else None
         deltas_VB = optimizer.update_(
             self._records_PW, merged, lr, iteration, fixed, weights=self.schema.weights, seals_V=seals_V
@@ -161,7 +161,7 @@ class Shard:
         return SealedDeltas(deltas_VB, seals_V)
 
     def undo_(self, positions_U: Positions, deltas_UB: Bytes) -> None:
-        """Takes back what `apply_` or `overwrite_` has changed.
+        """Undoes changes made by `apply_` or `overwrite_`.
 
         Args:
             positions_U: (U,) int64; -1 skips one.
@@ -207,7 +207,7 @@ class Shard:
         want: int,
         parity: bool = False,
     ) -> int:
-        """Decodes records into place, those that are still missing.
+        """Decodes those of some records that are still missing, into place.
 
         Args:
             code: of the stripes.
@@ -233,14 +233,14 @@ class Shard:
     # memory -------------------------------------------------------------------------------------
 
     def merge_pages(self, begin: int, end: int, parity: bool = False) -> None:
-        """Nearly all records from `begin` to `end` are to be written now. See `Memory.merge`."""
+        """Prepares for writing nearly all records from `begin` to `end`: see `Memory.merge`."""
         record_bytes = self.schema.nbytes
         self._memories[parity].merge(begin * record_bytes, end * record_bytes)
 
     # reading and writing ------------------------------------------------------------------------
 
     def gather_weights(self, positions_U: Positions, bfloat16: bool = False, int8: bool = False) -> NDArray[Any]:
-        """Weights of some records.
+        """Returns the weights of some records.
 
         Args:
             positions_U: (U,) int64.
@@ -277,7 +277,7 @@ class Shard:
         return weights_UD
 
     def gather(self, positions_U: Positions, parity: bool = False) -> Bytes:
-        """Bytes of some data records, or of some parity records.
+        """Returns the bytes of some data records, or of some parity records.
 
         Returns:
             (U, B) uint8, fresh.
@@ -316,7 +316,7 @@ class Shard:
             self._seals[parity][positions_U] = seals.seals_of(values_UB)
 
     def overwrite_(self, positions_U: Positions, values_UB: Bytes) -> SealedDeltas:
-        """Overwrites some data records, in place; returns what that changed, as an optimizer's step does.
+        """Overwrites some data records, in place. Returns the change, as an optimizer's step does.
 
         Args:
             positions_U: (U,) int64, no duplicates.
@@ -338,13 +338,13 @@ class Shard:
             self.touched.note(parity, positions_U)
 
     def _note(self, parity: bool, positions_U: Positions, seals_U: SealsOf | None) -> None:
-        """These have changed by deltas that have these seals."""
+        """Notes that records changed by deltas of these seals: updates the records' own seals."""
         self._touch(parity, positions_U)
         if self._seals is not None and seals_U is not None:
             seals.xor_(self._seals[parity], positions_U, seals_U)
 
     def broken(self, positions_U: Positions, parity: bool = False) -> Positions:
-        """Which of some records do not fit their seals; none, where none are kept.
+        """Returns which of some records do not fit their seals; none if this shard keeps no seals.
 
         Args:
             positions_U: (U,) int64.
@@ -361,19 +361,19 @@ class Shard:
         return seals.broken(self._of(parity), self._seals[parity], positions_U)
 
     def broken_run(self, first: int, end: int, parity: bool = False) -> Positions:
-        """The same of all from `first` to `end`: (M,) int64, ascending positions."""
+        """Returns the positions in [first, end) of records that do not fit their seals: (M,) int64, ascending."""
         if self._seals is None:
             return np.empty(0, np.int64)
         return seals.broken_run(self._of(parity), self._seals[parity], first, end)
 
     def seals_at(self, positions_U: Positions, parity: bool = False) -> NDArray[np.uint32]:
-        """The seals of some records, (U,) uint32, fresh. Raises ValueError where none are kept."""
+        """Returns the seals of some records, (U,) uint32, fresh. Raises ValueError if this shard keeps none."""
         if self._seals is None:
             raise ValueError("this shard keeps no seals")
         return self._seals[parity][check_positions(positions_U, len(self._seals[parity]))]
 
     def flip_(self, position: int, bit: int, parity: bool = False) -> None:
-        """Flips one bit of a record behind its seal's back, as failing memory does: for tests and `chaos`."""
+        """Flips one bit of a record and leaves its seal, as failing memory does: for tests and `chaos`."""
         self._of(parity)[position, bit // 8] ^= np.uint8(1 << (bit % 8))
 
 

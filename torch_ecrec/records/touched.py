@@ -1,4 +1,4 @@
-"""Which records of a shard have changed since somebody asked.
+"""Tracks which records of a shard have changed since they were last asked for.
 
 Whoever copies a shard while steps go on reads all of it once, then what was touched meanwhile, and so on: what every
 verb of `Shard` that changes bytes says here is never lost, and said at most once more than needed.
@@ -14,7 +14,7 @@ from torch_ecrec.records.positions import Positions
 
 
 class Touched:
-    """A flag for each record and each parity; none is set at first.
+    """A flag for each data and parity record. None is set at first.
 
     Args:
         data_rows, parity_rows: how many there are.
@@ -24,15 +24,15 @@ class Touched:
         self._flags = [np.zeros(rows, np.bool_) for rows in (data_rows, parity_rows)]
 
     def note(self, parity: bool, positions_U: Positions) -> None:
-        """These have changed; (U,) int64, -1 skips one."""
+        """Sets the flags of these records, (U,) int64. A position of -1 is skipped."""
         self._flags[parity][positions_U[positions_U >= 0]] = True
 
     def look(self, parity: bool) -> Positions:
-        """Those that have changed, (M,) int64, ascending."""
+        """Returns the positions of records that have changed: (M,) int64, ascending."""
         return np.flatnonzero(self._flags[parity])
 
     def take(self, parity: bool) -> Positions:
-        """The same; from now on they count as unchanged."""
+        """Returns the positions of records that have changed, and clears their flags."""
         positions_M = self.look(parity)
         self._flags[parity][positions_M] = False
         return positions_M

@@ -1,4 +1,4 @@
-"""Two runs of a script, compared step by step: pure, from what their trainers have noted.
+"""Compares two runs of a script step by step, from what their trainers recorded. Pure.
 
     traces      records of all files -> a `Trace` for each trainer
     difference  the first step at which one run is not the other
@@ -61,7 +61,7 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class Life:
-    """What one trainer has noted from one start on.
+    """The record of one trainer from one start on.
 
     Attributes:
         resumed: the step that it went on after; None: it began.
@@ -87,19 +87,19 @@ class Life:
 
 @dataclass(frozen=True)
 class Trace:
-    """All lives of one trainer, in their order."""
+    """All lives of one trainer, in order."""
 
     lives: tuple[Life, ...]
 
     @property
     def steps(self) -> int:
-        """The last step that was trained; 0: none."""
+        """The last step that was trained; 0 if none was."""
         return max((max(life.trained, default=0) for life in self.lives), default=0)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first one. `names`: of the values that differ, in the order in which one follows from another."""
+    """The first difference between two runs. `names`: the values that differ, each behind what it follows from."""
 
     step: int
     trainer: int
@@ -110,7 +110,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`text`: of one or more lines; the first begins with what it comes to, in capitals."""
+    """The result of a rehearsal. `text`: its lines; the first begins with the result, in capitals."""
 
     equal: bool
     text: str
@@ -140,7 +140,7 @@ def _life_of(records: Sequence[Record]) -> tuple[int, Life]:
 
 
 def traces(files: Iterable[Sequence[Record]]) -> dict[int, Trace]:
-    """By trainer, ascending, from the records of each file.
+    """Groups the records of files by trainer, ascending.
 
     Raises:
         ValueError: a file does not begin as it must; or a trainer has two of the same life: two models in a process.
@@ -161,7 +161,7 @@ def traces(files: Iterable[Sequence[Record]]) -> dict[int, Trace]:
 
 
 def _names(mine: Values | None, other: Values | None, left_out: frozenset[str]) -> tuple[str, ...]:
-    """Returns the names of values that are not the same in both, where both are there."""
+    """Returns the names of values that both have and that differ."""
     if mine is None or other is None:
         return ()
     names = [name for name in {**mine, **other} if name not in left_out and mine.get(name) != other.get(name)]
@@ -174,7 +174,7 @@ def difference(
     steps: int | None = None,
     left_out: frozenset[str] = frozenset(),
 ) -> Difference | None:
-    """The first step at which a run differs from the undisturbed one; by life, then step, then trainer.
+    """Returns the first step at which a run differs from the undisturbed one: by life, then step, then trainer.
 
     Args:
         calm: the undisturbed run: one life each.
@@ -203,13 +203,13 @@ def difference(
 
 
 def never_made(trace: Trace, last: int) -> list[int]:
-    """Steps up to `last` that no life has trained."""
+    """Returns the steps up to `last` that no life has trained."""
     made = {step for life in trace.lives for step in life.trained}
     return [step for step in range(1, last + 1) if step not in made]
 
 
 def restless(calm: Mapping[int, Trace], again: Mapping[int, Trace]) -> frozenset[str]:
-    """Names of what is attached and differs between two undisturbed runs."""
+    """Returns the names of attached state that differs between two undisturbed runs."""
     found: set[str] = set()
     for trainer, trace in again.items():
         expected, life = calm[trainer].lives[0], trace.lives[0]
@@ -222,14 +222,14 @@ def restless(calm: Mapping[int, Trace], again: Mapping[int, Trace]) -> frozenset
 
 
 def pass_ends(trace: Trace) -> list[int]:
-    """The last steps of the passes over the reader, as far as they are known from a run's first life."""
+    """Returns the last steps of the passes over the reader, as far as a run's first life tells them."""
     epochs = trace.lives[0].epochs
     steps = sorted(epochs)
     return [b for a, b in itertools.pairwise(steps) if epochs[b] > epochs[a]]
 
 
 def moments(steps: int, ends: Sequence[int], number: int) -> list[int]:
-    """Steps in which trainers are killed: spread over a run, at a pass's end, and in the step after another one.
+    """Chooses steps at which trainers are killed: at a pass's end, in the step after it, and spread over a run.
 
     A trainer that is killed in the last step of a pass makes it again, with what the loop does after the pass; one
     that is killed in the step after it begins with the next pass.
@@ -258,7 +258,7 @@ def _cause(name: str) -> str:
 
 
 def equal(steps: int, trainers: int, killed: Sequence[int], left_out: Iterable[str] = ()) -> Verdict:
-    """Whether nothing differs."""
+    """Returns the verdict that nothing differs."""
     restarts = f"{len(killed)} restart{'s' * (len(killed) != 1)}"
     lines = [
         f"EQUAL: {steps} steps of {trainers} trainer{'s' * (trainers != 1)}, {restarts}"
@@ -270,7 +270,7 @@ def equal(steps: int, trainers: int, killed: Sequence[int], left_out: Iterable[s
 
 
 def different(found: Difference) -> Verdict:
-    """A step of a life that went on after a kill is not what it was undisturbed."""
+    """Returns the verdict that a step after a kill differs from the undisturbed one."""
     after = "restarted from its beginning" if not found.resumed else f"restarted after step {found.resumed}"
     return Verdict(
         False,
@@ -280,7 +280,7 @@ def different(found: Difference) -> Verdict:
 
 
 def prints_otherwise(odd: str) -> Verdict:
-    """All steps are what they were undisturbed, and what the script prints or saves is not."""
+    """Returns the verdict that all steps are equal, but not what the script prints or saves."""
     return Verdict(
         False,
         f"DIFFERENT in what the script prints or saves, though no step is: {odd}\n"
@@ -290,7 +290,7 @@ def prints_otherwise(odd: str) -> Verdict:
 
 
 def with_warnings(found: Verdict, runs: Mapping[str, Iterable[str]]) -> Verdict:
-    """The verdict, and after it every warning of the runs that it judges, each once, by run."""
+    """Returns the verdict followed by every warning of the runs that it judges, each once, by run."""
     lines = [f"  {run}: {text}" for run, texts in runs.items() for text in dict.fromkeys(texts)]
     if not lines:
         return found
@@ -299,7 +299,7 @@ def with_warnings(found: Verdict, runs: Mapping[str, Iterable[str]]) -> Verdict:
 
 
 def not_deterministic(found: Difference) -> Verdict:
-    """Two undisturbed runs differ: nothing can be said of restarts."""
+    """Returns the verdict that two undisturbed runs differ, so that nothing can be said of restarts."""
     return Verdict(
         False,
         "NOT DETERMINISTIC: the script itself is not: two undisturbed runs differ at step"
@@ -310,7 +310,7 @@ def not_deterministic(found: Difference) -> Verdict:
 
 
 def another_length(trainer: int, calm: int, other: int) -> Verdict:
-    """The script has trained more or fewer steps than undisturbed."""
+    """Returns the verdict that the script trained more or fewer steps than undisturbed."""
     more = "more" if other > calm else "fewer"
     return Verdict(
         False,
@@ -321,7 +321,7 @@ def another_length(trainer: int, calm: int, other: int) -> Verdict:
 
 
 def steps_left_out(trainer: int, steps: Sequence[int]) -> Verdict:
-    """Steps that the undisturbed run has made, and no life of the other."""
+    """Returns the verdict that the undisturbed run made steps which no life of the other run made."""
     shown = ", ".join(map(str, steps[:10])) + (" ..." if len(steps) > 10 else "")
     return Verdict(False, f"DIFFERENT: trainer {trainer} has left out steps when it was restarted: {shown}")
 
@@ -333,7 +333,7 @@ def verdict(
     steps: int | None,
     left_out: frozenset[str] = frozenset(),
 ) -> Verdict:
-    """Returns the verdict on a run that was disturbed.
+    """Returns the verdict on a disturbed run.
 
     Args:
         calm, other: the undisturbed run, and this one; both have come to their end.

@@ -1,4 +1,4 @@
-"""What a script prints, and the files that it writes, of two runs: pure comparison, and the look at a folder.
+"""What two runs of a script print, and which files they write: a pure comparison, and the reading of a folder.
 
 A trainer that is restarted prints and saves what it printed and saved undisturbed: each line of the undisturbed run by
 some life, and none that is like one of those but for its numbers. A line that has no like among them (that it goes on
@@ -24,10 +24,10 @@ Stamp = tuple[int, int, int]  # when a file was written, its size, its number
 
 @dataclass(frozen=True)
 class Output:
-    """What one run has printed and saved.
+    """The lines that one run has printed, and the files that it has written.
 
     Attributes:
-        printed: of each trainer, of each of its lives, the lines on its standard output.
+        printed: for each trainer and each of its lives, the lines on its standard output.
         files: what was written below the folder that the script was started in: path -> hash.
     """
 
@@ -36,25 +36,25 @@ class Output:
 
     @property
     def lines(self) -> int:
-        """How many lines were printed."""
+        """The number of lines printed."""
         return sum(len(lines) for lives in self.printed.values() for lines in lives)
 
 
 @dataclass(frozen=True)
 class Odd:
-    """A difference. `like`: what is alike is as odd, in two undisturbed runs, too. `text`: in words."""
+    """A difference. `text`: in words. `like`: the same for differences that two undisturbed runs show as well."""
 
     like: str
     text: str
 
 
 def shape_of(line: str) -> str:
-    """The line without its numbers."""
+    """Returns a line with its numbers replaced by `#`."""
     return NUMBER.sub("#", line).strip()
 
 
 def odds(calm: Output, other: Output) -> list[Odd]:
-    """What another run has not printed and saved as the undisturbed one has, or otherwise."""
+    """Returns how another run's output differs from that of the undisturbed one."""
     found = [odd for trainer in calm.printed for odd in _printed(trainer, calm, other)]
     for name in sorted({*calm.files, *other.files}):
         mine, theirs = calm.files.get(name), other.files.get(name)
@@ -91,7 +91,7 @@ def _shown(line: str) -> str:
 
 
 def told(some: Collection[str], most: int = 5) -> str:
-    """The first of these, each once, and how many more there are."""
+    """Returns the first of these, each once, and how many more there are, as text."""
     names = list(dict.fromkeys(some))
     return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if len(names) > most else "")
 
@@ -100,7 +100,7 @@ def told(some: Collection[str], most: int = 5) -> str:
 
 
 def stamps(folder: Path, without: Path) -> dict[str, Stamp]:
-    """Every file below a folder, but for hidden folders and `without`."""
+    """Returns every file below a folder, except hidden folders and `without`."""
     found = {}
     for at, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in SKIPPED and name[0] != "." and Path(at, name) != without]
@@ -108,14 +108,14 @@ def stamps(folder: Path, without: Path) -> dict[str, Stamp]:
             path = Path(at, name)
             try:
                 seen = path.lstat()
-            except FileNotFoundError:  # it was temporary
+            except FileNotFoundError:  # the file was temporary and is gone
                 continue
             found[str(path.relative_to(folder))] = (seen.st_mtime_ns, seen.st_size, seen.st_ino)
     return found
 
 
 def written(folder: Path, without: Path, before: Mapping[str, Stamp]) -> dict[str, str]:
-    """The files that were written since `stamps` were taken: path -> hash."""
+    """Returns the files that were written since `stamps` were taken: path -> hash."""
     now = stamps(folder, without)
     return {name: _hash(folder / name) for name, stamp in sorted(now.items()) if before.get(name) != stamp}
 
@@ -128,7 +128,7 @@ def _hash(path: Path) -> str:
 
 
 def printed(logs: Path) -> dict[int, list[list[str]]]:
-    """Of each trainer, of each start of it, the whole lines that it printed; `logs` are torchrun's."""
+    """Returns the whole lines that each trainer printed in each of its starts. `logs` are torchrun's."""
     found: dict[int, list[list[str]]] = {}
     paths = logs.glob("*/attempt_*/*/stdout.log")
     for path in sorted(paths, key=lambda path: int(path.parent.parent.name.removeprefix("attempt_"))):

@@ -1,4 +1,4 @@
-"""`torch-ecrec rehearse`: runs a training script undisturbed, then with its trainers killed, and compares step by step.
+"""Runs a training script undisturbed, then with its trainers killed, and compares step by step.
 
     torch-ecrec rehearse --at 3,7,12 -- train.py ARGS...
 
@@ -49,7 +49,7 @@ NOT_EXACT = "NOT EXACT"
 
 @dataclass(frozen=True)
 class Plan:
-    """What is rehearsed.
+    """The options of a rehearsal.
 
     Args:
         script: as torchrun takes it: FILE ARGS..., or -m MODULE ARGS...
@@ -74,7 +74,7 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """What has come of a run. `problem`: why it has not come to its end. `output`: None where it was ended before."""
+    """The result of a run. `problem`: why it did not end by itself. `output`: None if it was stopped before."""
 
     traces: dict[int, Trace] = field(default_factory=dict)
     killed: list[int] = field(default_factory=list)  # steps
@@ -84,7 +84,7 @@ class Outcome:
 
 
 class Training:
-    """One run of the script.
+    """One run of the script, undisturbed or with kills.
 
     Args:
         plan: what is rehearsed.
@@ -100,7 +100,7 @@ class Training:
         self._checked = False
 
     def execute(self) -> Outcome:
-        """Runs it to its end, or for `plan.steps`.
+        """Runs the script to its end, or for `plan.steps`.
 
         Raises:
             ClusterUnavailable: the cluster has ended.
@@ -130,13 +130,16 @@ class Training:
         return self._outcome
 
     def _words(self) -> list[str]:
-        """What torchrun is to run."""
+        """Returns the arguments of torchrun."""
         words = ["--nproc-per-node", str(self.plan.trainers), "--max-restarts", str(len(self._moments))]
         return [*words, "--log-dir", str(self._logs), "--redirects", "3", *self.plan.script]
 
     def _warnings(self) -> list[str]:
-        """Of all its processes: what the library has warned trainers of, what Python has on behalf of the library or
-        the script, and what the cluster says of a run that is not exact."""
+        """Returns the warnings of all processes of the run.
+
+        These are the library's warnings to trainers, Python's on behalf of the library or the script, and the cluster's
+        notices of a run that is not exact.
+        """
         found = [
             f"trainer {trainer}: {text}"
             for trainer, trace in self._outcome.traces.items()
@@ -155,12 +158,12 @@ class Training:
         return found
 
     def _told(self, join: str) -> dict[str, str]:
-        """What trainers read in their environment: the cluster, and where to note their steps."""
+        """Returns the trainers' environment: the cluster, and where to record their steps."""
         told = {"TORCH_ECREC_JOIN": join, "TORCH_ECREC_RECORD": str(self._records)}
         return {**told, "PYTHONUNBUFFERED": "1"}  # what a killed trainer has printed is there
 
     def _watch(self, cluster: Supervisor, launcher: subprocess.Popen[bytes], tail: Tail) -> str | None:
-        """Until the trainers are done; returns why they are not, if so."""
+        """Waits until the trainers are done; returns why they are not, if they fail."""
         heard_s = time.monotonic()
         while launcher.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -186,7 +189,7 @@ class Training:
 
     @property
     def _left(self) -> list[int]:
-        """Moments that have not come."""
+        """The steps in which kills are still to come."""
         return self._moments[len(self._outcome.killed) :]
 
     def _check_cluster(self, cluster: Supervisor) -> None:
@@ -205,7 +208,7 @@ class Training:
         return len(held) == self.plan.trainers and all(step == self._left[0] for step in held)
 
     def _kill(self, cluster: Supervisor, launcher: subprocess.Popen[bytes], traces: Mapping[int, Trace]) -> None:
-        """All trainers, who wait for it, and perhaps a server."""
+        """Kills all trainers, which wait for it, and perhaps a server."""
         step = self._left[0]
         pids = [trace.lives[-1].pid for trace in traces.values()]
         if self.plan.server_too:
@@ -221,7 +224,7 @@ class Training:
             os.kill(pid, signal.SIGKILL)
 
     def _server_to_kill(self, cluster: Supervisor) -> int:
-        """The host of a slot, once all slots are whole."""
+        """Returns the host of a slot, once all slots are whole."""
         deadline_s = time.monotonic() + self.plan.limit_s
         while True:
             status = cluster.status()
@@ -259,7 +262,9 @@ class Training:
 
 
 def complaints(logs: Path) -> list[tuple[str, bool]]:
-    """The exceptions that ended trainers in torchrun's last attempt that has some, and whether the library raised it.
+    """Returns the exceptions that ended trainers, and whether the library raised each.
+
+    They are those of torchrun's last attempt that has some.
 
     Those that only follow from the end of another trainer come last; equal ones once.
     """
@@ -279,7 +284,7 @@ def complaints(logs: Path) -> list[tuple[str, bool]]:
 
 
 def _is_ours(file: str) -> bool:
-    """Whether a warning was given on behalf of the library or the script, and not of another library."""
+    """Returns whether a warning is on behalf of the library or the script, and not of another library."""
     package = str(Path(__file__).resolve().parent.parent)
     return file.startswith(package) or not any(
         part in file for part in ("site-packages", "dist-packages", "/lib/python")
@@ -287,12 +292,12 @@ def _is_ours(file: str) -> bool:
 
 
 def _follows(text: str) -> bool:
-    """From the end of another trainer."""
+    """Returns whether an exception only follows from the end of another trainer."""
     return "TrainersLost" in text.split(":")[0] or "gloo" in text or "Connection closed by peer" in text
 
 
 def _last_exception(text: str) -> tuple[str, bool] | None:
-    """What Python has said of an exception that nobody caught, and whether torch_ecrec has raised it."""
+    """Returns Python's text of an uncaught exception, and whether torch_ecrec raised it; None if there is none."""
     found, after = _RANK.sub("", text).rpartition("Traceback (most recent call last):\n")[1:]
     if not found:
         return None
@@ -308,7 +313,7 @@ def _last_exception(text: str) -> tuple[str, bool] | None:
 
 
 def plan_of(arguments: argparse.Namespace) -> tuple[Plan, list[int]]:
-    """The plan, and the steps in which trainers are killed, if they are given.
+    """Returns the plan, and the steps at which trainers are killed, if they are given.
 
     Raises:
         ValueError, TypeError: an argument is wrong; nothing was started.
@@ -346,7 +351,7 @@ def plan_of(arguments: argparse.Namespace) -> tuple[Plan, list[int]]:
 
 
 def rehearse(plan: Plan, at: Sequence[int], restarts: int, terminal: Terminal) -> Verdict:
-    """The runs that it takes, and what they come to. A script that comes to EQUAL is marked as rehearsed.
+    """Makes the runs and returns the verdict. A script with the verdict EQUAL is marked as rehearsed.
 
     Args:
         at: steps in which trainers are killed; none: `restarts` of them are chosen.
@@ -396,14 +401,14 @@ def rehearse(plan: Plan, at: Sequence[int], restarts: int, terminal: Terminal) -
 
 
 def _odds(calm: Outcome, other: Outcome) -> list[outputs.Odd]:
-    """In what the script prints and saves; none where one of the runs was ended."""
+    """Returns the differences in what the script prints and saves; none if one of the runs was stopped."""
     if calm.output is None or other.output is None:
         return []
     return outputs.odds(calm.output, other.output)
 
 
 def _with_output(found: Verdict, calm: Outcome, restarted: Outcome, again: Outcome | None) -> Verdict:
-    """All steps are equal: is what the script prints and saves? And what was not compared."""
+    """Returns the verdict on runs of equal steps, with their output compared, and what was not compared."""
     if calm.output is None or restarted.output is None:
         return Verdict(
             True,
@@ -426,7 +431,7 @@ def _with_output(found: Verdict, calm: Outcome, restarted: Outcome, again: Outco
 
 
 def _check_kills(restarted: Outcome, chosen: Sequence[int]) -> None:
-    """All kills have come, and after each all trainers have gone on from a step before; else nothing was rehearsed."""
+    """Raises unless all kills came, and all trainers went on from a step before: else nothing was rehearsed."""
     for trainer, trace in restarted.traces.items():
         back = [life.resumed for life in trace.lives[1:]]
         came = len(back) == len(chosen) and restarted.killed == list(chosen)
@@ -438,7 +443,7 @@ def _check_kills(restarted: Outcome, chosen: Sequence[int]) -> None:
 
 
 def _judged(calm: Outcome, restarted: Outcome, again: Outcome, steps: int | None) -> Verdict:
-    """Something differs: because of the restarts, or without them, too?"""
+    """Returns the verdict on a difference: do the restarts cause it, or is it there without them?"""
     left_out = compare.restless(calm.traces, again.traces)
     noise = compare.difference(calm.traces, again.traces, steps, left_out)
     if noise is not None:
@@ -447,7 +452,7 @@ def _judged(calm: Outcome, restarted: Outcome, again: Outcome, steps: int | None
 
 
 def run_rehearse(arguments: argparse.Namespace) -> int:
-    """Rehearses; returns 0 if nothing differs, 1 if something does, or a run did not come to its end.
+    """Rehearses; returns 0 if nothing differs, 1 if something does or a run did not end.
 
     Raises:
         ValueError, TypeError: bad arguments, or a script that cannot be rehearsed.

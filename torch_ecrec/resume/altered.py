@@ -1,4 +1,4 @@
-"""Batches that the loop has altered in place, where the reader may give the same memory again.
+"""Finds batches that the loop has altered in place, where the reader may give out the same memory again.
 
 A list of batches gives the same tensors in every pass. What a loop (or the model's forward) writes into them trains the
 later passes; after a restart the script makes the list anew, without what was written: another run. So a batch is
@@ -28,7 +28,7 @@ from torch_ecrec.resume.checksum import parts_of, sums_of
 
 
 def may_give_again(reader: object) -> bool:
-    """Whether a batch of it may be memory that it gives once more later."""
+    """Returns whether the reader may give out the memory of a batch again later."""
     if not isinstance(reader, DataLoader):
         return True
     return reader.num_workers == 0 and (reader.batch_size is None or reader.collate_fn is not default_collate)
@@ -36,7 +36,7 @@ def may_give_again(reader: object) -> bool:
 
 @dataclass(frozen=True)
 class Watched:
-    """A batch, as it was drawn.
+    """A batch as it was when it was drawn.
 
     Attributes:
         batch: None where the container is the loop's own.
@@ -49,7 +49,7 @@ class Watched:
     sums: Sequence[tuple[str, int]]
 
     def check(self, what: str, reader: object) -> None:
-        """Raises RuntimeError if it was altered. `what`: which batch it is."""
+        """Raises RuntimeError if the batch was altered. `what`: names the batch."""
         now = dict(sums_of(self.parts if self.batch is None else parts_of(self.batch)))
         altered = next((path for path, total in dict(self.sums).items() if now.get(path) != total), None)
         if altered is None:
@@ -62,7 +62,7 @@ class Watched:
 
 
 def watched(batch: Any) -> Watched:
-    """Of a batch that one variable of the caller's holds, and nothing else of ours."""
+    """Returns a batch as it is now, to be checked later. Of our code, only one variable of the caller may hold it."""
     parts = parts_of(batch)
     return Watched(batch if _references(batch) > _OWN else None, parts, sums_of(parts))
 
@@ -72,7 +72,7 @@ def _references(batch: Any) -> int:
 
 
 def _references_of_own() -> int:
-    """What `watched` counts where nobody else holds the batch: it depends on the interpreter."""
+    """Returns the references that `watched` counts if nobody else holds the batch: it depends on the interpreter."""
 
     def counted(batch: Any) -> int:
         return _references(batch)

@@ -1,4 +1,4 @@
-"""A checksum of a batch, whatever it is made of: to tell that a reader gives other batches than before.
+"""A checksum of a batch of any kind, to find that a reader gives other batches than before.
 
 Looks at every tensor and array in it, of large ones at a part; where there are none, at plain values. It is quick, and
 no protection against who wants to be mistaken.
@@ -15,34 +15,34 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-HEAD_BYTES = 1 << 13  # of a large tensor: so many at its start,
+HEAD_BYTES = 1 << 13  # bytes of a large tensor: so many at its start,
 SPREAD = 1 << 11  # and so many elements, spread evenly over it
 DEPTH_MOST = 8
 _PLAIN = (str, bytes, int, float, bool, type(None))
 
 
 def checksum_of(batch: object) -> int:
-    """CRC-32 of what a batch holds."""
+    """Returns a CRC-32 of all that a batch holds."""
     return checksum_of_sums(sums_of(parts_of(batch)))
 
 
 def checksum_of_all(value: object, known: Collection[int]) -> int:
-    """As `checksum_of`, of plain values beside tensors, too, and without the things whose ids are `known`."""
+    """Like `checksum_of`, with plain values beside tensors, and without objects whose ids are in `known`."""
     return checksum_of_sums(sums_of((path, part) for path, part in _parts(value, "", 0) if id(part) not in known))
 
 
 def checksum_of_sums(sums: Iterable[tuple[str, int]]) -> int:
-    """`checksum_of` the batch that these are of."""
+    """Returns `checksum_of` of the batch from which `sums_of` made these."""
     return zlib.crc32(b"".join(total.to_bytes(4, "little") for _, total in sums))
 
 
 def sums_of(parts: Iterable[tuple[str, Any]]) -> list[tuple[str, int]]:
-    """CRC-32 of each of the parts, with its path."""
+    """Returns a CRC-32 of each of the parts, with its path."""
     return [(path, _sum(part)) for path, part in parts]
 
 
 def parts_of(batch: object) -> list[tuple[str, Any]]:
-    """Tensors and arrays in a batch, with their paths (`['dense']`, `.labels`); where there are none, plain values."""
+    """Yields the tensors and arrays in a batch with their paths (`['dense']`, `.labels`), or plain values if none."""
     found = list(_parts(batch, "", 0))
     return [(path, part) for path, part in found if isinstance(part, (Tensor, np.ndarray))] or found
 
@@ -52,7 +52,7 @@ def _sum(part: Any) -> int:
 
 
 def _parts(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Tensors, arrays and plain values, in their order."""
+    """Yields tensors, arrays and plain values, in their order."""
     if isinstance(value, (Tensor, np.ndarray, *_PLAIN)):
         yield path, value
     elif depth == DEPTH_MOST:
@@ -75,7 +75,7 @@ def _parts(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def _sample(value: Tensor | np.ndarray) -> bytes:
-    """Type, shape, and the bytes of all or a part of its elements."""
+    """Returns bytes of a value: its type, its shape, and all or a part of its elements."""
     if isinstance(value, Tensor):
         kind = f"{value.dtype} {tuple(value.shape)}"
         if value.layout != torch.strided or value.device.type != "cpu" or value.numel() == 0:

@@ -1,4 +1,4 @@
-"""`torch.compile` and training that goes on after a loss of trainers, to the same bits.
+"""Checks that a model under `torch.compile` goes on to the same bits after trainers were lost.
 
 What is compiled gives other bits than what is not. And with `dynamic=None`, torch's default, what is compiled depends
 on the sizes that came before: a size is a constant until another one is seen. A trainer that goes on after a loss has
@@ -29,7 +29,7 @@ NOT_KEPT = "or leave out `attach`, if trainers never go on after a loss"
 
 
 def _contexts(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Names and settings of what is compiled: the model, and modules in it."""
+    """Yields names and settings of what is compiled: the model, and modules in it."""
     for name, module in model.named_modules():
         found = compile_settings(module)
         if found is not None:
@@ -37,7 +37,7 @@ def _contexts(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class Compiled:
-    """What of a model is compiled, as far as can be seen."""
+    """Tracks which parts of a model are compiled, as far as that can be seen."""
 
     def __init__(self) -> None:
         self._frames = -1  # as of the last look
@@ -45,7 +45,7 @@ class Compiled:
         self._told = False
 
     def check(self, model: nn.Module, step: int) -> None:
-        """Before a training forward, in its Python code.
+        """Called before a training forward, in its Python code.
 
         Args:
             step: the one that it belongs to.

@@ -1,4 +1,4 @@
-"""The user's loop over a reader, as far as its calls tell: is it one that goes on exactly after a restart?
+"""Judges by its calls whether the user's loop over a reader goes on exactly after a restart.
 
 After a restart a loop runs again from its top. It goes on where it was if it begins with the right pass, leaves it in
 time, and trains by nothing that only its own variables know. The first two follow from what the loop asks `Reader` for
@@ -32,7 +32,7 @@ _COUNT_PASSES = (
 
 
 class Judge:
-    """Looks at one loop.
+    """Judges one loop over a reader.
 
     Args:
         counters: whole numbers of what the user has attached, by name, as they are now.
@@ -53,21 +53,21 @@ class Judge:
     # what the loop asks ---------------------------------------------------------------------------
 
     def on_epoch_asked(self) -> None:
-        """The loop has asked for the pass. If it does so before it draws, its passes follow from that."""
+        """Called when the loop reads the pass's number. If it does so before it draws, its passes follow from it."""
         self._counts_passes |= not self._asked
 
     def on_count_asked(self) -> None:
-        """The loop has asked for the batches of the pass."""
+        """Called when the loop reads the number of batches drawn in the pass."""
         self._counts_batches = True
 
     def on_restored(self) -> None:
-        """This life goes on after another."""
+        """Called when this process goes on after a restart."""
         self._restored = True
 
     # draws ----------------------------------------------------------------------------------------
 
     def on_draw(self) -> None:
-        """A batch is about to be drawn.
+        """Called before a batch is drawn.
 
         Raises:
             RuntimeError: on another thread than the one that trains.
@@ -83,11 +83,11 @@ class Judge:
         self._drawn_before_forward += not self._trained
 
     def on_pass_begun(self) -> None:
-        """What is attached is as at the begin of a pass."""
+        """Called when everything attached is as at the beginning of a pass: notes the counters."""
         self._counted = self._counters()
 
     def on_pass_over(self, epoch: int, drawn: int, whole: bool, length: int) -> None:
-        """Another pass begins: would the loop begin with the right one, and leave it in time, after a restart?
+        """Called when another pass begins: would the loop, after a restart, begin with the right one and end in time?
 
         Args:
             epoch, drawn, whole: of the pass that is over; whether it was drawn to its end.
@@ -111,7 +111,7 @@ class Judge:
     # steps ----------------------------------------------------------------------------------------
 
     def on_forward(self) -> None:
-        """A training forward begins.
+        """Called when a training forward begins.
 
         Raises:
             RuntimeError: the loop draws ahead, or trains on what was not drawn.
@@ -130,7 +130,7 @@ class Judge:
         self._trained = True
 
     def on_end(self, drawn: int, whole: bool) -> None:
-        """Training is over, in a pass of which so many batches were drawn. Warns if that may be too late."""
+        """Called when training is over, after `drawn` batches of a pass. Warns if the loop perhaps ended it late."""
         if self._restored and not whole and not self._counts_batches and not self._attached:
             log.warning(
                 "the last pass was left after %d batches, in a life that did not begin it: a loop that has counted its"
@@ -140,7 +140,7 @@ class Judge:
 
 
 def _a_pipeline_draws() -> bool:
-    """Whether a module of TorchRec's pipelines is among the callers; a generator or a progress bar may lie between."""
+    """Returns whether one of TorchRec's pipelines is among the callers, perhaps behind a generator or progress bar."""
     frame: FrameType | None = sys._getframe()
     for _ in range(FRAMES_MOST):
         if frame is None:

@@ -1,4 +1,4 @@
-"""Tells who wants to know of every step of every torch optimizer in this process.
+"""Reports every step of every torch optimizer in this process to those who ask for it.
 
 torch keeps its global hooks in a dictionary that it iterates during a step: one that is taken out meanwhile, by the
 garbage collector perhaps, breaks that. So there is one hook of ours, which stays.
@@ -18,7 +18,7 @@ _hooked = False
 
 
 def watch(watcher: Callable[[Optimizer], None]) -> None:
-    """Calls a bound method after every step, for as long as its object lives. What it raises, the step raises."""
+    """Calls a bound method after every step, as long as its object lives. The step raises what the method raises."""
     global _hooked
     _watchers.append(weakref.WeakMethod(watcher))
     if not _hooked:

@@ -1,4 +1,4 @@
-"""The random states that training draws from: the global generators, and those that a reader has of its own.
+"""The random states from which training draws: the global generators, and a reader's own ones.
 
     states = Generators.of(loader).states()     # {"python": ..., "numpy": ..., "torch": ..., ...}
     Generators.of(loader).set_(states)
@@ -35,7 +35,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Inverse of `random_states`; other keys are left alone."""
+    """Restores what `random_states` returned. Generators without a saved state keep theirs."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
@@ -44,7 +44,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 
 def moved(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Which of the global generators of the CPU were drawn from between two `random_states`."""
+    """Returns which of the CPU's global generators were used between two `random_states`."""
     names = []
     if before["python"] != after["python"]:
         names.append("Python's random")
@@ -60,7 +60,7 @@ def _same_numpy(a: Any, b: Any) -> bool:
 
 
 class Generators:
-    """The global generators and a reader's own.
+    """The global random generators and a reader's own.
 
     Args:
         own: where each of the reader's lies, by path: an object with a state.
@@ -71,7 +71,7 @@ class Generators:
 
     @staticmethod
     def of(reader: object) -> Generators:
-        """Those of a reader; looked for once: one that the reader makes later is not seen."""
+        """Finds the generators of a reader, once: one that the reader makes later is not found."""
         found: dict[str, Any] = {}
         seen: set[int] = set()
 
@@ -103,7 +103,7 @@ class Generators:
         return random_states() | {path: state_of(thing) for path, thing in self._own.items()}
 
     def set_(self, states: Mapping[str, Any]) -> None:
-        """Puts states back. A generator that was not there when they were taken keeps its own."""
+        """Restores states. A generator that did not exist when they were taken keeps its own."""
         set_random_states(states)
         for path, thing in self._own.items():
             if path in states:
@@ -128,7 +128,7 @@ def state_of(thing: Any) -> Any:
 
 
 def set_state_of(thing: Any, state: Any) -> None:
-    """Sets a state again that `state_of` has returned."""
+    """Restores a state that `state_of` has returned."""
     if isinstance(thing, torch.Generator):
         thing.set_state(state)
     elif isinstance(thing, np.random.Generator):
@@ -142,7 +142,7 @@ def set_state_of(thing: Any, state: Any) -> None:
 
 
 def _copied(state: Any) -> Any:
-    """A bit generator's state holds arrays: nested mappings of them."""
+    """Returns a copy of a bit generator's state: nested mappings that hold arrays."""
     if isinstance(state, Mapping):
         return {key: _copied(value) for key, value in state.items()}
     return state.copy() if isinstance(state, np.ndarray) else state

@@ -1,4 +1,4 @@
-"""The reader that `attach` was given: which batch comes next, and how that is brought about again after a restart.
+"""Wraps the reader given to `attach`: knows which batch comes next, and gets back there after a restart.
 
 Terms. A *pass* is one iteration over the reader; `epoch` counts them from 0. A *draw* is one call for a batch. A
 *position* is where a draw begins: the epoch, how many batches of the pass came before, and the random states.
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class Stateful(Protocol):
-    """As in `torch.distributed.checkpoint.stateful`: readers, schedulers and whatever else of users is kept."""
+    """An object whose state is kept, as in `torch.distributed.checkpoint.stateful`: a reader, a scheduler and so on."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -55,7 +55,7 @@ class Stateful(Protocol):
 
 
 def kind_of(reader: object) -> str:
-    """How its position is brought about again: "state", "pass" or "all"; see the module."""
+    """Returns how a reader's position is restored: "state", "pass" or "all"; see the module."""
     if isinstance(reader, Stateful):
         return "state"
     if isinstance(reader, DataLoader):
@@ -67,7 +67,7 @@ def kind_of(reader: object) -> str:
 
 
 def has_indices(reader: object) -> bool:
-    """Whether batches are left out by drawing indices only: nothing but this process makes them, one by one."""
+    """Returns whether batches can be skipped by drawing indices only: this process alone makes them, one by one."""
     return (
         isinstance(reader, DataLoader)
         and not isinstance(reader, Stateful)
@@ -78,14 +78,14 @@ def has_indices(reader: object) -> bool:
 
 @dataclass
 class Position:
-    """Where a draw begins.
+    """A position in a reader at which a draw begins.
 
     Attributes:
-        epoch, drawn: which pass, and how many of its batches came before.
+        epoch, drawn: the number of the pass, and of the batches drawn in it before.
         began: random states with which the pass began; None for a reader that is put back by its state.
-        state: of such a reader, encoded; None: not asked for yet.
+        state: the encoded state of a reader that has one; None: not asked for yet.
         random: random states with which the draw begins.
-        sum: of what came before in the pass, see `Pass.sum`.
+        sum: the checksum of the pass so far, see `Pass.sum`.
     """
 
     epoch: int
@@ -98,7 +98,7 @@ class Position:
 
 @dataclass
 class _Draw:
-    """A batch that was drawn.
+    """A batch that was drawn, and where it was drawn.
 
     Attributes:
         watched: None where it may be altered.
@@ -109,13 +109,13 @@ class _Draw:
     watched: Watched | None
 
     def check_unaltered(self, reader: object) -> None:
-        """When its turn is over. Raises RuntimeError."""
+        """Called when the batch's turn is over. Raises RuntimeError if the batch was altered."""
         if self.watched is not None:
             self.watched.check(f"batch {self.position.drawn} of pass {self.position.epoch}", reader)
 
 
 class Pass(Iterator[Any]):
-    """One pass over a reader, which is asked for an iterator when it is asked for the first batch."""
+    """One pass over a reader. It asks the reader for an iterator when its first batch is asked for."""
 
     def __init__(self, owner: Reader) -> None:
         self._owner = owner
@@ -132,7 +132,7 @@ class Pass(Iterator[Any]):
         return self._owner.draw(self)
 
     def add(self, checksum: int) -> None:
-        """One more has been drawn."""
+        """Adds a drawn batch's checksum to that of the pass."""
         self.sum = zlib.crc32(checksum.to_bytes(4, "little"), self.sum)
 
     def begin(self, reader: Iterable[Any]) -> None:
@@ -142,7 +142,7 @@ class Pass(Iterator[Any]):
             self._watch_indices()
 
     def _watch_indices(self) -> None:
-        """Sums up what a DataLoader asks its sampler for."""
+        """Adds the indices that a DataLoader gets from its sampler to the checksum."""
         next_index = next_index_of(self.batches)
 
         def watched() -> Any:
@@ -154,7 +154,7 @@ class Pass(Iterator[Any]):
 
 
 class Reader(Iterator[Any]):
-    """What `attach` returns. Iterates a reader, pass after pass.
+    """Iterates a user's reader, pass after pass, and can go on there after a restart. `attach` returns it.
 
         for epoch in batches.epochs(3):
             for batch in batches: ...
@@ -183,7 +183,7 @@ class Reader(Iterator[Any]):
         self._passes = 0  # that have begun
         # of kind "all": drawn, whole, sum, began
         self._history: list[tuple[int, bool, int, dict[str, Any] | None]] = []
-        self._now: Position | None = None  # of the draw that is being made
+        self._now: Position | None = None  # position of the draw that is being made
         self._ahead: deque[_Draw] = deque()  # drawn, and not trained on yet
         self._in_turn: list[_Draw] = []  # trained on, since the last draw
         self._watches = may_give_again(reader)
@@ -197,7 +197,7 @@ class Reader(Iterator[Any]):
     # the loop's side ------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Draws the batches of one pass."""
+        """Returns an iterator over the batches of one pass."""
         return Pass(self)
 
     def __next__(self) -> Any:
@@ -218,7 +218,7 @@ class Reader(Iterator[Any]):
         return getattr(self._reader, name)
 
     def enumerate(self, start: int = 0) -> Iterator[tuple[int, Any]]:
-        """A pass with the number of each batch in it, those before a restart counted: `enumerate` would not."""
+        """Iterates a pass with the number of each batch. Unlike `enumerate`, it counts batches before a restart."""
         start = take_int("start", start, -sys.maxsize)
         batches = Pass(self)
         while True:
@@ -230,42 +230,42 @@ class Reader(Iterator[Any]):
 
     @property
     def epoch(self) -> int:
-        """The pass that training is in or begins with, from 0; after a restart that in which it goes on."""
+        """The pass that is under way or comes next, from 0. After a restart it is the one in which training goes on."""
         self._judge.on_epoch_asked()
         return self._target.epoch if self._target is not None else max(self._passes - 1, 0)
 
     @property
     def drawn(self) -> int:
-        """Batches of the present pass that were drawn so far, those before a restart included."""
+        """The number of batches drawn in the present pass, those before a restart included."""
         self._judge.on_count_asked()
         if self._target is not None:
             return self._target.drawn
         return 0 if self._current is None or self._current.whole else self._current.drawn
 
     def on_steps_done(self) -> None:
-        """The loop has asked how many steps are done. If it does so before it draws, its passes follow from that."""
+        """Called when the loop reads the number of steps done. Before its first draw, its passes may follow from it."""
         self._judge.on_count_asked()
         self._judge.on_epoch_asked()
 
     @property
     def pipelined(self) -> bool:
-        """One of TorchRec's pipelines draws, ahead of what it trains on."""
+        """Whether one of TorchRec's pipelines draws batches, ahead of those that it trains on."""
         return self._judge.pipelined
 
     @property
     def within_step(self) -> bool:
-        """Whether a pipeline that draws now has yet to step what it trained on last: it has nothing else left."""
+        """Whether a drawing pipeline has yet to step on the last batch it trained on: nothing else is left to it."""
         current = self._current
         return self.pipelined and not self._ahead and current is not None and current.drawn > 0 and not current.whole
 
     def epochs(self, number: int) -> range:
-        """Those of `number` passes that are left, the one that training goes on in included."""
+        """Returns those of `number` passes that are left, beginning with the one in which training goes on."""
         return range(self.epoch, take_int("number", number, 0))
 
     # draws ----------------------------------------------------------------------------------------
 
     def draw(self, current: Pass) -> Any:
-        """The next batch of a pass.
+        """Returns the next batch of a pass.
 
         Raises:
             StopIteration: there is none.
@@ -316,11 +316,11 @@ class Reader(Iterator[Any]):
         return batch
 
     def _state(self) -> bytes | None:
-        """Returns the state of a reader that has one, as of now: what it gives may change later."""
+        """Returns a copy of the state of a reader that has one: what it returns may change later."""
         return encode(self._reader.state_dict(), "reader") if isinstance(self._reader, Stateful) else None
 
     def _begin(self, current: Pass) -> None:
-        """The reader begins a pass, or the one in which training goes on."""
+        """Begins a pass, or the one in which training goes on."""
         target, self._target = self._target, None
         if self._current is not None and target is None:
             left = self._current
@@ -338,7 +338,10 @@ class Reader(Iterator[Any]):
         self._judge.on_pass_begun()
 
     def _next(self, current: Pass, begin: Mapping[str, Any]) -> Any:
-        """Draws. If it will have to be drawn again, it leaves the global generators alone after the first batch."""
+        """Draws a batch. Raises RuntimeError if the draw used the global generators later than at the first batch.
+
+        Such a batch could not be drawn again after a restart.
+        """
         assert current.batches is not None
         try:
             batch = next(current.batches)
@@ -362,7 +365,7 @@ class Reader(Iterator[Any]):
         return batch
 
     def on_forward(self) -> None:
-        """A training forward begins, on a batch that was drawn here. Raises as `Judge.on_forward` does."""
+        """Called when a training forward begins on a batch drawn here. Raises as `Judge.on_forward` does."""
         self._judge.on_forward()
         if self._then is not None:
             # of the reader's own generators, too, unless it will be drawn from with those of before
@@ -372,14 +375,14 @@ class Reader(Iterator[Any]):
             self._in_turn.append(self._ahead.popleft())
 
     def check_end(self) -> None:
-        """Training is over. Warns of a pass that a loop may have left too late."""
+        """Called when training is over. Warns of a pass that the loop may have left too late."""
         if self._current is not None:
             self._judge.on_end(self._current.drawn, self._current.whole)
 
     # restarts -------------------------------------------------------------------------------------
 
     def saved(self, at_forward: bool = False) -> dict[str, Any]:
-        """Where training goes on if it is stopped now: inside `on_draw`, or as a pipeline's forward begins.
+        """Returns the position at which training would go on. Called in `on_draw`, or as a pipeline's forward begins.
 
         Raises:
             TypeError: the reader's state has something that cannot be kept.
@@ -404,11 +407,11 @@ class Reader(Iterator[Any]):
         }
 
     def load(self, saved: Mapping[str, Any], checksum: int | None) -> None:
-        """Goes on there, at the next draw.
+        """Makes the next draw go on at a saved position.
 
         Args:
             saved: as `saved` gave it.
-            checksum: of the batch that comes after those that were drawn ahead, if it is known.
+            checksum: that of the batch after those that were drawn ahead, if it is known.
 
         Raises:
             ValueError: it was another kind of reader, or a sequence of another length.
@@ -424,7 +427,7 @@ class Reader(Iterator[Any]):
         self._judge.on_restored()
 
     def _go_to(self, current: Pass, target: Position) -> None:
-        """Begins the pass that training goes on in, and draws what came before."""
+        """Begins the pass in which training goes on, and skips the batches before its position."""
         current.epoch, current.drawn, current.began, current.depends = target.epoch, target.drawn, target.began, True
         if isinstance(self._reader, Stateful):
             assert target.state is not None
@@ -455,7 +458,7 @@ def _check_same(reader: object, saved: Mapping[str, Any]) -> None:
 
 
 def _length(reader: Any) -> int:
-    """Batches in a pass; -1 if the reader does not say."""
+    """Returns the number of batches in a pass; -1 if the reader does not tell."""
     try:
         return len(reader)
     except TypeError:
@@ -471,7 +474,7 @@ def _other(reader: object, what: str) -> RuntimeError:
 
 
 def _draw_again(reader: Iterable[Any], before: Pass, number: int, whole: bool, total: int) -> None:
-    """Draws `number` batches of a pass that is over; `whole`: it had no more."""
+    """Draws the `number` batches of an earlier pass again; `whole`: it had no more."""
     before.begin(reader)
     _skip(reader, before, number, total)
     assert before.batches is not None
@@ -480,7 +483,7 @@ def _draw_again(reader: Iterable[Any], before: Pass, number: int, whole: bool, t
 
 
 def _skip(reader: object, current: Pass, number: int, total: int) -> None:
-    """Draws `number` batches of a pass that were trained on before; their sum must be `total` again."""
+    """Draws `number` batches of a pass that were trained on before. Their checksum must be `total` again."""
     batches: Any = current.batches
     indices = has_indices(reader)
     for drawn in range(number):

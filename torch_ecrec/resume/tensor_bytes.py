@@ -1,4 +1,4 @@
-"""Tensors as bytes, in the order of their memory, and streams of such bytes that lie beside an encoded value.
+"""Tensors as bytes in the order of their memory, and streams of such bytes beside an encoded value.
 
     out = TensorsOut()
     out.add(a), out.add(b), out.add(a)    ->  0, a.nbytes, 0      where the bytes of each begin
@@ -16,9 +16,9 @@ from torch import Tensor
 
 
 class TensorsOut:
-    """Tensors that `encode` leaves out: their bytes follow each other in the order of `tensors`, without padding.
+    """Collects the tensors that `encode` leaves out. Their bytes follow each other, without padding.
 
-    One tensor that is met twice is kept once, and comes back as one.
+    A tensor that is met twice is kept once, and is decoded to one tensor.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class TensorsOut:
         self._known: dict[int, int] = {}  # id of a tensor in `tensors` -> offset
 
     def add(self, tensor: Tensor) -> int:
-        """Adds a tensor, and returns where its bytes begin."""
+        """Adds a tensor; returns the offset of its bytes."""
         offset = self._known.get(id(tensor))
         if offset is None:
             offset = self._known[id(tensor)] = self.bytes
@@ -39,7 +39,7 @@ class TensorsOut:
 
 
 class TensorsIn:
-    """The bytes of `TensorsOut`, to decode from.
+    """The bytes of a `TensorsOut`, from which values are decoded.
 
     Args:
         stream: (bytes,) uint8, on the CPU. Tensors are copies of what it holds.
@@ -51,8 +51,7 @@ class TensorsIn:
         self._left = len(stream)
 
     def bytes_at(self, offset: int, size: int) -> Tensor:
-        """Returns the bytes of one tensor. Raises ValueError if they are not there, or more are taken together than
-        there are."""
+        """Returns the bytes of one tensor. Raises ValueError if there are too few, or too many are taken in all."""
         self._left -= size  # tensors do not overlap: a few bytes that say otherwise would fill all memory
         if self._left < 0:
             raise ValueError(f"tensors of more than {len(self.stream)} bytes in as many")
@@ -62,7 +61,7 @@ class TensorsIn:
 
 
 def order_of(tensor: Tensor) -> tuple[int, ...]:
-    """Its dimensions from the slowest in memory to the fastest; () if they are in that order, or have gaps."""
+    """Returns a tensor's dimensions from the slowest in memory to the fastest; () if in order, or with gaps."""
     if tensor.is_contiguous():
         return ()
     order = tuple(sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), -d), reverse=True))
@@ -70,7 +69,7 @@ def order_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Its bytes (uint8, one dimension) in the order of its memory, where it is: a view, or a copy if it has gaps."""
+    """Returns a tensor's bytes (uint8, one dimension) in the order of memory: a view, or a copy if it has gaps."""
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -81,7 +80,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def from_bytes(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of its own memory."""
+    """Makes a tensor with memory of its own from bytes."""
     out = torch.empty(shape, dtype=dtype, device="cpu")
     if out.nbytes:
         out.view(-1).view(torch.uint8).copy_(data)

@@ -1,4 +1,4 @@
-"""What a trainer has beside the dense model and the reader: the numbers of its pushes, and whatever is attached.
+"""The state of a trainer beside the dense model and the reader: tables' learning rates, and whatever is attached.
 
     values()   as they are now, by name
     load_()    puts them back
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def unwrapped(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    """Some optimizers, and those in wrappers (TorchRec's and others), the innermost last; each once."""
+    """Returns some optimizers, and those inside wrappers (TorchRec's and others), the innermost last, each once."""
     found: dict[int, Optimizer] = {}
     for optimizer in optimizers:
         if isinstance(optimizer, CombinedOptimizer):
@@ -44,7 +44,7 @@ def unwrapped(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
 
 
 def check_optimizers(optimizers: Iterable[object]) -> None:
-    """Raises TypeError, by name, for what is no optimizer, or a wrapper that has not the parts of one."""
+    """Raises TypeError, with the name, for what is no optimizer, or a wrapper without the parts of one."""
     for given in optimizers:
         name = type(given).__name__
         within = [f"`{key}`" for key, thing in getattr(given, "__dict__", {}).items() if isinstance(thing, Optimizer)]
@@ -67,7 +67,7 @@ def check_optimizers(optimizers: Iterable[object]) -> None:
 
 
 def counters_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Parameters of a wrapper's own, under which it counts (warm-up does), by name; none of other optimizers."""
+    """Returns a wrapper's own counting parameters (warm-up has some), by name; none of other optimizers."""
     if not isinstance(optimizer, KeyedOptimizer) or isinstance(optimizer, CombinedOptimizer):
         return {}
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -80,7 +80,7 @@ COUNTERS = "counts of the optimizers"
 
 
 class _Generator:
-    """A random generator, as what has a state."""
+    """Wraps a random generator as an object with a state."""
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
@@ -93,10 +93,10 @@ class _Generator:
 
 
 class TrainerState:
-    """What is attached, but for the reader, and what the model's pushes carry.
+    """All attached state except the reader's, and the hyperparameters of the tables' optimizer.
 
     Args:
-        optimizers: that are attached, TorchRec's or torch's; what wrappers count is kept here.
+        optimizers: the attached ones, TorchRec's or torch's. The counts of wrappers are kept here.
         stateful: whatever else, by name: Stateful, or a random generator.
         tables: the optimizer of all of the model's tables; its hyperparameters are kept here, attached or not.
 
@@ -104,7 +104,7 @@ class TrainerState:
         attached: the optimizers, and those in wrappers among them.
 
     Raises:
-        TypeError: something of it has no state, or one that cannot be kept, by name.
+        TypeError: an attached object has no state, or one that cannot be kept; names it.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], stateful: Mapping[str, Any], tables: Optimizer) -> None:
@@ -123,12 +123,12 @@ class TrainerState:
 
     @property
     def all_optimizers(self) -> list[Optimizer]:
-        """Whose groups are kept, here or with the dense model; and TorchRec's wrappers around them."""
+        """The optimizers whose groups are kept, here or with the dense model, and TorchRec's wrappers of them."""
         return list(self._kept)
 
     @property
     def dense_optimizers(self) -> list[Optimizer]:
-        """Those that are attached and that torch runs."""
+        """The attached optimizers that torch runs."""
         return [o for o in self.attached if not isinstance(o, KeyedOptimizer)]
 
     @property
@@ -137,11 +137,11 @@ class TrainerState:
 
     @property
     def counters(self) -> list[Any]:
-        """Parameters of wrappers' own, under which they count."""
+        """The parameters of wrappers' own by which they count."""
         return [parameter for _, parameter in self._counters().values()]
 
     def _counters(self) -> dict[str, tuple[Optimizer, Any]]:
-        """Parameters of wrappers' own, under which they count: name -> (whose, parameter)."""
+        """Returns the parameters by which wrappers count: name -> (wrapper, parameter)."""
         found: dict[int, tuple[str, Optimizer, Any]] = {}
         for optimizer in self._kept:
             for name, parameter in counters_of(optimizer).items():
@@ -149,7 +149,7 @@ class TrainerState:
         return {f"{i}/{name}": (whose, p) for i, (name, whose, p) in enumerate(found.values())}
 
     def values(self) -> dict[str, Any]:
-        """All of it as it is now. Shared with what is attached: encode it before that goes on."""
+        """Returns all state as it is now. It is shared with what is attached: encode it before that changes."""
         groups = [
             [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
             for optimizer in self._fused
@@ -167,7 +167,7 @@ class TrainerState:
         }
 
     def encoded(self) -> dict[str, bytes]:
-        """Each part of `values` as bytes.
+        """Returns each part of `values` as bytes.
 
         Raises:
             TypeError: a value that cannot be kept, with the name of what has it.
@@ -182,8 +182,11 @@ class TrainerState:
 
     @staticmethod
     def decoded(saved: Mapping[str, bytes]) -> dict[str, Any]:
-        """`values`, from `encoded`. Without what the build before did not keep: rates of tables whose optimizer was not
-        attached ("groups" is empty), and what gradients are divided by."""
+        """Returns `values` from `encoded`.
+
+        An earlier build did not keep the rates of tables whose optimizer was not attached, nor the divisor of
+        gradients: "groups" is empty then, and the divisor is the present one.
+        """
         prefix = "stateful/"
         before = GROUPS not in saved
         return {
@@ -194,7 +197,7 @@ class TrainerState:
         }
 
     def check(self, saved: Mapping[str, Any], others: Sequence[str] = ()) -> None:
-        """Raises ValueError if other things are attached now than when `values` gave that; `others` are, too."""
+        """Raises ValueError if other objects are attached now than when `values` were taken; also for `others`."""
         names = sorted([*(saved["stateful"].keys() ^ self.stateful.keys()), *others])
         if names:
             raise ValueError(f"attached now but not when the snapshot was taken, or the other way: {', '.join(names)}")
@@ -202,7 +205,7 @@ class TrainerState:
             raise ValueError("other optimizers are attached than when the snapshot was taken")
 
     def load_(self, saved: Mapping[str, Any]) -> None:
-        """Puts `values` back, after the dense model's. Not checked: that they fit; `check` does."""
+        """Restores `values`, after the dense model's. Not checked: that they fit; `check` does that."""
         if self._fused and not saved["groups"]:
             log.warning(
                 "NOT EXACT: learning rates of the tables are not in this checkpoint, which a build before has written;"

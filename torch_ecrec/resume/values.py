@@ -1,4 +1,4 @@
-"""Values as bytes: what a snapshot keeps of whatever a user's object calls its state.
+"""Values as bytes: a snapshot keeps by them whatever a user's object returns as its state.
 
 `decode(encode(value, name))` is `value` again: of the same type at every place, equal bit for bit, dicts in their
 order. What would not come back like that is refused by name when it is encoded, and nothing is left out:
@@ -100,7 +100,7 @@ _Path = tuple[int, Any, object, _Spell, int, list[Any]]
 
 
 def encode(value: object, name: str, tensors: TensorsOut | None = None) -> bytes:
-    """The bytes of a value.
+    """Returns the bytes of a value.
 
     Args:
         value: not changed. May be nested `DEPTH_MOST` deep.
@@ -127,7 +127,7 @@ def _packed(value: object, name: str, tensors: TensorsOut | None, plain: frozens
 
 
 class _Encoder:
-    """Makes plain nodes (see the module) of values.
+    """Encodes values as plain nodes (see the module).
 
     Args:
         tensors: see `encode`.
@@ -149,7 +149,7 @@ class _Encoder:
         raise _refusal(value, path)
 
     def _items(self, node: list[Any], items: Iterable[Any], path: _Path, spell: _Spell) -> list[Any]:
-        """`node` with the nodes of some items behind it."""
+        """Appends the nodes of some items to `node`, and returns it."""
         depth = path[0]
         if depth > DEPTH_MOST:
             raise _too_deep(path)
@@ -272,7 +272,7 @@ _NODES: dict[type, Callable[[_Encoder, Any, _Path], Any]] = {
 
 
 def unfit(tensor: Tensor) -> str | None:
-    """Why a tensor cannot be kept, as "a tensor that ..."; None if it can."""
+    """Returns why a tensor cannot be kept, as "a tensor that ..."; None if it can."""
     if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
         return f"a tensor of class {_class_name(tensor)}"
     if tensor.layout is not torch.strided or tensor.is_nested:
@@ -288,13 +288,13 @@ def unfit(tensor: Tensor) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _numpy_name(dtype: np.dtype[Any], char: str) -> str | None:
-    """A name that makes this dtype again, or None. `char` is the dtype's: those of two C types may be equal."""
+    """Returns a name that gives this dtype again, or None. `char` is the dtype's: those of two C types may be equal."""
     name = char if dtype.kind in "biufc" and dtype.isnative else dtype.str
     return name if _NUMPY_NAME.fullmatch(name) and dtype.itemsize and np.dtype(name) == dtype else None
 
 
 def _check_keys(keys: Iterable[Any], path: _Path) -> None:
-    """Tensors are looked up by which object they are, and come back as others."""
+    """Refuses tensors as keys: they are found by identity, and come back as other objects."""
     for key in keys:
         kind = type(key)
         if kind is tuple or kind is frozenset:
@@ -356,7 +356,7 @@ def _too_deep(path: _Path) -> TypeError:
 
 
 def decode(data: bytes | memoryview, tensors: TensorsIn | None = None, device: torch.device | str | None = None) -> Any:
-    """The value of some bytes: new objects that share nothing with `data`.
+    """Returns the value that some bytes encode: new objects that share nothing with `data`.
 
     Args:
         data: what `encode` gave, or anything.
@@ -373,7 +373,7 @@ def decode(data: bytes | memoryview, tensors: TensorsIn | None = None, device: t
 
 
 class _Decoder:
-    """Makes values of nodes. What a node must be is checked here, or by what is made of it."""
+    """Decodes nodes to values. Here, or by what is made of it, each node is checked."""
 
     def __init__(self, tensors: TensorsIn | None, device: torch.device | str | None) -> None:
         self.tensors, self.device = tensors, device

@@ -1,1 +1,1 @@
-"""What every process stands on: memory, compiled kernels, the life of a process, checks of arguments."""
+"""The foundation of every process: memory, compiled kernels, its start and end, checks of arguments."""

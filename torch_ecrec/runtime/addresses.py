@@ -1,4 +1,4 @@
-"""Addresses: as text, `HOST:PORT`, or `[HOST]:PORT` of IPv6; of this host; its interfaces.
+"""Network addresses: their text form (`HOST:PORT`, `[HOST]:PORT` for IPv6), this host's own, and interfaces.
 
 An address that is told to others is one that they can reach. `0.0.0.0` and `::` mean all of a host's own addresses to
 who listens there, and to who connects there himself: they are refused where they are given.
@@ -18,7 +18,7 @@ SIOCGIFADDR = 0x8915  # the request for an interface's IPv4 address; Linux
 
 
 def parse_host(text: str) -> str:
-    """A name or an address, of IPv6 with or without brackets, that others can reach; without them.
+    """Returns a host name or address that others can reach, without the brackets that IPv6 may have.
 
     Raises ValueError for any other.
     """
@@ -45,7 +45,7 @@ def parse_host(text: str) -> str:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """ "HOST:PORT" -> (HOST, PORT). Raises ValueError where it is no such thing, or nobody can be reached there."""
+    """Parses "HOST:PORT" -> (HOST, PORT). Raises ValueError if it is malformed, or nobody could be reached there."""
     host, colon, port = text.rpartition(":")
     said = f"an address must be HOST:PORT, or [HOST]:PORT of IPv6, got {text!r}"
     require(bool(colon and host) and port.isascii() and port.isdigit() and 0 < int(port) < 65536, said)
@@ -59,17 +59,17 @@ def text_of(address: tuple[str, int]) -> str:
 
 
 def in_url(host: str) -> str:
-    """With the brackets that an address of IPv6 has there."""
+    """Returns a host as URLs have it: an IPv6 address gets brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """Returns the address family of an IP address, as sockets name it."""
+    """Returns the socket family of an IP address: AF_INET or AF_INET6."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or all that a name means here, can be reached from this host alone."""
+    """Returns whether an address, or every address of a name, can be reached from this host alone."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -82,7 +82,7 @@ def is_loopback(host: str) -> bool:
 
 
 def own_host(place: tuple[str, int]) -> str:
-    """The address from which this host reaches another one; host and port. Nothing is sent. Raises OSError."""
+    """Returns the address from which this host reaches another one. Nothing is sent. Raises OSError."""
     family, kind, protocol, _, where = socket.getaddrinfo(*place, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(where)
@@ -91,7 +91,7 @@ def own_host(place: tuple[str, int]) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The interface that has an address. Raises OSError if none has."""
+    """Returns the name of the interface that has an address. Raises OSError if none has."""
     found = {own: name for name, own in interfaces()}
     if address not in found:
         known = ", ".join(f"{own} ({name})" for own, name in found.items())
@@ -100,7 +100,7 @@ def interface_of(address: str) -> str:
 
 
 def interfaces() -> Iterable[tuple[str, str]]:
-    """Name and IPv4 address of each interface that has one."""
+    """Returns name and IPv4 address of each interface that has one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:

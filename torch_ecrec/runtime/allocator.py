@@ -1,4 +1,4 @@
-"""glibc's malloc, told that every step needs the memory of the step before.
+"""Makes glibc's malloc keep freed memory, since every step needs the memory of the step before.
 
 By default it gives large blocks back to the system as soon as they are freed and asks for them again a moment later;
 the system hands out zeroed pages, one fault each. With a few MB per message that was a tenth of all CPU time of a step.
@@ -16,7 +16,7 @@ _ARENAS = 2  # each keeps what it was given; threads of ours do not allocate at 
 
 
 def environment(most_bytes: int) -> dict[str, str]:
-    """The variables that give a process the same setting from its start on (mallopt(3))."""
+    """Returns the variables that give a process the same setting from its start on (mallopt(3))."""
     limit = str(min(most_bytes, 2**31 - 1))
     return {
         "MALLOC_ARENA_MAX": str(_ARENAS),

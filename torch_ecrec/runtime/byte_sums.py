@@ -1,4 +1,4 @@
-"""A sum of a memory's bytes, to tell whether they were changed: at the speed of reading them.
+"""A sum of some memory's bytes, by which changes are found at the speed of reading.
 
 Words of 4 bytes are dealt to 64 lanes in turn; each lane is `sum = (sum xor word) * prime`, and the lanes' sums are
 summed likewise. Every step can be undone, so that a change of one word always changes the sum, and others do but for
@@ -36,9 +36,9 @@ def _sum(address: Any, count: Any, sums_L: Any) -> Any:
 
 
 def sum_of_bytes(address: int, count: int) -> int:
-    """Returns the sum of so many bytes at an address that is a multiple of 4. Not checked: that they are there.
+    """Returns the sum of `size` bytes at an address that is a multiple of 4. Not checked: that they are there.
 
-    By address, since a tensor that was once an array of NumPy cannot be resized any more.
+    It takes an address, since a tensor that was once viewed as a NumPy array cannot be resized any more.
     """
     return int(_sum(address, count, np.arange(_LANES, dtype=np.uint32)))
 

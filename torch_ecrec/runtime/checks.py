@@ -1,4 +1,4 @@
-"""What arguments must be, said in one line where they are checked; and Python's own numbers of what is given as others.
+"""Checks of arguments, a line each, and conversion of NumPy's and torch's numbers to Python's.
 
     take_int("k", ids.max() + 1, 1)          NumPy's and tensors' numbers are Python's from there on, bit for bit
     take_float("lr", np.float32(0.1))        0.10000000149011612
@@ -38,14 +38,14 @@ def require_int(name: str, value: object, least: int, most: int | None = None) -
 
 
 def plain(value: Any) -> Any:
-    """Python's own value of a number, bool or string of NumPy's or of a tensor without dimensions; else `value`."""
+    """Returns NumPy's numbers, bools and strings, and tensors without dimensions, as Python's; else `value`."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item") and not getattr(value, "is_meta", False):
         return value.item()
     return value
 
 
 def plain_all(value: Any) -> Any:
-    """As `plain`, of what is in a list or a tuple, too; `value` itself where nothing is another then."""
+    """Like `plain`, and for the elements of a list or tuple, too. Returns `value` itself if nothing changes."""
     if type(value) not in (list, tuple):
         return plain(value)
     found = [plain(one) for one in value]
@@ -53,13 +53,13 @@ def plain_all(value: Any) -> Any:
 
 
 def shown(value: object) -> str:
-    """A value as a message names it: briefly where it is an array."""
+    """Returns a value as messages show it: an array in brief."""
     shape = getattr(value, "shape", None)
     return f"{type(value).__name__} of shape {tuple(shape)}" if isinstance(shape, tuple) and shape else repr(value)
 
 
 def plain_copy(record: R, names: Iterable[str]) -> R:
-    """The object itself, or a shallow copy of it where one of these attributes is not Python's own, as `plain_all`."""
+    """Returns the object, or a shallow copy if one of these attributes is not Python's own: see `plain_all`."""
     given = {name: getattr(record, name) for name in names}
     found = {name: plain_all(value) for name, value in given.items()}
     if all(found[name] is value for name, value in given.items()):
@@ -70,14 +70,14 @@ def plain_copy(record: R, names: Iterable[str]) -> R:
 
 
 def take_int(name: str, value: object, least: int, most: int | None = None) -> int:
-    """Python's int of an integer that was given. Raises as `require_int`."""
+    """Returns an integer as Python's int. Raises as `require_int`."""
     found = plain(value)
     require_int(name, found, least, most)
     return int(found)
 
 
 def take_float(name: str, value: object) -> float:
-    """Python's float of a number that was given. Raises TypeError: it is none; ValueError: it is not a number (NaN)."""
+    """Returns a number as Python's float. Raises TypeError if it is no number, ValueError if it is NaN."""
     found = plain(value)
     if isinstance(found, bool) or not isinstance(found, (int, float)):
         raise TypeError(f"`{name}` must be a number, got {shown(value)}")
@@ -87,7 +87,7 @@ def take_float(name: str, value: object) -> float:
 
 
 def take_bool(name: str, value: object) -> bool:
-    """Python's bool of one that was given. Raises TypeError: it is none."""
+    """Returns a bool as Python's bool. Raises TypeError if it is none."""
     found = plain(value)
     if not isinstance(found, bool):
         raise TypeError(f"`{name}` must be True or False, got {shown(value)}")
@@ -95,7 +95,7 @@ def take_bool(name: str, value: object) -> bool:
 
 
 def take_str(name: str, value: object) -> str:
-    """Python's str of a string that was given. Raises TypeError: it is none."""
+    """Returns a string as Python's str. Raises TypeError if it is none."""
     found = plain(value)
     if not isinstance(found, str):
         raise TypeError(f"`{name}` must be a string, got {shown(value)}")
@@ -124,7 +124,7 @@ _TAKES: dict[str, Callable[[str, object], object]] = {
 
 
 def take_fields(record: Any, of: str = "") -> None:
-    """Makes each field of a new dataclass that is declared as a number, a bool or a string Python's own, in place.
+    """Converts the number, bool and string fields of a new dataclass to Python's own types, in place.
 
     Fields of other types are left as they are. To be called first in `__post_init__`, in a module with
     `from __future__ import annotations`: the declarations are read as text.

@@ -1,4 +1,4 @@
-"""How long a thread has had a core, and how long it has waited for one, as the system counts it."""
+"""How long a thread had a CPU core, and how long it waited for one, as the system counts it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from collections.abc import Callable
 
 
 def ran_s(thread: int | None) -> float:
-    """How long a thread has had a core so far. `thread`: its native number; 0 where the system does not say."""
+    """Returns the CPU time of a thread so far, in seconds; 0 if the system does not tell.
+
+    `thread` is its native number.
+    """
     return _times(thread)[0]
 
 
 def wanted_s(thread: int | None) -> float:
-    """How long it has had a core, or waited for one. Where the system does not say, what the whole process has had."""
+    """Returns how long a thread had a core or waited for one, in seconds.
+
+    If the system does not tell, it is the CPU time of the whole process.
+    """
     times = _times(thread)
     return sum(times) if any(times) else time.process_time()
 
 
 def process_wanted_s(process: int) -> float:
-    """Likewise, of another process's main thread; 0 where the system does not say."""
+    """Returns `wanted_s` of another process's main thread; 0 if the system does not tell."""
     return sum(_times(process, str(process)))
 
 
@@ -32,12 +38,12 @@ def _times(thread: int | None, process: str = "self") -> tuple[float, float]:
 
 
 class Idle:
-    """For how long something has not computed, as somebody looks at it again and again; from the first look on.
+    """Measures for how long something has not computed, by repeated looks; from the first look on.
 
     Args:
         wanted_s: how long it has had a core, or waited for one.
         pause_s: between two looks.
-        share: of a core: what wants less does not compute.
+        share: the share of a core below which it does not compute.
     """
 
     def __init__(self, wanted_s: Callable[[], float], pause_s: float, share: float) -> None:
@@ -46,7 +52,7 @@ class Idle:
         self.seconds = 0.0
 
     def look(self) -> float:
-        """Looks again, and returns for how many seconds it has not computed by now."""
+        """Looks again; returns for how many seconds it has not computed."""
         now_s, wanted_s = time.monotonic(), self._ask()
         looked_s, before_s = self._before or (now_s, wanted_s)
         passed_s = min(now_s - looked_s, 2 * self._pause_s)  # not while this process was stopped

@@ -1,4 +1,4 @@
-"""Whether what trainers need beside this package is installed, found without loading it."""
+"""Checks that the packages that trainers need are installed, without loading them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kernel`, the decorator of every compiled function: Numba's `njit`, with entries of our own in its cache on disk.
+"""`kernel`, the decorator of every compiled function: Numba's `njit`, cached on disk in files of our own.
 
 Numba keeps what it compiled under the content of the file that defines a function. But a kernel has inside, from other
 files too, the code of all that it calls and the values of constants. When only such a file changed, with an upgrade,
@@ -84,7 +84,7 @@ def source_files() -> list[Path]:
 
 @functools.cache
 def digest_of_sources() -> str:
-    """16 hexadecimal digits, other ones for other sources or another Numba."""
+    """Returns 16 hexadecimal digits that change with the sources of kernels and with Numba's version."""
     digest = hashlib.blake2b(numba.__version__.encode(), digest_size=8)
     for path in source_files():
         source = path.read_bytes()
@@ -97,7 +97,7 @@ _said: set[str] = set()
 
 
 def _say_once(what: str, why: object) -> None:
-    """Once for all kernels of this process, and of those forked from it."""
+    """Logs a warning once for all kernels of this process, and of those forked from it."""
     if what not in _said:
         _said.add(what)
         log.warning(
@@ -109,7 +109,7 @@ def _say_once(what: str, why: object) -> None:
 
 
 class _Elsewhere(UserFolder):
-    """One of Numba's ways to a folder, for who may not write beside the sources, nor has named one."""
+    """A cache folder for users who cannot write beside the sources and have named no other folder."""
 
     def __init__(self, function: Any, file: str) -> None:
         super().__init__(function, file)
@@ -124,7 +124,7 @@ class _InHome(_Elsewhere):
 
 
 class _InTemporary(_Elsewhere):
-    """Nobody else may write there: whoever can runs code in the processes that read it."""
+    """A cache below the temporary folder, of this user alone: who may write there runs code in our processes."""
 
     def __init__(self, function: Any, file: str) -> None:
         super().__init__(function, file)
@@ -141,7 +141,7 @@ class _InTemporary(_Elsewhere):
 
 
 class _Nowhere(_Elsewhere):
-    """A cache that writes nothing."""
+    """A cache that writes nothing, where no folder can be written."""
 
     def __init__(self, function: Any, file: str) -> None:
         super().__init__(function, file)
@@ -156,7 +156,7 @@ _WAYS = (*(_InHome if one is UserWideCacheLocator else one for one in locators()
 
 
 class KernelCache(FunctionFiles, ways=_WAYS):
-    """Numba's cache of a function, with other files."""
+    """Numba's cache of one function, kept in files of our own (`Entries`)."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
@@ -165,15 +165,15 @@ class KernelCache(FunctionFiles, ways=_WAYS):
         self.keep_in(Entries(Path(self.cache_path), self.stem, digest_of_sources(), beside))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """What is kept for a signature; None: nothing that can be loaded."""
+        """Returns the compiled code for a signature; None if there is none that can be loaded."""
         try:
             return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
-        except Exception as error:  # whatever a file may hold that a disk has damaged: it is compiled, and written anew
+        except Exception as error:  # a file that a disk has damaged may raise anything: the kernel is compiled anew
             _say_once(f"not read from {self.cache_path}", f"{type(error).__name__}: {error}")
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keeps what was compiled, if there is room."""
+        """Saves compiled code. If that fails, it warns once."""
         if not self._writes:
             _say_once("kept nowhere", f"there is no folder for them: not {self.cache_path}, nor a home, nor /tmp")
             return
@@ -184,7 +184,7 @@ class KernelCache(FunctionFiles, ways=_WAYS):
 
 
 class Entries:
-    """What is kept of one function: a file for each key of Numba's, beside those of other functions.
+    """The cached code of one function: a file for each of Numba's keys, in a folder shared with other functions.
 
     Args:
         folder: where.
@@ -197,7 +197,7 @@ class Entries:
         self._folder, self._name, self._sources, self._others = folder, name, sources, others
 
     def load(self, key: Any) -> Any:
-        """What was saved under the key; None: nothing."""
+        """Returns what was saved under the key; None if nothing was."""
         name = self._path(key).name
         for folder in (self._folder, *self._others):
             with contextlib.suppress(FileNotFoundError):
@@ -206,7 +206,7 @@ class Entries:
         return None
 
     def save(self, key: Any, data: Any) -> None:
-        """Keeps `data`, and removes from the folder what is of other sources."""
+        """Saves `data`, and removes files of older sources from the folder."""
         path = self._path(key)
         part = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
         try:
@@ -220,7 +220,7 @@ class Entries:
         self._remove(lambda name: of_others.fullmatch(name) is not None)
 
     def flush(self) -> None:
-        """Removes what is kept of the function."""
+        """Removes the function's files."""
         start = f"{self._name}.{self._sources}."
         self._remove(lambda name: name.startswith(start) and name.endswith(".nbc"))
 

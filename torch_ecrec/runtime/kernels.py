@@ -1,4 +1,4 @@
-"""What kernels of several packages share: a hint for scattered rows, a check of indices, arrays by address, floats.
+"""What kernels of several packages share: a prefetch of scattered rows, checks of indices, arrays by address, floats.
 
 Does not know what a row holds.
 """
@@ -23,10 +23,10 @@ LINE_BYTES = 64  # of the processor's caches
 
 
 def _prefetch(builder: Any, start: Any, row_bytes: Any) -> None:
-    """Code that prefetches a row for reading, into the second-level cache.
+    """Emits code that prefetches a row for reading, into the second-level cache.
 
-    Also where the row is about to be changed: asking for ownership at once is slower (on rows of 512 bytes, 7 GB/s of
-    XOR against 4.5 when this was written).
+    It is used for rows about to be changed, too: asking for ownership at once is slower (7 GB/s of XOR against 4.5 on
+    rows of 512 bytes, when this was written).
     """
     tools: Any = cgutils  # untyped
     ir = tools.ir
@@ -46,11 +46,11 @@ def _prefetch(builder: Any, start: Any, row_bytes: Any) -> None:
 def _type_prefetch_row(context: Any, array_NW: Any, rows_U: Any, i: Any) -> Any:
     """Prefetches the row of `array_NW` that comes `AHEAD` places after place `i` of `rows_U`, if there is one.
 
-    A hint for kernels that visit rows scattered over memory much larger than the caches: what is done to a row outlasts
-    the processor's own look-ahead, so without it every row costs a full miss.
+    It is for kernels that visit rows scattered over memory much larger than the caches. The work on a row outlasts the
+    processor's own look-ahead, so that without it every row costs a full miss.
 
-    Written in LLVM's code as a whole: a function of Numba's counts references to its arrays, atomically, at every call,
-    which takes ten times as long as the hint.
+    It is written in LLVM's code: a Numba function would count references to its arrays atomically at every call, which
+    takes ten times as long as the prefetch.
     """
     tools: Any = cgutils  # untyped
     ir = tools.ir
@@ -77,7 +77,7 @@ prefetch_row: Any = intrinsic(_type_prefetch_row)
 
 
 def _type_prefetch(context: Any, address: Any, row_bytes: Any) -> Any:
-    """Prefetches the row at an address. Whether it is there is not checked: a hint never faults."""
+    """Prefetches the row at an address. The address is not checked: a prefetch never faults."""
     tools: Any = cgutils  # untyped
 
     def generate(target: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -92,7 +92,7 @@ prefetch: Any = intrinsic(_type_prefetch)
 
 @kernel()
 def first_outside(rows_U: Any, low: Any, limit: Any) -> Any:
-    """Index of the first row outside [low, limit), or -1."""
+    """Returns the index of the first row outside [low, limit), or -1."""
     outside = 0
     for i in range(rows_U.shape[0]):  # without a way out, so that it is done in vectors
         outside += (rows_U[i] < low) | (rows_U[i] >= limit)
@@ -117,7 +117,7 @@ def check_memory(name: str, array: NDArray[Any], shape: tuple[int, ...], *dtypes
 
 
 def _type_pointer(context: Any, address: Any) -> Any:
-    """`pointer(address)` inside a kernel: for `numba.carray`."""
+    """The intrinsic `pointer(address)`: an address as a pointer, for `numba.carray`."""
     tools: Any = cgutils  # untyped
 
     def generate(target: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -130,10 +130,10 @@ pointer: Any = intrinsic(_type_pointer)
 
 
 def addresses(arrays: Sequence[NDArray[Any]], width: int, *dtypes: Any) -> NDArray[np.int64]:
-    """Where some arrays begin, (A,) int64; the caller keeps them alive.
+    """Returns the addresses of some arrays, (A,) int64. The caller keeps the arrays alive.
 
-    For kernels that work on any number of arrays: Numba compiles a tuple of arrays once per length. Behind an address a
-    kernel believes what it is told, so that is looked at here.
+    Kernels that work on any number of arrays take addresses, since Numba compiles a tuple of arrays once per length. A
+    kernel cannot check an address, so the arrays are checked here.
 
     Args:
         arrays: (any, `width`) each.
@@ -151,7 +151,7 @@ def addresses(arrays: Sequence[NDArray[Any]], width: int, *dtypes: Any) -> NDArr
 
 
 def _type_fused_multiply_add(context: Any, a: Any, b: Any, c: Any) -> Any:
-    """`a * b + c` of float32 with one rounding, on any processor."""
+    """Returns `a * b + c` of float32 with one rounding, on any processor."""
     tools: Any = cgutils  # untyped
 
     def generate(target: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -168,7 +168,7 @@ fused_multiply_add: Any = intrinsic(_type_fused_multiply_add)
 
 
 def as_float(value: Any) -> Any:
-    """A float32; a uint16 is a bfloat16, the upper half of one. For kernels."""
+    """Returns a number as float32, in kernels. A uint16 is taken for a bfloat16, the upper half of a float32."""
 
 
 @overload(as_float, inline="always")

@@ -1,4 +1,4 @@
-"""The ends of a process that others wait for, and what its forked children must not keep.
+"""How a process ends, or is ended when it hangs; and what its forked children must not keep.
 
     end_with_parent    ends this process when the supervisor that started it is gone, however that ended, or says so
     pass_over_words_to_scripts  ignores the signals by which a scheduler tells a script to save
@@ -39,7 +39,7 @@ from torch_ecrec.runtime.threads import Worker, log_error
 INTERRUPTED = 130  # the exit code
 LOOK_S = 0.25
 IDLE = 0.05  # of a core: a thread that uses less does not compute
-THERE, COMPUTES = b".", b"c"  # what a process says of itself to who asks (`unlocked.py`)
+THERE, COMPUTES = b".", b"c"  # how a process answers a probe: it is there, or it computes (`unlocked.py`)
 
 # the parent, and being told to end --------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ Handler = Callable[[int, FrameType | None], object]
 SIGNALS = signal.SIGTERM, signal.SIGINT
 TO_SCRIPTS = signal.SIGUSR1, signal.SIGUSR2  # they say "save" to a script, and a process without a handler dies of them
 _parent_tells = False
-_handler: Handler | signal.Handlers = signal.SIG_IGN  # of the parent's word, where that tells
+_handler: Handler | signal.Handlers = signal.SIG_IGN  # handler of the parent's message, if the parent sends one
 
 
 def end_with_parent(tells: bool) -> None:
@@ -76,22 +76,22 @@ def end_with_parent(tells: bool) -> None:
 
 
 def _say_whose_it_is(number: int, frame: FrameType | None) -> None:
-    """A handler. (The log may be in use in this very thread.)"""
+    """A signal handler that says who ends this process. (The log may be in use in this very thread.)"""
     name = signal.Signals(number).name
     with contextlib.suppress(OSError):
         os.write(2, f"torch-ecrec: {name} does not end process {os.getpid()}: who has started it does\n".encode())
 
 
 def tell_to_end(parents_end: int) -> None:
-    """A supervisor's word to a process that ends with it. `parents_end`: of the pipe to its standard input."""
+    """Tells a process that ends with this one to end. `parents_end`: of the pipe to its standard input."""
     with contextlib.suppress(OSError):  # it has ended
         os.write(parents_end, b"\n")
 
 
 def on_signals(handler: Handler | signal.Handlers) -> None:
-    """Handles what tells this process to end: SIGTERM and SIGINT; or its parent's word, on another thread then.
+    """Handles what tells this process to end: SIGTERM, SIGINT, or its parent's message (then on another thread).
 
-    On the main thread only.
+    Call it on the main thread only.
     """
     global _handler
     if _parent_tells:
@@ -102,24 +102,24 @@ def on_signals(handler: Handler | signal.Handlers) -> None:
 
 
 def end_at_once(number: int, frame: FrameType | None) -> None:
-    """A handler for a process with nothing to leave in order: an exception may get lost in an import, this does not."""
+    """A signal handler that exits at once. An exception could get lost in an import, and nothing needs cleaning up."""
     os._exit(INTERRUPTED)
 
 
 def pass_over_words_to_scripts() -> None:
-    """Ignores the signals that schedulers send to every process of a job for its script to save (Slurm's `--signal`).
+    """Ignores the signals by which a job's scheduler tells scripts to save (Slurm's `--signal`).
 
-    A process that this one starts ignores them, too, unless it says otherwise.
+    Child processes ignore them, too, unless they say otherwise.
     """
     for number in TO_SCRIPTS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def keep_exit_code() -> None:
-    """Ignores SIGTERM and SIGINT behind everything that is left in order.
+    """Ignores SIGTERM and SIGINT once all exit handlers registered after this call have run.
 
-    The interpreter takes its handlers away some 10 ms before the process ends; a signal in between would end it as one
-    that has none. What is ignored stays ignored.
+    The interpreter removes its signal handlers some 10 ms before the process ends. A signal in between would end the
+    process as one without handlers. An ignored signal stays ignored.
     """
     atexit.register(on_signals, signal.SIG_IGN)
 
@@ -128,19 +128,19 @@ def keep_exit_code() -> None:
 
 
 def freeze() -> None:
-    """Spares the interpreter's end the look at all objects of torch: 0.7 s of a core, and Ctrl-C ends many processes.
+    """Keeps the interpreter from visiting all of torch's objects at its end, which takes 0.7 s of a core.
 
-    For processes of our own only: garbage that exists now is never collected.
+    It is for our own processes only: garbage that exists now is never collected.
     """
     gc.collect()
     gc.freeze()
 
 
 class Owned(Protocol):
-    """Something of this process, with files or threads."""
+    """An object of this process that has files or threads."""
 
     def on_forked(self) -> None:
-        """In the child, before anything else runs there: closes its copies of files, and waits for nothing.
+        """Called first in a forked child: closes its copies of files, and waits for nothing.
 
         Locks may be held by threads that the child does not have.
         """
@@ -152,7 +152,7 @@ _registered = False
 
 
 def belongs_here(thing: Owned) -> None:
-    """From now on, `thing.on_forked` is called in every forked child, as long as `thing` lives."""
+    """Makes every forked child call `thing.on_forked`, as long as `thing` lives."""
     global _registered
     with _registering:
         if not _registered:
@@ -172,7 +172,7 @@ def _let_go() -> None:
 
 
 def end_if_it_hangs(thread: threading.Thread, knows: Callable[[], bool], limit_s: float, why: str, code: int) -> None:
-    """Ends this process, with all stacks on standard error, if it waits for others in vain, for `limit_s` at a stretch.
+    """Ends this process, with all stacks on standard error, if it waits for others in vain for `limit_s` on end.
 
     A thread *hangs* that is inside a call of torch.distributed, or a backward, the same one all that time, and does not
     compute. The process is ended if `thread` hangs, unless it `knows`: then what it does is its own affair. It is also
@@ -209,7 +209,7 @@ def end_if_it_hangs(thread: threading.Thread, knows: Callable[[], bool], limit_s
 
 @contextlib.contextmanager
 def ends_within(limit_s: float, why: str, code: int) -> Iterator[None]:
-    """Ends this process, with all stacks on standard error and this exit code, if what is inside takes longer."""
+    """Ends this process, with all stacks on standard error, if the block takes longer than `limit_s`."""
     watch = threading.Timer(
         limit_s, lambda: end_with_stacks(f"torch-ecrec: {why} within {limit_s:g} s: it hangs", code)
     )
@@ -222,7 +222,7 @@ def ends_within(limit_s: float, why: str, code: int) -> Iterator[None]:
 
 
 class _Look:
-    """One thread at one moment. `hangs_s`: for how long it has been seen to hang."""
+    """The state of one thread at one moment. `hangs_s`: for how long it has been seen to hang."""
 
     def __init__(self, thread: threading.Thread, frame: FrameType, before: _Look | None) -> None:
         self._at_s, self._ran_s = time.monotonic(), ran_s(thread.native_id)
@@ -240,7 +240,7 @@ class _Look:
 
 
 def _waits_for_others(frame: FrameType | None) -> bool:
-    """Whether the innermost calls, as far as they are of libraries, are of those that may wait for other trainers."""
+    """Returns whether a thread, at this frame, is in a library's call that may wait for other trainers."""
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if not module.startswith(("torch.", "torchrec.", "torch_ecrec.", "threading", "concurrent.", "contextlib")):
@@ -252,14 +252,14 @@ def _waits_for_others(frame: FrameType | None) -> bool:
 
 
 def _is_over(frame: FrameType | None) -> bool:
-    """Whether the main thread waits for others before the interpreter ends."""
+    """Returns whether the main thread has ended, and waits for others before the interpreter ends."""
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
     return frame is not None and is_shutdown(frame)
 
 
 def end_with_stacks(text: str, code: int) -> None:
-    """Ends this process at once, with what its threads do on standard error."""
+    """Ends this process at once, with the stacks of its threads on standard error."""
     with contextlib.suppress(OSError):  # nobody to tell, or no room: it ends all the same
         print(text, file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.stderr)

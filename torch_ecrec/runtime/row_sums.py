@@ -1,4 +1,4 @@
-"""`sum_rows` and `row_address`, for kernels: the sum of some rows, kept in registers until it is whole.
+"""`sum_rows` and `row_address`, for kernels: a sum of rows is kept in registers until it is complete.
 
 A loop of Numba's that adds row after row to an array reads and writes that array for each row, and looks each time
 whether the two overlap. Here columns are summed in blocks: all rows of the first 64 columns, then of the next 64, what
@@ -34,7 +34,7 @@ def _of_lanes(scalar: Any, lanes: int) -> Any:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Code that reads rows: `item(i)` is the address of the i-th, `weight(i)` what it counts."""
+    """Emits code that reads rows: `item(i)` is the address of the i-th, `weight(i)` its weight."""
 
     builder: Any
     is_half: bool
@@ -42,7 +42,7 @@ class _Rows:
     weight: Callable[[Any], Any]
 
     def _load(self, row: Any, column: Any, lanes: int) -> Any:
-        """Float32s from a column on."""
+        """Emits code that loads float32 numbers from a column on."""
         builder, stored, itemsize = self.builder, *((_HALF, 2) if self.is_half else (_FLOAT, _FLOAT_BYTES))
         start = builder.add(row, builder.mul(column, _LONG(itemsize)))
         found = builder.load(builder.inttoptr(start, _of_lanes(stored, lanes).as_pointer()), align=itemsize)
@@ -60,7 +60,7 @@ class _Rows:
         return self.builder.shuffle_vector(first, nothing, _ir.Constant(_ir.VectorType(_WORD, lanes), [0] * lanes))
 
     def values(self, i: Any, columns: Sequence[Any], lanes: int, weighted: bool) -> list[Any]:
-        """The i-th row's, `lanes` of them from each of some columns on, times its weight."""
+        """Emits code for row i times its weight: `lanes` numbers from each of some columns on."""
         row = self.item(i)
         found = [self._load(row, column, lanes) for column in columns]
         if weighted:
@@ -70,7 +70,7 @@ class _Rows:
 
 
 def _sum_blocks(rows: _Rows, out: Any, dim: Any, first: Any, stop: Any, weighted: bool) -> None:
-    """Code that sums rows [first, stop), at least one, block by block, and writes the sums at the address `out`."""
+    """Emits code that sums rows [first, stop), at least one, in blocks, and writes the sums at the address `out`."""
     builder, column = rows.builder, _LONG(0)
     for lanes, vectors in BLOCKS:
         end, width = builder.and_(dim, _LONG(-lanes * vectors)), _LONG(lanes * vectors)
@@ -129,7 +129,7 @@ sum_rows: Any = intrinsic(_type_sum_rows)
 
 
 def _type_row_address(context: Any, array_BFD: Any, b: Any, f: Any) -> Any:
-    """Where array[b, f] begins. Not checked: that it is there."""
+    """The intrinsic `row_address`: the address of array[b, f]. Not checked: that it is there."""
 
     def generate(target: Any, builder: Any, signature: Any, args: Any) -> Any:
         array, place = target.make_array(signature.args[0])(target, builder, args[0]), [*args[1:], _LONG(0)]

@@ -1,4 +1,4 @@
-"""Memory that other processes of this host can read in place: what is sent within a host is written once.
+"""Memory that other processes of this host read in place, so that what is sent within a host is written once.
 
     segment   an anonymous file in memory (memfd), mapped here to be written, and in its readers to be read; it is
               sealed, so that nobody can take from a reader what it looks at
@@ -60,7 +60,7 @@ AVAILABLE = _prepare()  # on Linux
 
 
 class Mapping:
-    """The bytes of a file as memory, for as long as this object lives. Raises OSError.
+    """A file's bytes mapped as memory, for as long as this object lives. Raises OSError.
 
     Python's own `mmap` would keep a file descriptor for each.
     """
@@ -79,7 +79,7 @@ class Mapping:
 
 
 def is_whole(fd: int, size: int) -> bool:
-    """Whether a file has so many bytes and can never have fewer: who reads a mapping beyond the end of a file dies."""
+    """Returns whether a file has `size` bytes and can never shrink: a read beyond its end would kill the reader."""
     try:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
     except OSError:  # not a file of the kind that is sealed
@@ -88,7 +88,7 @@ def is_whole(fd: int, size: int) -> bool:
 
 
 class _Held:
-    """What the memory of an array belongs to. Says when the last array of it is gone."""
+    """Owns the memory of arrays, and appends `token` to `gone` when the last array of it is gone."""
 
     def __init__(self, mapping: Mapping, size: int, token: Any, gone: deque[Any]) -> None:
         self._mapping, self._token, self._gone = mapping, token, gone
@@ -99,19 +99,19 @@ class _Held:
 
 
 def held(mapping: Mapping, size: int, token: Any, gone: deque[Any]) -> NDArray[np.uint8]:
-    """The first bytes of a mapping; `token` is appended to `gone` when the last array or tensor of them is gone."""
+    """Returns the first `size` bytes of a mapping. When the last array of them is gone, `gone` gets `token`."""
     return np.asarray(_Held(mapping, size, token, gone))
 
 
 class Reader(Protocol):
-    """Who has been shown a segment."""
+    """The connection over which a segment was shown to another process."""
 
     def forget(self, segment: int) -> None:
-        """The segment is not handed out again. Called with the pool's lock held."""
+        """Called when the segment will not be used again, with the pool's lock held."""
 
 
 class Segment:
-    """One file, its number in this process, and who uses it. The file is open for as long as this object lives."""
+    """A file of shared memory, and who uses it. It is open for as long as this object lives."""
 
     def __init__(self, number: int, size: int) -> None:
         self.number, self.size = number, size
@@ -132,7 +132,7 @@ class Segment:
 
 
 class Pool:
-    """The segments of this process.
+    """The shared-memory segments of this process.
 
     Args:
         most_bytes: of all segments together, free ones included.
@@ -145,24 +145,24 @@ class Pool:
         self._lock = threading.Lock()  # guards all below
         belongs_here(self)
         self._bytes = self._count = 0
-        self._free: list[Segment] = []  # that given back longest ago first
+        self._free: list[Segment] = []  # ordered by when they were given back, the earliest first
         self._held: list[tuple[int, Segment]] = []  # by address, ascending
 
     def on_forked(self) -> None:
-        """In a forked child: its parent goes on to hand out the very same memory."""
+        """Drops the pool in a forked child: the parent goes on to hand out the very same memory."""
         self._lock = threading.Lock()
         if _pool is self:
             enable(0)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all segments, free ones included."""
+        """The size of all segments in bytes, free ones included."""
         with self._lock:
             self._sort_gone()
             return self._bytes
 
     def take(self, size: int) -> NDArray[np.uint8] | None:
-        """`size` bytes, whatever they are; None where there is no more memory to share."""
+        """Returns `size` bytes, uninitialised; None if the pool is full."""
         with self._lock:
             self._sort_gone()
             segment = self._reuse(size) or self._make(size)
@@ -173,7 +173,7 @@ class Pool:
             return held(segment.mapping, size, segment, self._gone)
 
     def find(self, address: int) -> tuple[Segment, int] | None:
-        """The segment that an array of this process lies in, and where in it."""
+        """Returns the segment in which an array of this process lies, and its offset there; None if in none."""
         with self._lock:
             at = bisect.bisect_right(self._held, address, key=lambda entry: entry[0]) - 1
             if at >= 0:
@@ -183,7 +183,7 @@ class Pool:
         return None
 
     def lend(self, segment: Segment, reader: Reader) -> None:
-        """Somebody is told of it. It must be held: by an array here, or lent before."""
+        """Counts a loan of the segment to a reader. The segment must be in use here, or lent already."""
         with self._lock:
             segment.lent += 1
             segment.readers.add(reader)
@@ -195,7 +195,7 @@ class Pool:
                 self._settle(segment)
 
     def leave(self, segment: Segment, reader: Reader, times: int) -> None:
-        """A reader is gone, with so many loans that it will never give back: the segment is not handed out again."""
+        """Called when a reader is gone with `times` loans that it never returns: the segment is not used again."""
         with self._lock:
             segment.readers.discard(reader)
             segment.lent -= times
@@ -212,7 +212,7 @@ class Pool:
             self._settle(segment)
 
     def _settle(self, segment: Segment) -> None:
-        """Nobody here holds it: free, if nobody else reads it."""
+        """Called when this process holds the segment no more: frees it unless somebody else reads it."""
         if segment.lost:
             self._drop(segment)
         elif not segment.lent and not segment.dropped and segment not in self._free:
@@ -243,7 +243,7 @@ class Pool:
         return self._bytes + size <= self.most_bytes and self._count < SEGMENTS_MOST
 
     def _drop(self, segment: Segment) -> None:
-        """It is not handed out again. Whoever is about to show it to somebody may still do so."""
+        """Drops a segment: it is not used again. A reader that is about to be shown it may still be."""
         if not segment.dropped:
             segment.dropped = True
             self._bytes -= segment.size
@@ -254,7 +254,7 @@ class Pool:
 
 
 def _rounded(size: int) -> int:
-    """An eighth more than needed at least, so that what varies a little from step to step fits next time."""
+    """Returns a size at least an eighth larger, so that what varies a little from step to step fits next time."""
     return -(-(size + size // 8) // _GRAIN) * _GRAIN
 
 
@@ -262,7 +262,7 @@ _pool: Pool | None = None
 
 
 def enable(most_bytes: int) -> None:
-    """Gives this process a pool of at most so many bytes; 0 takes it away. One of the same size stays."""
+    """Gives this process a pool of at most `most_bytes`; 0 removes it. A pool of the same size stays."""
     global _pool
     if most_bytes == 0 or not AVAILABLE:
         _pool = None
@@ -271,12 +271,12 @@ def enable(most_bytes: int) -> None:
 
 
 def pool() -> Pool | None:
-    """Returns the pool of this process; None: it has none."""
+    """Returns the pool of this process, or None."""
     return _pool
 
 
 def empty(shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
-    """Like `numpy.empty`, in shared memory if there is a pool, and it has room, and it is worth it."""
+    """Like `numpy.empty`, in shared memory if the pool has room and the array is large enough."""
     kind = np.dtype(dtype)
     size = math.prod(shape) * kind.itemsize
     if _pool is not None and size >= LEAST_BYTES:

@@ -1,4 +1,4 @@
-"""Threads of this package: where one's work raises, somebody hears of it."""
+"""Threads whose exceptions are reported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 class Worker(threading.Thread):
-    """A thread for some work, which `start` begins.
+    """A thread that runs `work` once it is started, and reports what it raises.
 
     Args:
         work: what it does.
@@ -27,7 +27,7 @@ class Worker(threading.Thread):
         self._work, self._on_error = work, on_error
 
     def run(self) -> None:
-        """Does the work."""
+        """Runs the work, and passes an exception of it to `on_error`."""
         try:
             self._work()
         except Exception as error:  # the seam: nobody else would hear of it
@@ -37,5 +37,5 @@ class Worker(threading.Thread):
 
 
 def log_error(error: BaseException) -> None:
-    """For `Worker`: to the log, with the stack."""
+    """Logs an error with its stack: an `on_error` for `Worker`."""
     log.error("thread %s ended: %r", threading.current_thread().name, error, exc_info=error)

@@ -1,4 +1,4 @@
-"""Whether this process computes, said by a thread that never needs the interpreter's lock.
+"""A thread that never needs the interpreter's lock, and tells others whether this process computes.
 
 A call in C may hold the lock for as long as it takes: one that unpickles a large file, sorts, collects garbage, or
 compiles. No Python runs meanwhile in any thread, heartbeats included, and the process looks as if it were stopped. One
@@ -32,7 +32,7 @@ from torch_ecrec.runtime.lifetime import THERE as THERE
 
 OVERDUE_S = 0.5
 RECENT_S = 2.0
-SHARE = 0.01  # of a core: a limit of 2 % for the whole process is enough to be seen
+SHARE = 0.01  # share of a core: a limit of 2 % for the whole process is enough to be seen
 LOOK_S = 0.25
 PAUSE_S = 0.2  # after a failed accept: no more descriptors, for instance
 
@@ -47,7 +47,7 @@ _int, _word, _address = types.int32, types.int64, types.uintp
 
 
 def _external(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of the C library."""
+    """Declares a function of the C library, for kernels."""
     tools: Any = numba_typing  # untyped
     return types.ExternalFunction(name, tools.signature(result, *arguments))
 
@@ -68,7 +68,7 @@ _closedir: Any = _external("closedir", _int, _address)
 
 @kernel()
 def _clock_ns(clock: Any, time_2: Any) -> Any:
-    """0 where there is no such clock: the thread has ended."""
+    """Returns a thread's CPU time in nanoseconds; 0 if the thread has ended."""
     if _clock_gettime(np.int32(clock), time_2.ctypes.data) != 0:
         return 0
     return time_2[0] * 1_000_000_000 + time_2[1]
@@ -76,7 +76,7 @@ def _clock_ns(clock: Any, time_2: Any) -> Any:
 
 @kernel()
 def _look(folder: Any, threads_N2: Any, count: Any, passed_ns: Any, words: Any) -> Any:
-    """How many threads there are now, in `threads_N2` with what they have had of a core; negative: one computes.
+    """Writes each thread's CPU time into `threads_N2`; returns how many there are, negated if one computes.
 
     Args:
         folder: of this process's threads, a name that ends in a 0.
@@ -116,7 +116,10 @@ def _look(folder: Any, threads_N2: Any, count: Any, passed_ns: Any, words: Any) 
 
 @kernel()
 def _answer(listener: Any, said_5: Any, folder: Any, letters: Any, last_words: Any) -> Any:
-    """Until `said_5[_ENDS]`. `letters`: `THERE`, `COMPUTES`. `last_words`: on standard error, of one that hangs."""
+    """Answers connections until `said_5[_ENDS]`, and ends the process if it hangs.
+
+    `letters`: `THERE`, `COMPUTES`. `last_words`: written to standard error if the process hangs.
+    """
     words = np.zeros(_RUSAGE_WORDS, np.int64)
     waits = np.zeros(2, np.int32)  # struct pollfd
     threads_N2 = np.zeros((_THREADS_MOST, 2), np.int64)
@@ -151,29 +154,32 @@ def _answer(listener: Any, said_5: Any, folder: Any, letters: Any, last_words: A
 
 
 class Answers:
-    """What this process says to who connects, as `run` gives it on a thread of its own."""
+    """Answers processes that connect, on a thread that runs `run`: whether this process computes."""
 
     def __init__(self) -> None:
         self._said_5 = np.array([time.monotonic_ns(), 1, 0, 0, 0], np.int64)
 
     def ends(self, limit_s: float, code: int) -> None:
-        """From now on this process ends, with this exit code, if the lock is held so long and nothing computes."""
+        """Makes this process exit with `code` if the lock is held for `limit_s` while nothing computes."""
         self._said_5[_CODE] = code
         self._said_5[_LIMIT] = int(limit_s * 1e9)
 
     def turn(self, well: bool) -> None:
-        """The heartbeats' thread has its turn. `well`: nothing that it looks at hangs."""
+        """Notes that the heartbeat thread runs. `well`: nothing that it looks at hangs."""
         self._said_5[_WELL] = well
         self._said_5[_TURN] = time.monotonic_ns()
 
     def run(self, listener: int) -> None:
-        """Answers until `end`, and who connects then or shuts the listener down: it is not closed before."""
+        """Answers until `end`, and then until somebody connects or the listener is shut down.
+
+        It must not be closed before.
+        """
         folder = np.frombuffer(b"/proc/self/task\0", np.uint8)
         letters, words = np.frombuffer(THERE + COMPUTES, np.uint8), np.frombuffer(_LAST_WORDS, np.uint8)
         _answer(listener, self._said_5, folder, letters, words)
 
     def end(self) -> None:
-        """Whoever comes next is not answered."""
+        """Ends `run`: the next connection is not answered."""
         self._said_5[_ENDS] = 1
 
 

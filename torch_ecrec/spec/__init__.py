@@ -1,1 +1,1 @@
-"""What is asked for: the job that servers and trainers agree on, and the settings of one process."""
+"""The specification of a run: the job that servers and trainers agree on, and the settings of one process."""

@@ -1,4 +1,4 @@
-"""What a job is: tables, optimizers, code parameters. Frozen, validated on construction, equal on every process.
+"""The specification of a job: tables, optimizers, code parameters. Frozen, validated, equal on every process.
 
 Terms. A *slab* is the set of all tables whose records look alike (same dimension, dtype and optimizer): their rows are
 laid end to end in one row space, striped and stored together. Example: tables `a` (100 rows, dim 16) and `b` (50 rows,
@@ -36,7 +36,7 @@ ROWS_MOST, DIM_MOST, SLOTS_MOST, TRAINERS_MOST = 1 << 48, 1 << 24, 1 << 20, 1 <<
 
 @dataclass(frozen=True, init=False)
 class OptimizerSpec:
-    """The sparse optimizer of some tables.
+    """The sparse optimizer of some tables, and its hyperparameters.
 
     Args:
         kind: one of `torch_ecrec.records.optimizers.NAMES`, say "sgd" or "adam".
@@ -70,7 +70,7 @@ class OptimizerSpec:
 
     @property
     def optimizer(self) -> SparseOptimizer:
-        """The optimizer that the servers run for this table."""
+        """The optimizer that the servers run for these tables."""
         return optimizer(self.kind)
 
 
@@ -111,7 +111,7 @@ class TableSpec:
 
 @dataclass(frozen=True)
 class CodeSpec:
-    """How records are protected: `slots` shards; stripes of k data and r parity records on k + r different slots.
+    """How records are protected: stripes of k data and r parity records, on k + r different ones of `slots` slots.
 
     With `protection="none"` there is no parity (r is 0 in effect): a baseline, where any loss is final.
     """
@@ -140,18 +140,18 @@ class CodeSpec:
 
     @property
     def parities(self) -> int:
-        """r, or 0 without protection."""
+        """The parity records in a stripe: r, or 0 without protection."""
         return self.r if self.protection == "parity" else 0
 
     @property
     def members(self) -> int:
-        """n: records in a stripe."""
+        """The records in a stripe: n = k + r."""
         return self.k + self.parities
 
 
 @dataclass(frozen=True)
 class SlabSpec:
-    """Tables whose records look alike, laid end to end. `first_rows[i]` is where table i starts."""
+    """Tables whose records look alike, laid end to end. Table i starts at row `first_rows[i]`."""
 
     dim: int
     optimizer: OptimizerSpec
@@ -166,11 +166,11 @@ class SlabSpec:
 
     @cached_property
     def schema(self) -> Schema:
-        """The schema of this table's records."""
+        """The layout of the slab's records."""
         return self.optimizer.optimizer.schema(self.dim, self.weights)
 
     def initial(self, seed: int) -> InitialRecords:
-        """What records are before anything was loaded or trained."""
+        """Returns the slab's records before anything was loaded or trained."""
         from torch_ecrec.records.initial import InitialRecords
 
         return InitialRecords(
@@ -185,7 +185,7 @@ class SlabSpec:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """Everything that servers and trainers must agree on."""
+    """The job: all that its servers and trainers must agree on."""
 
     tables: tuple[TableSpec, ...]
     code: CodeSpec
@@ -203,7 +203,7 @@ class JobSpec:
 
     @cached_property
     def slabs(self) -> tuple[SlabSpec, ...]:
-        """Tables grouped by record layout and optimizer, in order of first appearance."""
+        """The slabs: tables grouped by record layout and optimizer, in order of first appearance."""
         groups: dict[tuple[int, OptimizerSpec, str], list[int]] = {}
         for index, table in enumerate(self.tables):
             groups.setdefault((table.dim, table.optimizer, table.weights), []).append(index)
@@ -219,7 +219,7 @@ class JobSpec:
 
     @cached_property
     def place_of_table(self) -> dict[str, tuple[int, int]]:
-        """Table name -> (slab index, first row in the slab)."""
+        """The slab index of each table, by name, and its first row in the slab."""
         return {
             table.name: (s, first)
             for s, slab in enumerate(self.slabs)
@@ -232,7 +232,7 @@ class JobSpec:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> JobSpec:
-        """Inverse of `to_json`; raises `ValueError`, `TypeError` or `KeyError` on anything else."""
+        """Inverts `to_json`. Raises `ValueError`, `TypeError` or `KeyError` for anything else."""
         tables = tuple(
             TableSpec(**{**t, "optimizer": OptimizerSpec(o["kind"], o["lr"], o["max_gradient"], **dict(o["fixed"]))})
             for t in value["tables"]
@@ -241,7 +241,7 @@ class JobSpec:
         return JobSpec(tables=tables, code=CodeSpec(**value["code"]), trainers=value["trainers"], seed=value["seed"])
 
     def difference(self, other: JobSpec) -> str:
-        """Why who has the other job can neither train this one nor go on from a checkpoint of it.
+        """Returns why a process of the other job can neither train this one nor resume from its checkpoints.
 
         Returns:
             The first difference, as said of this one; "" if there is none. Slots and code may be others.
@@ -262,7 +262,7 @@ class JobSpec:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the canonical form: equal exactly when two jobs are."""
+        """The SHA-256 of the canonical form. Two jobs are equal exactly when their digests are."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -272,7 +272,7 @@ def _some(names: list[str]) -> str:
 
 
 def _differences(there: TableSpec, here: TableSpec) -> str:
-    """Field by field, what one table is in two jobs."""
+    """Lists the fields in which a table differs between two jobs."""
     pairs = [(field.name, getattr(there, field.name), getattr(here, field.name)) for field in dataclasses.fields(there)]
     found = [f"`{name}` is {a!r} there, {b!r} here" for name, a, b in pairs if a != b and name != "optimizer"]
     theirs, ours = (

@@ -1,4 +1,4 @@
-"""Time limits, sizes and choices of one process.
+"""The settings of one process: time limits, sizes and choices.
 
 The only module that reads environment variables (`Settings.from_environment`).
 """
@@ -54,45 +54,45 @@ OTHERS = (
 
 
 def new_run() -> str:
-    """A word for what is trained from one start of a cluster: nobody else has it."""
+    """Returns a new random word that names one run of a cluster."""
     return uuid.uuid4().hex[:8]
 
 
 def torchrun_launch() -> str:
-    """The word of the torchrun that has started this process (its `--rdzv-id`), the same for all nodes and restarts.
+    """Returns the id of the torchrun that started this process (`--rdzv-id`), the same for all nodes and restarts.
 
-    "" without torchrun, and where it was told none: then all say "none".
+    It is "" without torchrun, and if torchrun was given no id: every such torchrun says "none".
     """
     word = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return "" if word == "none" else word
 
 
 def loss_mark() -> Path | None:
-    """Where trainers note that data is lost: `torch-ecrec run`, which starts them again, looks there."""
+    """Returns the file by which trainers tell `torch-ecrec run`, which restarts them, that data is lost; or None."""
     place = os.environ.get("TORCH_ECREC_LOSS_MARK")
     return Path(place) if place else None
 
 
 def restarts() -> int:
-    """How often torchrun has started the trainers again."""
+    """Returns how often torchrun has restarted the trainers."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def record_folder() -> Path | None:
-    """Where trainers note their steps: `torch-ecrec rehearse` says so to those that it starts."""
+    """Returns the folder in which trainers record their steps, set by `torch-ecrec rehearse`; or None."""
     folder = os.environ.get("TORCH_ECREC_RECORD")
     return Path(folder) if folder else None
 
 
 def rehearsed_folder() -> Path:
-    """Where rehearsals have left marks of the scripts that they found equal."""
+    """Returns the folder with the marks of scripts whose rehearsals came out equal."""
     return Path(os.environ.get("TORCH_ECREC_REHEARSED") or REHEARSALS)
 
 
 def own_secret() -> bytes:
-    """What all processes of a cluster know, and nobody else; b"" where there is none.
+    """Returns the secret that all processes of the cluster share; b"" if there is none.
 
-    TORCH_ECREC_SECRET, or what is in the file that TORCH_ECREC_SECRET_FILE names, without white space at its ends.
+    It is TORCH_ECREC_SECRET, or the contents of the file TORCH_ECREC_SECRET_FILE without white space at its ends.
 
     Raises:
         ValueError: it is too short, both are given, or the file cannot be read.
@@ -114,21 +114,23 @@ def own_secret() -> bytes:
 
 
 def insecure_rpc() -> bool:
-    """Whether torch.distributed.rpc, which runs what it is sent, may listen where other hosts get to."""
+    """Returns whether torch.distributed.rpc may listen where other hosts reach it. It runs whatever it is sent."""
     text = os.environ.get(INSECURE_RPC, "0")
     require(text in ("0", "1"), f"{INSECURE_RPC} must be 0 or 1, got {text!r}")
     return text == "1"
 
 
 def allow_insecure_rpc() -> None:
-    """From now on it may, in this process and those that it starts."""
+    """Allows what `insecure_rpc` tells, in this process and those that it starts."""
     os.environ[INSECURE_RPC] = "1"
 
 
 @contextlib.contextmanager
 def trusted_network() -> Iterator[None]:
-    """Other hosts can be reached meanwhile: this process, and those that it starts, have a secret, and may use torch's
-    RPC there. For hosts that nobody else gets to (`testing/hosts.py`)."""
+    """Gives this process, and those that it starts, a secret within the block, and allows torch's RPC between hosts.
+
+    For hosts that nobody else can reach (`testing/hosts.py`).
+    """
     names = ("TORCH_ECREC_SECRET", INSECURE_RPC)
     before = {name: os.environ.get(name) for name in names}
     if not own_secret():
@@ -145,16 +147,16 @@ def trusted_network() -> Iterator[None]:
 
 
 def set_unless_set(name: str, value: Callable[[], str]) -> None:
-    """A variable that a library reads in this process, where the user has said nothing of it."""
+    """Sets an environment variable that a library reads, unless the user has set it."""
     if name not in os.environ:
         os.environ[name] = value()
 
 
 def ask_name_servers_briefly() -> None:
-    """One that does not answer is waited for 1 s, twice, instead of 5, by this process and those that it starts.
+    """Makes the C library wait for a silent name server for 1 s, twice, instead of 5 s; in child processes, too.
 
-    Torch's TCPStore asks for the name of whoever connects, backwards, and serves nobody meanwhile. To be called before
-    this process looks up its first name: the C library reads it then.
+    Torch's TCPStore looks up the name of every address that connects, and serves nobody meanwhile. Call it before the
+    process looks up its first name: the C library reads the setting then.
     """
     set_unless_set("RES_OPTIONS", lambda: "timeout:1 attempts:2")
 
@@ -167,7 +169,7 @@ LAUNCH_MOST = 200
 
 @dataclass(frozen=True)
 class Settings:
-    """Time limits and sizes of one process. Seconds, bytes and steps as the names say.
+    """The time limits and sizes of one process, in seconds, bytes and steps as the names say.
 
     Args:
         join: "host:port" of the coordinator, or None.
@@ -309,13 +311,13 @@ class Settings:
         return Settings(**{**values, **overrides})
 
     def environment(self) -> dict[str, str]:
-        """What gives another process the same settings, but for `join`: inverse of `from_environment`."""
+        """Returns the variables that give another process these settings, except `join`: inverts `from_environment`."""
         names = [field.name for field in dataclasses.fields(self) if field.name != "join"]
         return {f"TORCH_ECREC_{name.upper()}": str(getattr(self, name)) for name in names}
 
 
 def _require_known(names: Iterable[str]) -> None:
-    """Raises ValueError where a variable of ours is none: it was misspelt, and would be without effect in silence."""
+    """Raises ValueError for a TORCH_ECREC_ variable that does not exist: a misspelt one would be ignored silently."""
     known = [*(field.name.upper() for field in dataclasses.fields(Settings)), *OTHERS]
     for name in names:
         own = name.removeprefix(PREFIX)

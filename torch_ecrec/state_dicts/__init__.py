@@ -1,1 +1,1 @@
-"""The tables of a model as its state dicts and TorchRec's checkpoints have them: names, columns, parts."""
+"""A model's tables as state dicts and TorchRec's checkpoints have them: names, order of columns, parts."""

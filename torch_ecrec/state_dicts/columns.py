@@ -1,4 +1,4 @@
-"""In which order a collection gives out its features: the columns of a `KeyedTensor`, the keys of a dict.
+"""The order in which a collection gives out its features: the columns of a `KeyedTensor`, or the keys of a dict.
 
 TorchRec's sharded collections have the order of their shards, not that of the module. Four tables of a feature each,
 table-wise on trainers 0, 1, 0 and 1:
@@ -64,13 +64,13 @@ Entries = Mapping[str, ParameterSharding]
 
 @dataclass(frozen=True)
 class Placed:
-    """How a checkpoint has a table, or how a plan would have it.
+    """How a table is divided into parts, in a checkpoint or by a plan.
 
     Args:
         kind: "whole" in one part, in "rows", "columns" or a "grid"; "plain" where TorchRec's fused optimizer has no
             state of it, as it has of others: a table that is data-parallel.
-        trainers: who has written the parts, in their order.
-        parts: of each its first row and column, and its rows and columns.
+        trainers: the trainer that wrote each part, in the order of the parts.
+        parts: for each part its first row and column, and its numbers of rows and columns.
     """
 
     kind: str
@@ -80,13 +80,13 @@ class Placed:
 
 @dataclass(frozen=True)
 class Found:
-    """What a checkpoint says of the columns of one collection.
+    """What a checkpoint tells of the order of one collection's columns.
 
     Args:
-        said: the order that was recorded with it; None: no record.
-        placed: by table; None: it does not say who has written what.
-        trainers: how many have written.
-        stepped: there is state of TorchRec's fused optimizer.
+        said: the order that was recorded with it; None: none was.
+        placed: the parts of each table; None: it does not tell which trainer wrote which part.
+        trainers: the number of trainers that wrote the checkpoint.
+        stepped: whether it has state of TorchRec's fused optimizer.
     """
 
     said: tuple[str, ...] | None = None
@@ -96,7 +96,7 @@ class Found:
 
     @property
     def is_of_one(self) -> bool:
-        """Whether one process has written it, which does not show how it had sharded its tables, and no record does."""
+        """Whether one process wrote it, and no order was recorded: how tables were sharded is not known then."""
         return self.said is None and self.placed is not None and self.trainers == 1
 
     def plain(self) -> dict[str, Any]:
@@ -105,12 +105,12 @@ class Found:
 
     @staticmethod
     def of_plain(found: Mapping[str, Any]) -> Found:
-        """The inverse of `plain`. Raises ValueError: it is none."""
+        """Inverts `plain`. Raises ValueError if `found` is no such dict."""
         return msgspec.convert(found, Found)
 
 
 class Columns:
-    """The order of one collection's features, and what may change it.
+    """The order of one collection's features. A checkpoint may change it until training begins.
 
     Args:
         module: the collection. Not kept.
@@ -119,8 +119,8 @@ class Columns:
         fused_params: as of the sharder that was given for it.
 
     Attributes:
-        keys: of the output, in its order.
-        begun: it trains, and the order stays.
+        keys: the features in the order of the output.
+        begun: whether training has begun, so that the order stays.
         on_changed: called when the order has changed.
     """
 
@@ -148,7 +148,7 @@ class Columns:
         return all(name in entries and entries[name].sharding_type in kinds for name in self._tables)
 
     def _order_of(self, entries: Entries) -> tuple[str, ...] | None:
-        """TorchRec's order; None, and a warning: it would make no sharded module of this."""
+        """Returns TorchRec's order under these entries; None, with a warning, if TorchRec would not shard so."""
         try:
             found = tuple(order_of(self._twin, entries, self._fused_params))
             if sorted(found) != sorted(self._module_order):
@@ -165,7 +165,7 @@ class Columns:
     # checkpoints ------------------------------------------------------------------------------------
 
     def meet(self, found: Found) -> None:
-        """A checkpoint is about to be loaded: takes its order over, if it has another one.
+        """Called when a checkpoint is about to be loaded: takes over its order of features.
 
         Raises:
             CheckpointError: it has another one, and a plan was given, or training has begun.
@@ -204,11 +204,11 @@ class Columns:
         self.on_changed()
 
     def begin(self) -> None:
-        """A training step was made."""
+        """Called after a training step: from now on the order stays."""
         self.begun = True
 
     def _orders(self, found: Found) -> list[tuple[str, ...]]:
-        """Which the checkpoint may have, the likeliest first; none: not known."""
+        """Returns the orders that the checkpoint may have, the likeliest first; none if nothing is known."""
         if found.said is not None:
             return [found.said] if sorted(found.said) == sorted(self._module_order) else []
         placed = found.placed
@@ -233,13 +233,13 @@ class Columns:
         return [order for order in orders if order is not None]
 
     def _order_as(self, placed: Mapping[str, Placed], kind: str, trainers: int) -> tuple[str, ...] | None:
-        """TorchRec's order, if tables in one part were of another kind of sharding."""
+        """Returns TorchRec's order if all tables that are in one part were sharded as `kind`."""
         other = {name: replace(one, kind=kind) if one.kind == "whole" else one for name, one in placed.items()}
         return self._order_of(_entries(other, trainers))
 
 
 def order_of(module: Collection, entries: Entries, fused_params: Mapping[str, Any]) -> list[str]:
-    """The keys of what TorchRec's sharded module gives out, by TorchRec's own code.
+    """Returns the output keys of TorchRec's sharded module in their order, computed by TorchRec's own code.
 
     Args:
         module: tables on the meta device; what is attached to its parameters is changed.
@@ -263,7 +263,7 @@ def order_of(module: Collection, entries: Entries, fused_params: Mapping[str, An
 
 
 def found_in(metadata: Metadata, keys: Mapping[str, str]) -> Found | None:
-    """What a checkpoint of DCP says of the columns of a collection; None: it has not all of its tables.
+    """Returns what a checkpoint of DCP tells of a collection's columns; None if it lacks one of the tables.
 
     Args:
         keys: by table, the name of its weights in the checkpoint.
@@ -298,7 +298,7 @@ def found_in(metadata: Metadata, keys: Mapping[str, str]) -> Found | None:
 
 
 def _stepped(metadata: Metadata, keys: Mapping[str, str]) -> set[str]:
-    """Tables of which there is state of TorchRec's fused optimizer, which has none of those that are data-parallel."""
+    """Returns the tables with state of TorchRec's fused optimizer. Data-parallel tables have none."""
     ends = {f"{'.'.join(key.split('.')[-3:])}.{name}": name for name, key in keys.items()}  # embedding_bags.t.weight.t
     found = set()
     for name in metadata.state_dict_metadata:
@@ -311,7 +311,7 @@ def _stepped(metadata: Metadata, keys: Mapping[str, str]) -> set[str]:
 
 
 def noted(items: Sequence[WriteItem], keys: Sequence[str]) -> list[WriteItem]:
-    """Notes an order in DCP's metadata of parts of a table that are saved. Who does not look for it passes it over."""
+    """Records an order in DCP's metadata of a table's saved parts. Other readers ignore it."""
     for item in items:
         assert item.tensor_data is not None, "of a table"
         vars(item.tensor_data.chunk)[RECORD] = tuple(keys)  # strings, that are read without this program
@@ -319,7 +319,7 @@ def noted(items: Sequence[WriteItem], keys: Sequence[str]) -> list[WriteItem]:
 
 
 def _fits(entry: ParameterSharding, placed: Placed) -> bool:
-    """Whether a checkpoint has a table as a plan says."""
+    """Returns whether a checkpoint has a table divided as a plan says."""
     trainers = tuple(entry.ranks or ())
     if entry.sharding_type == ShardingType.DATA_PARALLEL.value:
         return placed.kind in ("whole", "plain")
@@ -329,7 +329,7 @@ def _fits(entry: ParameterSharding, placed: Placed) -> bool:
 
 
 def _entries(placed: Mapping[str, Placed], world: int) -> dict[str, ParameterSharding]:
-    """A plan by which TorchRec would have saved that, the likeliest one."""
+    """Returns the likeliest plan by which TorchRec would have saved tables divided so."""
     return {name: _entry(one, world) for name, one in placed.items()}
 
 
@@ -354,7 +354,7 @@ def _entry(placed: Placed, world: int) -> ParameterSharding:
 
 
 def _twin_of(module: Collection) -> Collection:
-    """The same tables on the meta device, with optimizers attached that nobody else has."""
+    """Returns a collection of the same tables on the meta device, with attached optimizers of its own."""
     configs: list[Any] = [copy.copy(config) for config in configs_of(module)]
     for config in configs:
         config.init_fn = None

@@ -1,4 +1,4 @@
-"""What state dicts were given of tables: while a table stays as it was then, a write into it changes the table.
+"""The tensors that state dicts were given of tables: a write into one changes the table, until the table changes.
 
     sd = model.state_dict()
     sd["ebc.embedding_bags.t.weight"].local_shards()[0].tensor[7] = 0     # the table has it from now on, as in TorchRec
@@ -33,7 +33,7 @@ from torch_ecrec.compat.torch import version_of
 from torch_ecrec.resume.tensor_bytes import bytes_of
 from torch_ecrec.runtime.byte_sums import sum_of_bytes
 
-WHOLE_BYTES = 16 << 20  # of a tensor that every look looks at as a whole
+WHOLE_BYTES = 16 << 20  # the largest tensor that each look reads as a whole
 PART = 256  # elements of a larger one, spread evenly over it: every step may look at many tensors
 
 Place = tuple[str, str]
@@ -42,8 +42,7 @@ Place = tuple[str, str]
 
 @dataclass(eq=False)
 class _Given:
-    """What was given out at one place: the user's tensor, and the same memory for as long as the user, or a write,
-    keeps it."""
+    """A tensor that was given out. Its memory is kept for as long as the user, or an unloaded write, needs it."""
 
     place: Place
     version: int
@@ -51,10 +50,10 @@ class _Given:
     whole: int  # and of all of it
     users: weakref.ref[Tensor]
     values: Tensor | None
-    looked: bool = False  # at the whole, since it was given
+    looked: bool = False  # the whole was read since it was given
 
     def is_written(self, quick: bool = False) -> bool:
-        """Whether it is not what was given. `quick`: many looks follow each other."""
+        """Returns whether its values have changed since it was given. `quick`: it may look at a part of them."""
         values = self.values
         if values is None or not _has_memory(values):
             return False
@@ -66,13 +65,13 @@ class _Given:
         return _sum_of(values) != self.whole
 
     def on_let_go(self, _: object) -> None:
-        """The user has no reference any more."""
+        """Called when the user holds no reference any more: releases the memory unless it was written to."""
         if sys.is_finalizing() or not self.is_written():
             self.values = None
 
 
 def _has_memory(values: Tensor) -> bool:
-    """Users may take away a tensor's memory."""
+    """Returns whether the tensor still has its memory: users may resize the storage."""
     return values.untyped_storage().nbytes() >= values.nbytes
 
 
@@ -88,7 +87,7 @@ def _sum_of(values: Tensor) -> int:
 
 
 class GivenTensors:
-    """Those of one module's tables."""
+    """The tensors that were given out of one module's tables, and what was written into them."""
 
     def __init__(self) -> None:
         self.places: dict[Place, None] = {}  # given since they last changed, in this order
@@ -96,7 +95,7 @@ class GivenTensors:
         self._stale: list[tuple[Place, weakref.ref[Tensor], int, int]] = []  # with version and sum of a part
 
     def add(self, place: Place, values: Tensor) -> None:
-        """`values` are this trainer's of `place` now, and go to the user. Perhaps there are none."""
+        """Notes that `values`, this trainer's rows of `place` as they are now, go to the user. They may be empty."""
         self.places[place] = None
         self._fresh = [given for given in self._fresh if given.values is not None]
         if values.numel():
@@ -110,16 +109,16 @@ class GivenTensors:
         return given
 
     def any_written(self, quick: bool) -> bool:
-        """Whether this trainer has something to load. `quick`: an evaluation asks."""
+        """Returns whether this trainer has written values to load. `quick`: see `_Given.is_written`."""
         return any(given.is_written(quick) for given in self._fresh)
 
     def written_to(self, place: Place) -> Tensor | None:
-        """A copy of what was written last and is not loaded yet: this trainer's rows as they will be."""
+        """Returns a copy of the rows that were last written to `place` and are not loaded yet; None if none were."""
         found = [given.values for given in self._fresh if given.place == place and given.is_written()]
         return found[-1].clone() if found and found[-1] is not None else None
 
     def take_written(self, quick: bool) -> dict[Place, Tensor]:
-        """What was written in place since: by place, all values. It counts as loaded from then on.
+        """Returns by place all values of tensors that were written in place, and counts them as loaded.
 
         Args:
             quick: an evaluation asks.
@@ -136,12 +135,12 @@ class GivenTensors:
         return taken
 
     def expire(self, place: Place) -> None:
-        """Is loaded: what was given of it is older from now on, and what was written into that does not count."""
+        """Called when `place` is loaded: tensors given of it before are outdated, and writes into them are dropped."""
         self.places.pop(place, None)
         self._expire([given for given in self._fresh if given.place == place])
 
     def on_trained(self) -> None:
-        """All places have changed: what was given is older, and what was written and not loaded until now is lost."""
+        """Called when all tables have changed: tensors given before are outdated, and unloaded writes are lost."""
         self.places = {}
         self._stale += [(given.place, given.users, given.version, given.part) for given in self._fresh]
         self._fresh = []
@@ -155,7 +154,7 @@ class GivenTensors:
         self._fresh = [given for given in self._fresh if given not in those]
 
     def tell_of_lost_writes(self) -> None:
-        """Warns of what was written in place after the table had changed."""
+        """Warns of writes into tensors that were outdated by then."""
         if not self._stale:
             return
         alive = [

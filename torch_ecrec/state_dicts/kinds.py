@@ -33,7 +33,7 @@ Collection: TypeAlias = Bags | EmbeddingCollection | FusedEmbeddingCollection
 
 @dataclass(frozen=True)
 class Kind:
-    """What is known of a class of modules.
+    """A class of TorchRec's modules that the servers serve.
 
     Args:
         module: the class itself; a subclass is not served.

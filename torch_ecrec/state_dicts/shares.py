@@ -1,4 +1,4 @@
-"""Which rows of a table are whose: the sharded tensors of state dicts, and what there is in those that are loaded.
+"""Which trainer has which rows of a table: the sharded tensors of state dicts, and the parts of those being loaded.
 
 A state dict has a table as TorchRec's row-wise sharding has it, a `ShardedTensor`: as many rows for each trainer, and
 what is left of them, or none, for the last. Ten rows and three trainers: [0, 4), [4, 8) and [8, 10). Who has none has a
@@ -36,7 +36,7 @@ from torch_ecrec.compat.torch import (
 
 
 class Shares:
-    """The rows of each trainer.
+    """Divides the rows of tables among the trainers.
 
     Args:
         trainer, trainers: this one, of how many.
@@ -47,16 +47,19 @@ class Shares:
         self.trainer, self.trainers, self._group = trainer, trainers, group
 
     def range_of(self, rows: int, trainer: int) -> tuple[int, int]:
-        """First row of a trainer, of a table with so many, and one behind its last."""
+        """Returns the first row that a trainer has of a table of `rows` rows, and the row behind its last."""
         each = -(-rows // self.trainers)
         return min(trainer * each, rows), min((trainer + 1) * each, rows)
 
     def mine(self, rows: int) -> tuple[int, int]:
-        """The range of this trainer."""
+        """Returns the row range [first, end) that this trainer has of a table of `rows` rows."""
         return self.range_of(rows, self.trainer)
 
     def sharded(self, rows: int, values: Tensor) -> Tensor:
-        """A table of so many rows, of which this trainer's are `values` (U, C) or (U,), perhaps none. Not copied."""
+        """Returns a table of `rows` rows as a tensor, sharded if there are several trainers.
+
+        This trainer's rows are `values`, (U, C) or (U,), perhaps none. They are not copied.
+        """
         if self._group is None:
             return values
         ranks = dist.get_process_group_ranks(self._group)
@@ -77,13 +80,13 @@ class Shares:
 
 
 def shape_of(value: Tensor) -> tuple[int, ...]:
-    """Returns the shape of the whole tensor. Not `value.shape`, of which torch warns for a `ShardedTensor`."""
+    """Returns the shape of the whole tensor. (Torch warns of `value.shape` for a `ShardedTensor`.)"""
     return tuple(value.metadata().size if isinstance(value, ShardedTensor) else value.shape)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Values (U, C) of rows from `row` on, and columns from `column` on, of one field of a table."""
+    """Values (U, C) of one field of a table: of rows from `row` on, and of columns from `column` on."""
 
     row: int
     column: int
@@ -91,7 +94,7 @@ class Part:
 
 
 def check_numbers(values: Tensor) -> None:
-    """Raises ValueError for a tensor that has no real numbers, one for each place, on a device."""
+    """Raises ValueError unless a tensor has real numbers, one for each element, on a device."""
     if values.is_complex() or values.is_quantized or values.layout != torch.strided or values.is_meta:
         raise ValueError(
             "real numbers are needed, in a dense tensor that is not on the meta device, got"
@@ -100,18 +103,18 @@ def check_numbers(values: Tensor) -> None:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether every trainer has all of a tensor, so that trainer 0's counts."""
+    """Returns whether every trainer has all of a tensor. Trainer 0's is loaded then."""
     if isinstance(value, DTensor):
         return all(placement.is_replicate() for placement in value.placements)
     return not isinstance(value, ShardedTensor)
 
 
 def parts_of(value: Any, trainer: int) -> list[Part]:
-    """What this trainer has of a tensor (rows, C) or (rows,), plain, sharded or distributed.
+    """Returns the parts that this trainer has of a tensor, (rows, C) or (rows,): plain, sharded or distributed.
 
     Raises:
-        TypeError: it is none.
-        ValueError: its numbers are parts of sums that nobody has made yet.
+        TypeError: `value` is no tensor.
+        ValueError: it is a distributed tensor of partial sums.
     """
     if isinstance(value, ShardedTensor):
         return [_part(shard.metadata.shard_offsets, shard.tensor) for shard in value.local_shards()]

@@ -29,11 +29,11 @@ _ONE_AT_A_TIME = threading.Lock()  # DCP may write with several threads, and a s
 
 
 class StreamedTable(Tensor):
-    """A field of a table: (rows, C), or (rows,), of which this trainer writes some rows.
+    """A field of a table, (rows, C) or (rows,), that holds no rows. This trainer writes some of them.
 
     Args:
         what: for messages.
-        size: of all of it.
+        size: the shape of the whole field.
         dtype: of its numbers.
         rows: [first, last) that are this trainer's.
         read: gives rows [first, last).
@@ -71,7 +71,7 @@ class StreamedTable(Tensor):
 
     @property
     def chunks(self) -> Iterator[ChunkStorageMetadata]:
-        """Those that this trainer writes."""
+        """Yields the chunks of rows that this trainer writes, each of at most `PORTION_BYTES`."""
         rest = tuple(self.size()[1:])
         most = max(1, PORTION_BYTES // (self.itemsize * math.prod(rest)))
         first, last = self.rows

@@ -33,7 +33,7 @@ from torch_ecrec.state_dicts.columns import Columns, found_in, noted
 
 
 class Tie:
-    """Between the tensors of a collection's first table and the order of its columns.
+    """Ties the tensors of a collection's first table to the order of the collection's columns.
 
     Args:
         columns: held weakly: a state dict may outlive its model.
@@ -45,7 +45,7 @@ class Tie:
         self._columns, self._keys = weakref.ref(columns), dict(keys)
 
     def tie(self, sharded: ShardedTensor) -> None:
-        """Has DCP ask here when it asks the weights of the first table. (A plain tensor becomes a `TableTensor`.)"""
+        """Makes DCP call this tie when it saves or loads the first table's weights. (Plain ones: `TableTensor`.)"""
 
         def write_items(name: str, tensor: ShardedTensor) -> list[WriteItem]:
             shards = [write_item_of_shard(name, tensor, shard.metadata) for shard in tensor.local_shards()]
@@ -60,7 +60,7 @@ class Tie:
         made.__create_write_items__, made.__create_chunk_list__ = write_items, chunk_list
 
     def meet_above(self, frame: FrameType | None) -> None:
-        """Looks in the frames above for the checkpoint that DCP is about to load, and for the tensor's name in it.
+        """Finds the metadata of the checkpoint that DCP is about to load, and the tensor's name, in the calling frames.
 
         Raises:
             CheckpointError: its order is another one, see `Columns.meet`.
@@ -74,11 +74,11 @@ class Tie:
             frame = frame.f_back
 
     def meet(self, name: str, metadata: Metadata) -> None:
-        """A checkpoint is about to be loaded.
+        """Called when a checkpoint is about to be loaded: hands its order of columns to `Columns.meet`.
 
         Args:
-            name: that the first table's weights have in it.
-            metadata: of it.
+            name: the name of the first table's weights in the checkpoint.
+            metadata: the checkpoint's.
 
         Raises:
             CheckpointError: its order is another one, see `Columns.meet`.
@@ -93,20 +93,20 @@ class Tie:
 
 
 class TableTensor(Tensor):
-    """The weights of the first table of a collection, where one trainer has all rows. What is made of it is plain."""
+    """The first table's weights, where one trainer has all rows. Results computed from it are plain tensors."""
 
     tie: Tie
     __torch_function__ = plain_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def of(values: Tensor, tie: Tie) -> TableTensor:
-        """The same memory."""
+        """Returns `values` as a `TableTensor` with the same memory."""
         made = values.as_subclass(TableTensor)
         made.tie = tie
         return made
 
     def plain(self) -> Tensor:
-        """The same memory."""
+        """Returns a plain tensor with the same memory."""
         return self.as_subclass(Tensor)
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:

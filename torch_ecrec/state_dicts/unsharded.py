@@ -1,4 +1,4 @@
-"""What is read of the modules that are served, before they are sharded: their tables, and where the weights are."""
+"""Reads served modules before they are sharded: their tables, and where the weights are."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _NOT_SERVED = (
 
 
 def folder_of(module: Collection) -> str:
-    """What a collection calls the module of its tables; their weights are saved as <folder>.<table>.weight."""
+    """Returns the name that a collection gives its tables' module. Weights are saved as <folder>.<table>.weight."""
     return KINDS[type(module)].folder
 
 
 def own_optimizer(module: Collection) -> Mapping[str, Any] | None:
-    """The optimizer that a fused collection was made with, as `fused_params`; None: it has none of its own."""
+    """Returns the optimizer that a fused collection was made with, as `fused_params`; None for other collections."""
     if not KINDS[type(module)].fused:
         return None
     assert isinstance(module, (FusedEmbeddingBagCollection, FusedEmbeddingCollection))
@@ -48,19 +48,19 @@ def own_optimizer(module: Collection) -> Mapping[str, Any] | None:
 
 
 def inside_of(path: str) -> str:
-    """Where the collection is of a module with managed collisions at a path."""
+    """Returns the path of the collection inside a module with managed collisions."""
     return f"{path}.{COLLECTION}" if path else COLLECTION
 
 
 def configs_of(module: Collection) -> Sequence[BaseEmbeddingConfig]:
-    """Its tables, in their order. Numbers of NumPy's and of tensors (`ids.max() + 1`) are Python's in them."""
+    """Returns the configs of its tables in order. Numbers of NumPy or torch (`ids.max() + 1`) become Python's."""
     bags = isinstance(module, (EmbeddingBagCollection, FusedEmbeddingBagCollection))
     given = module.embedding_bag_configs() if bags else module.embedding_configs()
     return [_plain_config(config) for config in given]
 
 
 def _plain_config(config: BaseEmbeddingConfig) -> BaseEmbeddingConfig:
-    """The config itself, or a copy where something in it is not Python's own."""
+    """Returns the config itself, or a copy if something in it is not of Python's own types."""
     made = plain_copy(config, [field.name for field in dataclasses.fields(config)])
     if made is not config and is_default(config):  # with bounds that were made of the rows as they were given
         made.init_fn = None
@@ -69,30 +69,30 @@ def _plain_config(config: BaseEmbeddingConfig) -> BaseEmbeddingConfig:
 
 
 def weight_of(module: Collection, table: str) -> nn.Parameter:
-    """(rows, D) on any device, meta included."""
+    """Returns a table's weights (rows, D), on any device, meta included."""
     weight: nn.Parameter = getattr(module, folder_of(module))[table].weight
     return weight
 
 
 def weights_of(config: BaseEmbeddingConfig) -> str:
-    """What the servers keep the weights of a table as, which `check_config` has let pass."""
+    """Returns the dtype in which the servers keep a table's weights. `check_config` must have passed it."""
     return _WEIGHTS[config.data_type]
 
 
 def pooling_of(config: BaseEmbeddingConfig) -> PoolingType:
-    """`NONE`: each id's row is handed out as it is."""
+    """Returns the pooling of a table. `NONE`: each id's row is returned as it is."""
     return config.pooling if isinstance(config, EmbeddingBagConfig) else PoolingType.NONE
 
 
 def is_default(config: BaseEmbeddingConfig) -> bool:
-    """Whether `init_fn` is the uniform one that TorchRec's configs fill in."""
+    """Returns whether `init_fn` is the uniform initialisation that TorchRec's configs fill in."""
     fn: Any = config.init_fn
     bounds = {"a": config.get_weight_init_min(), "b": config.get_weight_init_max()}
     return isinstance(fn, functools.partial) and fn.func is nn.init.uniform_ and not fn.args and fn.keywords == bounds
 
 
 def draw_weights(config: BaseEmbeddingConfig, weights: Tensor) -> Tensor:
-    """First weights (N, D) as a table's config says, drawn with the global generator; written into `weights`."""
+    """Draws initial weights (N, D) as a table's config says, with the global generator, into `weights`."""
     if config.init_fn is None:
         return weights.uniform_(config.get_weight_init_min(), config.get_weight_init_max())
     with torch.no_grad():

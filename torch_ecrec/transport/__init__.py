@@ -1,4 +1,4 @@
-"""How processes talk: the ways to carry the messages of `protocol`.
+"""Carries the messages of `protocol` between processes.
 
 node.py      a process on the data plane: one lock, an outbox, calls repeated until answered
 calls.py     the data plane: calls to members by name; carried by one of

@@ -1,4 +1,4 @@
-"""How long a silence may be before it is none any more: learned from the silences that ended. Pure.
+"""Learns from silences that ended how long a silence may be before it is suspicious. Pure.
 
 An accrual failure detector: `phi(t) = -log10 P(a silence that ends is longer than t)`, so that at phi 8 one in 10^8
 such judgements is wrong, as far as the past is like the present (Hayashibara et al., "The phi Accrual Failure
@@ -21,13 +21,13 @@ from statistics import NormalDist, fmean, pstdev
 PHI = 8.0
 WINDOW = 1200  # silences: five minutes of heartbeats
 ENOUGH = 20  # before that nothing is known
-DEVIATION_LEAST_S = 0.05  # of timers, ticks and looks, however steady what they look at is
+DEVIATION_LEAST_S = 0.05  # jitter of timers and looks, however steady the peer is
 STRETCH = 1.5
 DEVIATIONS = NormalDist().inv_cdf(1.0 - 10.0**-PHI)
 
 
 class Accrual:
-    """How often somebody is heard of as a rule, and how long a silence is unusual.
+    """Learns how long the silences of one peer usually are, and so how long a silence is suspicious.
 
     Args:
         first_s: the limit until enough is known.
@@ -39,23 +39,23 @@ class Accrual:
         self._silences: deque[float] = deque(maxlen=WINDOW)
 
     def ended(self, silence_s: float) -> None:
-        """A silence ended after so long."""
+        """Notes that a silence ended after `silence_s`."""
         if silence_s <= self._most_s:
             self._silences.append(min(max(silence_s, 0.0), self._most_s / STRETCH))
 
     @property
     def knows(self) -> bool:
-        """Whether enough was heard to know what is usual."""
+        """Whether enough silences were observed to tell what is usual."""
         return len(self._silences) >= ENOUGH
 
     @property
     def limit_s(self) -> float:
-        """A longer silence is suspicious."""
+        """The length of a silence, in seconds, beyond which it is suspicious."""
         if not self.knows:
             return self._first_s
         usual_s = fmean(self._silences) + DEVIATIONS * max(pstdev(self._silences), DEVIATION_LEAST_S)
         return min(max(usual_s, STRETCH * max(self._silences), self._least_s), self._most_s)
 
     def is_suspicious(self, silence_s: float) -> bool:
-        """Whether a silence of that length is none any more."""
+        """Returns whether a silence of that length is longer than usual."""
         return silence_s > self._least_s and silence_s > self.limit_s

@@ -1,4 +1,4 @@
-"""The data plane as a node sees it: calls to members by name, and calls of theirs that it answers.
+"""The data plane as a node sees it: calls to members by name, and answers to their calls.
 
     transport = SocketTransport("server-3", handle, "10.0.0.3")
     transport.endpoint                                  # told to the others by the coordinator, with its roster
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class Call:
-    """One call under way: what was asked, and who waits for its end."""
+    """One call under way: the kind of its request, and the callback that gets its outcome."""
 
     __slots__ = ("done", "kind")
 
@@ -55,7 +55,7 @@ class Call:
 
 
 class Transport(ABC):
-    """Calls to members of the cluster, and theirs.
+    """Sends calls to members of the cluster, and answers theirs.
 
     Args:
         name: mine.
@@ -89,7 +89,7 @@ class Transport(ABC):
         self._callback = threading.local()  # .runs: this thread is in `handle` or `done`
 
     def unreachable(self) -> list[str]:
-        """Members of other hosts that this one cannot reach though it tries, by name."""
+        """Returns the names of members on other hosts that this one tries to reach and cannot."""
         return self._tries.unreachable()
 
     @property
@@ -99,11 +99,11 @@ class Transport(ABC):
 
     @abstractmethod
     def connections(self) -> Connections:
-        """Those that there are with other members."""
+        """Returns how many connections with other members there are, by kind."""
 
     @abstractmethod
     def follow(self, version: int, endpoints: Mapping[str, str]) -> None:
-        """These are the members from now on, if `version` is newer than any before. Returns at once.
+        """Takes these as the members from now on, if `version` is newer than any before. Returns at once.
 
         Args:
             endpoints: by name, mine included, in the same order for everybody.
@@ -114,7 +114,7 @@ class Transport(ABC):
 
     @abstractmethod
     def _send(self, peer: str, call: Call, encoded: Encoded, size: int, timeout_s: float) -> None:
-        """Sends a call, without blocking, and settles it some time. `size`: bytes of its tensors.
+        """Sends a call without blocking; settles it later. `size`: bytes of its tensors.
 
         Raises:
             ConnectionError: certainly not sent, and not settled.
@@ -123,7 +123,7 @@ class Transport(ABC):
 
     @abstractmethod
     def _close(self) -> None:
-        """Leaves for good. Calls under way end as `Unknown`. May be called again, also by two threads at once."""
+        """Leaves for good; calls under way end as `Unknown`. May be called again, also by two threads at once."""
 
     # calls ------------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class Transport(ABC):
         Args:
             peer: a member's name.
             request: its tensors must not be changed until `done`.
-            timeout_s: without an answer by then, the outcome is `Unknown`.
+            timeout_s: if no answer has come by then, the outcome is `Unknown`.
             done: called exactly once, on a thread of the transport or on this one, before or after this returns.
                 `Failed`: certainly not handled. `Unknown`: time ran out, the peer died or is no member any more.
 
@@ -154,14 +154,14 @@ class Transport(ABC):
             self._finish(done, self._unsent(kind, error))
 
     def _unsent(self, kind: type[Request[Any] | Answer], error: Exception) -> Failed:
-        """A message that nobody could read."""
+        """Reports a message that cannot be encoded, and returns the outcome of its call."""
         told = ValueError(f"a {kind.__name__} cannot be sent: {first_line(error)}")
         told.__cause__ = error
         self._report(told)
         return Failed(str(told))
 
     def _answered(self, call: Call, encoded: Encoded) -> None:
-        """A call has ended with this answer."""
+        """Ends a call with this answer."""
         outcome: Outcome[Any]
         try:
             outcome = Ok(self.vocabulary.decode_answer(encoded, call.kind))
@@ -180,7 +180,7 @@ class Transport(ABC):
             self._callback.runs = outer
 
     def _enter_callback(self) -> bool:
-        """This thread runs a `handle` or `done`; returns whether it did before."""
+        """Notes that this thread runs a `handle` or `done`; returns whether it did before."""
         outer: bool = getattr(self._callback, "runs", False)
         self._callback.runs = True
         return outer
@@ -188,7 +188,7 @@ class Transport(ABC):
     # requests ---------------------------------------------------------------------------------------
 
     def _serve(self, encoded: Encoded, back: Back) -> None:
-        """A request has come. Never raises."""
+        """Handles a request that has come. Never raises."""
         reply = Reply(self, back)
         try:
             request = self.vocabulary.decode_request(encoded)
@@ -222,8 +222,8 @@ class Transport(ABC):
     def close(self) -> None:
         """Leaves the cluster for good. Calls under way end as `Unknown`. May be called again.
 
-        It waits for calls that are being handled: do not call it with a lock held that these need. Called from `handle`
-        or `done` it does not wait: the cluster is left soon after.
+        It waits for calls that are being handled, so it must not be called with a lock that these need. Called from
+        `handle` or `done` it does not wait, and the cluster is left soon after.
         """
         if getattr(self._callback, "runs", False):
             Worker(self._close, "close", self._report, daemon=False).start()  # waited for at the end
@@ -232,7 +232,7 @@ class Transport(ABC):
 
 
 class Reply:
-    """The way back to one caller. Calling it twice raises RuntimeError."""
+    """Sends the answer of one request back to its caller. Calling it twice raises RuntimeError."""
 
     __slots__ = ("_back", "_transport")
 
@@ -244,7 +244,7 @@ class Reply:
             raise RuntimeError(f"`reply` was called twice, the second time with {type(answer).__name__}")
 
     def unless_replied(self, answer: Answer) -> bool:
-        """Answers, unless that was done before; returns whether it has."""
+        """Answers, unless an answer was given before; returns whether it has answered."""
         try:
             back = self._back.pop()
         except IndexError:
@@ -254,6 +254,6 @@ class Reply:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of what an error says."""
+    """Returns the first line of an error's message."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""What others do wrong: all of it is counted, and some of it told in the log.
+"""Counts what other processes do wrong, and logs some of it.
 
 A stranger may do it a thousand times a second, and a log that fills the disk is a harm of its own.
 """
@@ -14,7 +14,7 @@ LOG_EVERY_S = 10.0  # for each kind
 
 
 class Complaints:
-    """What one process complains of about others, counted by kind.
+    """Counts one process's complaints about others by kind, and logs at most one of a kind every `LOG_EVERY_S`.
 
     Args:
         log: where some are told, as warnings.
@@ -29,12 +29,12 @@ class Complaints:
 
     @property
     def counts(self) -> Counter[str]:
-        """How many of each kind there were."""
+        """The number of complaints so far, by kind."""
         with self._lock:
             return Counter(self._counts)
 
     def add(self, kind: str, why: object) -> None:
-        """One more; told at once if none of its kind was told of late. From any thread."""
+        """Counts a complaint, and logs it if none of its kind was logged of late. From any thread."""
         now_s = time.monotonic()
         with self._lock:
             self._counts[kind] += 1

@@ -91,15 +91,15 @@ WANTS_SECRET = f"is of a cluster with a secret, which this process does not know
 
 
 class NoAnswer(ClusterUnavailable):
-    """Nothing came back from where the coordinator was: perhaps it is this process that is cut off."""
+    """The coordinator's address did not answer. Perhaps it is this process that is cut off from the network."""
 
 
 class BadLine(ValueError):
-    """What arrived is not a line of this protocol."""
+    """The bytes that arrived are not a line of this protocol."""
 
 
 def encode_line(message: Message) -> bytes:
-    """A message as a line. Raises TypeError or ValueError if it is not a JSON object."""
+    """Encodes a message as a line. Raises TypeError or ValueError if it is not a JSON object."""
     if not isinstance(message, dict):
         raise TypeError(f"`message` must be a dict, got {type(message).__name__}")
     return json.dumps(message, separators=(",", ":"), allow_nan=False).encode() + b"\n"
@@ -122,7 +122,7 @@ class Lines:
         return len(self._rest)
 
     def feed(self, data: bytes) -> Iterable[Message]:
-        """The messages that `data` completes. Raises BadLine after those before the bad one."""
+        """Yields the messages that `data` completes. Raises BadLine at a bad one, after those before it."""
         *ends, rest = data.split(b"\n")
         for end in ends:
             self._add(end)
@@ -148,7 +148,7 @@ def _parse(line: bytes | bytearray) -> Message:
 
 
 def tune(sock: socket.socket, unanswered_s: float = UNANSWERED_S) -> None:
-    """`unanswered_s`: what was sent and is not acknowledged for so long ends the connection."""
+    """Sets socket options. A connection ends when sent data is not acknowledged for `unanswered_s`."""
     unanswered_ms = round(1000 * unanswered_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -166,7 +166,7 @@ def tune(sock: socket.socket, unanswered_s: float = UNANSWERED_S) -> None:
 
 
 class LineConnection(asyncio.Protocol):
-    """One peer, as the server sees it."""
+    """The server's side of a connection with one peer."""
 
     def __init__(self, server: ControlServer) -> None:
         self.peer = "?"  # host:port
@@ -193,13 +193,13 @@ class LineConnection(asyncio.Protocol):
         return self._transport is None
 
     def admit(self) -> None:
-        """It is no stranger any more. On the server's thread."""
+        """Marks the peer as a member: limits for strangers no longer apply. On the server's thread."""
         self.stranger = False
         self._lines.most_bytes = LINE_MOST_BYTES
         self._server._strangers.pop(self, None)
 
     def close(self) -> None:
-        """Ends the connection after what was sent; `on_closed` follows. On the server's thread."""
+        """Ends the connection once what was sent is written; `on_closed` follows. On the server's thread."""
         if self._transport is not None:
             self._transport.close()
 
@@ -236,7 +236,7 @@ class LineConnection(asyncio.Protocol):
             self._prove(message)
 
     def _prove(self, message: Message) -> None:
-        """What is said before it has proved that it knows the secret: its nonce, then the proof."""
+        """Handles the messages by which the peer proves that it knows the secret: its nonce, then its proof."""
         said = _bytes_of(message.get("nonce" if self._nonces is None else "proof"))
         if self._nonces is None and message.get("type") == "hello" and len(said) == NONCE_BYTES:
             self._nonces = said, draw()
@@ -268,7 +268,7 @@ class LineConnection(asyncio.Protocol):
         self._server._guard(self._server._on_closed, self)
 
     def _hear_last(self, data: bytes) -> None:
-        """What was sent on a connection that has ended since. It answers nothing."""
+        """Handles data that came on a connection that has ended since. Nothing is answered."""
         with contextlib.suppress(BadLine):  # cut off, or nonsense: nobody is left to be told
             for message in self._lines.feed(data):
                 if self.proved:
@@ -276,7 +276,7 @@ class LineConnection(asyncio.Protocol):
 
 
 def _bytes_of(text: object) -> bytes:
-    """What a text of hexadecimal digits means; b"" for anything else."""
+    """Decodes hexadecimal digits; returns b"" for anything else."""
     try:
         return bytes.fromhex(text) if isinstance(text, str) else b""
     except ValueError:
@@ -284,7 +284,7 @@ def _bytes_of(text: object) -> bytes:
 
 
 def _unread(transport: asyncio.Transport) -> bytes:
-    """What has arrived on a connection that could not be written to any more: asyncio would leave it unread."""
+    """Returns data that arrived on a connection whose writing side failed. Asyncio would leave it unread."""
     data = bytearray()
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as end:
         end.setblocking(False)
@@ -294,7 +294,7 @@ def _unread(transport: asyncio.Transport) -> bytes:
 
 
 class ControlServer:
-    """Listens from construction on; serves in `serve_forever`.
+    """The coordinator's server. It listens from construction on, and serves in `serve_forever`.
 
     Args:
         host, port: where to listen; port 0 takes any that is free.
@@ -353,7 +353,7 @@ class ControlServer:
             self._loop.call_soon_threadsafe(self._loop.call_at, due_s, self._guard, action)
 
     def serve_forever(self) -> None:
-        """Serves on this thread until `close`. Raises what a callback raised. Once only."""
+        """Serves on this thread until `close`. Raises what a callback raised. May be called once only."""
         with self._lock:
             if self._serving:
                 raise RuntimeError("`serve_forever` was called twice")
@@ -374,7 +374,7 @@ class ControlServer:
             raise self._error
 
     def turn_away(self) -> int:
-        """Ends the connections of all who have come so far, unheard; returns how many. Before `serve_forever`."""
+        """Closes all connections that have come so far, unread; returns how many. Call it before `serve_forever`."""
         self._listener.setblocking(False)
         ended = 0
         while True:
@@ -388,7 +388,7 @@ class ControlServer:
             ended += 1
 
     def close(self) -> None:
-        """Stops serving, soon, and frees the port. From any thread, callbacks included. May be called again."""
+        """Stops serving soon, and frees the port. From any thread, callbacks included. May be called again."""
         with self._lock:
             if self._closed:
                 return
@@ -401,7 +401,7 @@ class ControlServer:
             self._loop.call_soon_threadsafe(self._stop.set)
 
     def probe(self, address: Address, done: Callable[[str], None]) -> None:
-        """Asks whether a process listens there; `done` gets what `liveness.probe` finds. On the server's thread."""
+        """Asks whether a process listens there. `done` gets the result of `liveness.probe`, on the server's thread."""
 
         async def ask() -> None:
             found = await probe(address)
@@ -426,7 +426,7 @@ class ControlServer:
             self._strangers[connection] = None
 
     def _weigh(self) -> None:
-        """What strangers have sent of lines that have not ended is limited, for all of them together."""
+        """Limits the bytes of unfinished lines of all strangers together: closes the connection with most."""
         waiting = {connection: connection._lines.waiting_bytes for connection in self._strangers}
         if sum(waiting.values()) > STRANGERS_BYTES:
             max(waiting, key=lambda connection: waiting[connection]).abort("sends a line without end")
@@ -440,7 +440,7 @@ class ControlServer:
         self._loop.call_later(PROVE_S / 4, self._drop_idle)
 
     def count_unproved(self, connection: LineConnection) -> None:
-        """Somebody does not know the secret: the log says so, from time to time."""
+        """Counts a peer that does not know the secret. The log tells of such peers from time to time."""
         self._unproved += 1
         if self._loop.time() - self._told_s > TOLD_S:
             self._told_s, count, self._unproved = self._loop.time(), self._unproved, 0
@@ -483,7 +483,7 @@ class ControlServer:
 
 
 def raise_descriptors() -> None:
-    """Lets this process have as many connections as its system allows, up to `DESCRIPTORS`."""
+    """Raises this process's limit of open files as far as the system allows, up to `DESCRIPTORS`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -494,7 +494,7 @@ def raise_descriptors() -> None:
 
 
 def _connect(host: str, port: int, timeout_s: float) -> socket.socket:
-    """A connection, tried for until `timeout_s` is over, since the coordinator may be starting."""
+    """Connects, and retries until `timeout_s` is over, since the coordinator may be starting."""
     deadline_s = time.monotonic() + timeout_s
     pause_s = RETRY_LEAST_S
     while True:
@@ -514,7 +514,7 @@ def _connect(host: str, port: int, timeout_s: float) -> socket.socket:
 
 
 def _prove(sock: socket.socket, where: str, timeout_s: float) -> None:
-    """Where this process has a secret, the two sides show each other that they know it.
+    """Proves to the coordinator that this process knows the secret, and checks its proof, if there is a secret.
 
     Raises:
         NoAnswer: nothing came in time, though somebody listens.
@@ -545,7 +545,7 @@ def _prove(sock: socket.socket, where: str, timeout_s: float) -> None:
 
 
 def _read_line(sock: socket.socket, until_s: float) -> Message:
-    """One message, and nothing of what comes after it. Raises OSError, TimeoutError after `until_s`, or BadLine."""
+    """Reads exactly one message. Raises OSError, TimeoutError after `until_s`, or BadLine."""
     line = bytearray()
     while not line.endswith(b"\n"):
         sock.settimeout(max(until_s - time.monotonic(), 0.001))
@@ -557,7 +557,7 @@ def _read_line(sock: socket.socket, until_s: float) -> Message:
 
 
 class ControlClient:
-    """A member's connection to the coordinator. Connects on construction.
+    """A member's connection to the coordinator. The constructor connects.
 
     Args:
         host, port: the coordinator's.
@@ -601,7 +601,7 @@ class ControlClient:
         self._reader.start()
 
     def send(self, message: Message) -> None:
-        """Sends a message; if the connection has ended, nothing happens but `on_closed`. From any thread."""
+        """Sends a message. If the connection has ended, only `on_closed` tells. From any thread."""
         line = encode_line(message)
         with self._sending:
             try:
@@ -612,14 +612,14 @@ class ControlClient:
                 self._shut()
 
     def close(self) -> None:
-        """Ends the connection without a call of `on_closed`. From any thread. May be called again."""
+        """Ends the connection, and does not call `on_closed`. From any thread. May be called again."""
         self._closed = True
         self._shut()
         if threading.current_thread() is not self._reader:
             self._reader.join()
 
     def on_forked(self) -> None:
-        """In a forked child: it must not keep open what ends with its parent."""
+        """Closes the socket in a forked child, so that the connection ends with the parent."""
         self._closed, self._sending = True, threading.Lock()
         self._sock.close()
 
@@ -654,7 +654,7 @@ class ControlClient:
 
 
 def request(host: str, port: int, message: Message, timeout_s: float) -> Message:
-    """Asks one question on a connection of its own and returns the answer.
+    """Asks one question on a new connection, and returns the answer.
 
     Raises:
         ClusterUnavailable: no answer within `timeout_s`.

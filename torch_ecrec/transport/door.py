@@ -1,4 +1,4 @@
-"""Who has connected, and has not proved yet that it is a member: one thread looks after all of them.
+"""Accepts connections, and holds them until the peer has proved that it is a member: one thread for all of them.
 
 A member says hello at once: magic, a nonce, the digest of its build, its name. It is told another nonce, with the proof
 that who listens here is who it looks for, and shows its own (`secret.py`): so each has the cluster's secret and the key
@@ -48,7 +48,7 @@ class _Stranger:
 
 
 class Door:
-    """Listens, and lets members in.
+    """Listens for connections, and hands over those of proven members.
 
     Args:
         listeners: its own from now on.
@@ -57,7 +57,7 @@ class Door:
         admit: `admit(sock, caller)` of who has said hello, by name; the socket blocks, and is the callee's. On the
             door's thread: it must not wait.
         visited: gets the host of everybody who connects from another one.
-        complaints: get why somebody was not let in.
+        complaints: told why a peer was refused.
         on_error: gets what goes wrong here; the door stays open.
     """
 
@@ -85,20 +85,20 @@ class Door:
         belongs_here(self)
 
     def on_forked(self) -> None:
-        """In a forked child: it must not keep the port, or a stranger's connection."""
+        """Closes all sockets in a forked child, so that it keeps neither the port nor a stranger's connection."""
         self._ends = True
         for sock in (*self._listeners, *(stranger.sock for stranger in self._strangers), self._wake, self._woken):
             sock.close()
         self._selector.close()
 
     def close(self) -> None:
-        """Ends `run`, and with it listeners and strangers. May be called again."""
+        """Ends `run`, which closes listeners and unproven connections. May be called again."""
         if not self._ends:
             self._wake.send(b"x")  # first: `run` closes it as soon as it sees that it ends
             self._ends = True
 
     def run(self) -> None:
-        """What its thread does, until `close`."""
+        """Accepts and checks connections until `close`. Runs on the door's own thread."""
         try:
             while not self._ends:
                 try:
@@ -188,7 +188,7 @@ class Door:
         except OSError as error:
             self._turn_away(stranger, error) if stranger.said else self._leave(stranger)
             return
-        if not said:  # who has said nothing has only tried whether it can come here (reachability.py)
+        if not said:  # a peer that said nothing only tried to reach this host (reachability.py)
             self._turn_away(stranger, "left without a hello") if stranger.said else self._leave(stranger)
             return
         stranger.said += said

@@ -1,4 +1,4 @@
-"""Which of several coordinators leads, as etcd has it.
+"""Keeps in etcd which of several coordinators leads, and which run of the cluster is the newest.
 
 A cluster has a name, and in etcd two keys under it:
 
@@ -41,17 +41,17 @@ _NO_ANSWER = OSError, ValueError, KeyError, TypeError, AttributeError, OverflowE
 
 
 class EtcdUnavailable(ClusterError):
-    """No address of etcd has answered, or none that has a majority behind it."""
+    """No address of etcd answered, or none that has a majority behind it."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """What `etcd://...` says.
+    """An `etcd://...` address, parsed.
 
     Args:
         protocol: "http" or "https".
-        addresses: of etcd.
-        name: of the cluster.
+        addresses: host and port of each etcd.
+        name: the cluster's.
         tls: files: the authority's certificate, one's own, and its key; None: not given.
     """
 
@@ -62,7 +62,7 @@ class Place:
 
 
 def parse_place(text: str) -> Place:
-    """Raises ValueError where it has not that form."""
+    """Parses an `etcd://...` address. Raises ValueError if it has another form."""
     found = _SHAPE.fullmatch(text)
     wanted = f"etcd must be named as {FORM}, got {text!r}"
     require(found is not None, wanted)
@@ -84,7 +84,7 @@ def parse_place(text: str) -> Place:
 
 @dataclass(frozen=True)
 class Leader:
-    """Who leads: its address, and the revision since when.
+    """The coordinator that leads: its address, and the revision of etcd since which it leads.
 
     Args:
         id: made up by its process.
@@ -100,10 +100,10 @@ class Leader:
 
 @dataclass(frozen=True)
 class Run:
-    """The run of a cluster.
+    """A run of a cluster, as etcd has it.
 
     Args:
-        word: of the run.
+        word: the random word that names the run.
         leader: id of who has led it last.
         began_with: the checkpoint that it began with, as the first to lead has found it.
         over: the run has ended. Who leads next begins another.
@@ -119,11 +119,11 @@ class Run:
 
 @dataclass(frozen=True)
 class View:
-    """What etcd has at one moment.
+    """All that etcd has of a cluster at one moment.
 
     Args:
-        leader: who leads; None: nobody.
-        run: the newest run; None: there has not been one.
+        leader: the coordinator that leads; None: none does.
+        run: the newest run; None: there was none yet.
         cluster: etcd's id of itself; `revision`: of all that it has, which only grows.
     """
 
@@ -134,17 +134,17 @@ class View:
 
     @property
     def runs(self) -> bool:
-        """There is a run, and it is not over."""
+        """Whether there is a run that is not over."""
         return self.run is not None and not self.run.over
 
     def follows(self, before: View) -> bool:
-        """Whether this can be what etcd says after that: its data was not lost meanwhile, nor put back."""
+        """Returns whether etcd can say this after `before`: its data was neither lost nor restored in between."""
         forgot = self.run is None and before.run is not None
         return self.cluster == before.cluster and self.revision >= before.revision and not forgot
 
 
 class EtcdKeys:
-    """The two keys of a cluster.
+    """Reads and writes a cluster's two keys in etcd: who leads, and the newest run.
 
     Args:
         place: where.
@@ -154,7 +154,7 @@ class EtcdKeys:
     Raises:
         ClusterError: the package for etcd is not installed.
 
-    Every method raises EtcdUnavailable where etcd does not answer; what was asked may have been done all the same.
+    Every method raises EtcdUnavailable if etcd does not answer. The operation may have been done nevertheless.
     """
 
     def __init__(self, place: Place, timeout_s: float, patient_s: float | None = None) -> None:
@@ -194,7 +194,7 @@ class EtcdKeys:
         client.timeout = allowed_s(limit_s, client.timeout or 0.0, self._timeout_s, self._patient_s)
 
     def look(self) -> View:
-        """What etcd has now."""
+        """Reads both keys, at one revision."""
         return self._ask(self._look)
 
     def _look(self, client: Etcd3Client) -> View:
@@ -206,25 +206,25 @@ class EtcdKeys:
         return View(leader, _run(of_run[0]) if of_run else None, int(header["cluster_id"]), int(header["revision"]))
 
     def grant(self, ttl_s: int) -> int:
-        """A lease of so many seconds."""
+        """Requests a lease of `ttl_s` seconds; returns its id."""
         return int(self._ask(lambda client: client.lease(ttl_s)).id)
 
     def renew(self, lease: int) -> bool:
-        """Whether the lease was still there."""
+        """Renews a lease; returns whether it was still there."""
         from etcd3gw.lease import Lease
 
         return self._ask(lambda client: Lease(lease, client).refresh()) > 0
 
     def revoke(self, lease: int) -> None:
-        """Gives a lease back, with what hangs on it."""
+        """Revokes a lease: etcd removes the keys that are attached to it."""
         from etcd3gw.lease import Lease
 
         self._ask(lambda client: Lease(lease, client).revoke())
 
     def take(self, address: tuple[str, int], lease: int, ttl_s: int, run: Run, seen: int) -> None:
-        """Leads, if nobody does and `run` is what it was at revision `seen` (0: not there). A look says whether.
+        """Takes the lead if nobody leads, and if `run` is as at revision `seen` (0: there was none). `look` tells.
 
-        A leader without a lease is nobody: somebody has copied the keys from another etcd, which copies no leases.
+        A leader without a lease does not count: its key was copied from another etcd, and leases are not copied.
         """
         about = {"id": run.leader, "address": list(address), "ttl_s": ttl_s}
         self._txn(
@@ -236,7 +236,7 @@ class EtcdKeys:
         )
 
     def end(self, run: Run) -> bool:
-        """The run is over, and nobody leads it, if it is still what it was. Returns whether it was."""
+        """Marks the run as over and removes its leader, if it is unchanged; returns whether it was."""
         nobody = {"request_delete_range": {"key": self._leader}}
         return self._txn([self._is_still(run.revision)], [nobody, self._writes(dataclasses.replace(run, over=True))])
 
@@ -253,17 +253,17 @@ class EtcdKeys:
 
 
 def allowed_s(limit_s: float, known_s: float, least_s: float, most_s: float) -> float:
-    """How long the next answer may take.
+    """Returns how long the next answer may take, in seconds.
 
     Args:
-        limit_s: by how long the last one took.
-        known_s: how long that might have taken; from one to the next, it falls slowly.
+        limit_s: the limit that follows from how long the last answer took.
+        known_s: the limit of the last answer. From one to the next the limit falls slowly.
     """
     return min(max(limit_s, FALLS * known_s, least_s), most_s)
 
 
 def _said(error: Exception) -> str:
-    """For people: what urllib3 says of a connection that is refused is several lines long."""
+    """Returns a short text for an error: urllib3's, of a refused connection, has several lines."""
     from etcd3gw.exceptions import ConnectionFailedError, ConnectionTimeoutError
 
     if isinstance(error, ConnectionTimeoutError):
@@ -276,7 +276,7 @@ def _said(error: Exception) -> str:
 
 
 def _leader(found: Mapping[str, Any]) -> Leader | None:
-    """None: the key has no lease, and is nobody's."""
+    """Parses the leader's key; None if it has no lease: then nobody leads."""
     if not (lease := int(found.get("lease", 0))):
         return None
     said = json.loads(_decoded(found["value"]))
@@ -290,7 +290,7 @@ def _run(found: Mapping[str, Any]) -> Run:
 
 
 def _encoded(text: str) -> str:
-    """As the gateway wants keys and values."""
+    """Encodes a key or value in base64, as etcd's gateway wants it."""
     return base64.b64encode(text.encode()).decode()
 
 

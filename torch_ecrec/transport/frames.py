@@ -1,4 +1,4 @@
-"""Messages as they travel on a connection.
+"""Encodes messages as frames, the form in which they travel on a connection.
 
     frame   24 bytes (magic, bytes of the notes, of the table and of the message, ticket), notes, the table (dtype and
             shape of each tensor), the message without its tensors (`encoding.py`), then the tensors' bytes one behind
@@ -79,15 +79,15 @@ _CONTROL_BYTES = socket.CMSG_SPACE(FILES_MOST * _FILE.size)
 
 
 class TooLarge(ValueError):
-    """A message that nobody would read."""
+    """The message is larger than any reader accepts."""
 
 
 class Spoilt(ValueError):
-    """What arrived is not what was sent."""
+    """The bytes that arrived are not those that were sent: their checksum differs."""
 
 
 class OtherBuild(ValueError):
-    """Who listens has other messages. `told`: what it says of its build, for `Build.heard`."""
+    """The listener runs another build, with other messages. `told`: what it says of its build, for `Build.heard`."""
 
     def __init__(self, told: bytes) -> None:
         super().__init__("another build of torch_ecrec listens there")
@@ -95,12 +95,15 @@ class OtherBuild(ValueError):
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """Its bytes, of which there are some."""
+    """Returns the bytes of a tensor that is not empty."""
     return as_array(tensor).data.cast("B")
 
 
 def _room(sizes: tuple[int, ...], code: int) -> tuple[Tensor, memoryview | None]:
-    """A tensor and its memory, if it has any. NumPy's costs half of torch's; torch's is aligned to cache lines."""
+    """Allocates a tensor, and returns it with its memory, if it has any.
+
+    Small ones are NumPy's, which takes half of torch's time. Torch aligns memory to cache lines.
+    """
     kind = _NUMPY[code]
     size = math.prod(sizes) * kind.itemsize
     if 0 < size <= SMALL_MOST_BYTES:
@@ -111,7 +114,7 @@ def _room(sizes: tuple[int, ...], code: int) -> tuple[Tensor, memoryview | None]
 
 
 class Frame:
-    """A message on its way out, and how far it has come.
+    """A message being sent, and how much of it is sent already.
 
     Args:
         ticket: the call that it makes or answers.
@@ -162,7 +165,7 @@ class Frame:
         self.begun = True
 
     def _pack(self) -> tuple[list[Tensor], list[_Entry]]:
-        """What is sent in place of each tensor, and its entry in the table."""
+        """Returns what is sent of each tensor, packed where that is smaller, and its entry in the table."""
         sent, entries = list(self._tensors), list(self._entries)
         for which, tensor in enumerate(self._tensors):
             smaller = _packed(tensor)
@@ -174,7 +177,7 @@ class Frame:
         return sent, entries
 
     def send_to(self, sock: socket.socket, lending: Lending | None, between_hosts: bool) -> bool:
-        """Sends as much as goes without waiting. True: all of it. Raises OSError."""
+        """Sends as much as possible without blocking; returns whether all is sent. Raises OSError."""
         if not self.begun:
             self._begin(lending, between_hosts)
         while self._parts:
@@ -192,10 +195,10 @@ class Frame:
 
 
 class FrameReader:
-    """Reads frames, one after the other, from a connection.
+    """Reads frames from a connection, one after the other.
 
-    What comes first of a frame is read together, with some bytes of its tensors perhaps: every system call may have to
-    wait for the interpreter's lock. What is in the buffer is summed at once, before it is overwritten.
+    The beginning of a frame is read at once, perhaps with bytes of its tensors: after every system call the thread may
+    wait for the interpreter's lock. Bytes in the buffer enter the checksum before they are overwritten.
     """
 
     def __init__(self, sock: socket.socket, lending: Lending | None = None) -> None:
@@ -208,11 +211,11 @@ class FrameReader:
         self._packed: list[tuple[NDArray[np.uint8], int, Tensor]] = []  # what came, how much of it, and what is to be
 
     def read(self) -> tuple[int, Encoded] | None:
-        """The next ticket and message; waits for it. None when the connection has ended between two frames.
+        """Waits for the next frame; returns its ticket and message. None if the connection has ended before it.
 
         Raises:
             OSError: it ended within one.
-            OtherBuild: who listens has said so.
+            OtherBuild: the listener runs another build.
             Spoilt: its checksum is another.
             ValueError: what arrives is not a frame.
         """
@@ -250,7 +253,7 @@ class FrameReader:
             raise Spoilt("a message was spoilt on its way: its checksum is another")
 
     def _sum(self) -> None:
-        """What is used of the buffer and was not summed yet."""
+        """Adds what was consumed of the buffer since the last call to the checksum."""
         if self._summed and self._unsummed < self._begin:
             self._checksum.update(self._buffer[self._unsummed : self._begin])
         self._unsummed = self._begin
@@ -264,7 +267,7 @@ class FrameReader:
                 raise ValueError(f"not a tensor: {error}") from error
 
     def _tensors(self, table: tuple[int, ...], places: Places) -> list[Tensor]:
-        """Each tensor in its place, with its values; those that came packed get them later."""
+        """Returns the tensors in order. Those that came packed get their values later."""
         tensors: list[Tensor] = []
         memories: list[memoryview] = []  # for what is sent
         borrowed: dict[int, NDArray[np.uint8]] = {}
@@ -318,7 +321,7 @@ class FrameReader:
         return as_tensor(np.ndarray(sizes, kind, whole, offset))
 
     def _have(self, size: int) -> bool:
-        """Waits until so many bytes are in the buffer. False if the connection ended before the first of them."""
+        """Waits for `size` bytes in the buffer. Returns False if the connection ended before the first of them."""
         while self._end - self._begin < size:
             self._sum()
             if self._begin == self._end:
@@ -336,7 +339,10 @@ class FrameReader:
         return True
 
     def _make_room(self, size: int) -> None:
-        """Moves what has come to the beginning; where it fills the buffer, that grows: as bytes come, not on a word."""
+        """Moves what has come to the buffer's beginning.
+
+        A full buffer grows as bytes come, not at once to the size that a header claims.
+        """
         rest = bytes(self._buffer[self._begin : self._end])
         if len(rest) == len(self._buffer):
             self._buffer = memoryview(bytearray(min(size, 2 * len(rest))))
@@ -344,13 +350,13 @@ class FrameReader:
         self._begin, self._end, self._unsummed = 0, len(rest), 0
 
     def _take(self, size: int) -> memoryview:
-        """Takes what is there, to be looked at before more is waited for."""
+        """Consumes `size` bytes of the buffer. They are valid until the next wait."""
         taken = self._buffer[self._begin : self._begin + size]
         self._begin += size
         return taken
 
     def _fill(self, memories: list[memoryview]) -> None:
-        """Fills all of them: from the buffer, then from the socket."""
+        """Fills these memories from the buffer, then from the socket."""
         rest = deque(memories)
         while rest and self._begin < self._end:
             taken = self._take(min(len(rest[0]), self._end - self._begin))
@@ -372,9 +378,10 @@ class FrameReader:
                 self._checksum.update(memory)
 
     def _fill_much(self, rest: deque[memoryview]) -> None:
-        """Over TCP, wakes once for much that has come: a packet is 64 KiB at most, and each would wake this thread.
+        """Over TCP, wakes this thread once for much data: each packet, of 64 KiB at most, would wake it otherwise.
 
-        `recvmsg` itself must not wait here: what it has taken already does not count for the bytes to wake at.
+        `recvmsg` itself must not wait here: bytes that it has taken no longer count towards the number at which the
+        thread is woken.
         """
         left = sum(map(len, rest))
         if left < AWAIT_LEAST_BYTES:
@@ -395,7 +402,7 @@ class FrameReader:
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
     def _receive(self, memories: Sequence[memoryview], flags: int = 0) -> int:
-        """At least one byte, or none at the end; keeps the files that come with them."""
+        """Receives at least one byte, or none at the end. Keeps the files that come with them."""
         if self._lending is None:
             return self._sock.recvmsg_into(memories, 0, flags)[0]
         got, control, _, _ = self._sock.recvmsg_into(memories, _CONTROL_BYTES, flags | _CLOSE_ON_EXEC)
@@ -408,12 +415,12 @@ class FrameReader:
 
 
 def is_between_hosts(sock: socket.socket) -> bool:
-    """Whether frames on it have checksums and packed tensors: within a host no bit has a way to go."""
+    """Returns whether frames on a connection have checksums and packed tensors: not within a host."""
     return sock.family != socket.AF_UNIX
 
 
 def _entry(tensor: Tensor) -> _Entry:
-    """Reads an entry of the table of tensors that are not packed: code, rank and sizes. Raises TypeError."""
+    """Parses the table entry of a tensor that is not packed: code, rank and sizes. Raises TypeError."""
     code = _CODES.get(tensor.dtype)
     if code is None:
         raise TypeError(f"a tensor of {tensor.dtype}")
@@ -421,7 +428,7 @@ def _entry(tensor: Tensor) -> _Entry:
 
 
 def _packed(tensor: Tensor) -> NDArray[np.uint8] | None:
-    """What is sent in its place; None: it is sent as it is."""
+    """Returns the packed form of a tensor; None if it is sent as it is."""
     if tensor.nbytes < PACKED_LEAST_BYTES or tensor.dtype not in PACKED_DTYPES:
         return None
     try:
@@ -431,12 +438,12 @@ def _packed(tensor: Tensor) -> NDArray[np.uint8] | None:
 
 
 def _at_once(memories: deque[memoryview]) -> Sequence[memoryview]:
-    """As many of the first ones as a system call takes."""
+    """Returns the first of these memories, as many as one system call takes."""
     return memories if len(memories) <= BUFFERS_MOST else [memories[i] for i in range(BUFFERS_MOST)]
 
 
 def _advance(memories: deque[memoryview], size: int) -> None:
-    """Takes the first bytes away."""
+    """Removes the first `size` bytes from these memories."""
     while size and size >= len(memories[0]):
         size -= len(memories.popleft())
     if size:

@@ -1,4 +1,4 @@
-"""Tensors that a connection within one host does not carry: its reader finds them in the sender's shared memory.
+"""Lends tensors in shared memory to a reader on the same host, instead of sending their bytes.
 
 Each end has a `Lending`. Beside a message go *notes* to the other end:
 
@@ -36,12 +36,12 @@ Places = dict[int, tuple[int, int]]  # which tensor of a message -> segment, off
 
 
 def byte_view(tensor: Tensor) -> NDArray[np.uint8]:
-    """The bytes of a contiguous tensor on the CPU, where they are."""
+    """Returns the bytes of a contiguous CPU tensor, without a copy."""
     return as_array(tensor).reshape(-1).view(np.uint8)
 
 
 class Loan:
-    """What one message lends. Made and filled by `Lending.lend`, one after the other."""
+    """The tensors that one message lends. `Lending.lend` makes it, and `place` fills it, tensor by tensor."""
 
     def __init__(self, lending: Lending) -> None:
         self._lending = lending
@@ -50,7 +50,7 @@ class Loan:
         self.places: Places = {}
 
     def place(self, which: int, tensor: Tensor) -> bool:
-        """Lends a tensor of the message, which must not go before `notes`; False: it must be sent."""
+        """Lends a tensor of the message. Its memory must not be released before `notes`. False: it must be sent."""
         place = self._place(tensor)
         if place is not None:
             self.places[which] = place
@@ -76,12 +76,12 @@ class Loan:
         return segment.number, offset
 
     def notes(self) -> bytes:
-        """What goes with the message."""
+        """Returns the notes to send with the message."""
         return self._lending.notes(self.shown, self.places)
 
 
 class Lending:
-    """One end of a connection.
+    """One end of a connection: what it lends to the other end, and what it borrows from it.
 
     Args:
         pool: of this process.
@@ -105,7 +105,7 @@ class Lending:
         return Loan(self)
 
     def show(self, segment: Segment, shown: list[Segment]) -> bool:
-        """Counts a loan; adds to `shown` what the other end has not seen. False: not possible."""
+        """Counts a loan of a segment; adds it to `shown` if the other end has not seen it. False: it cannot be lent."""
         with self._lock:
             if self._ended or (segment.number not in self._shown and len(shown) == FILES_MOST):
                 return False
@@ -121,11 +121,11 @@ class Lending:
 
     @property
     def owes(self) -> bool:
-        """Whether there is something to tell."""
+        """Whether there are notes that the other end has not been told."""
         return bool(self._returned or self._forgotten)
 
     def notes(self, shown: Sequence[Segment], places: Places) -> bytes:
-        """What the other end is told now."""
+        """Returns what the other end is to be told now; b"" if nothing."""
         returned = [self._returned.popleft() for _ in range(len(self._returned))]
         forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         with self._lock:
@@ -143,13 +143,13 @@ class Lending:
     # as who borrows ---------------------------------------------------------------------------------
 
     def take_file(self, fd: int) -> None:
-        """One has come. Raises ValueError: two messages have not so many, and what comes of a third is not read yet."""
+        """Keeps a file descriptor until its notes are read. Raises ValueError if more come than two messages have."""
         self.files.append(fd)
         if len(self.files) > 2 * FILES_MOST:
             raise ValueError("files that were not shown")
 
     def take_notes(self, notes: bytes) -> Places:
-        """Raises ValueError: they are none. OSError: a file cannot be mapped."""
+        """Reads notes; returns where tensors lie. Raises ValueError if malformed, OSError if a file is not mapped."""
         try:
             *counts, placed = _COUNTS.unpack_from(notes)
             ends = [0, 2 * counts[0], 2 * counts[0] + counts[1], 2 * counts[0] + counts[1] + counts[2]]
@@ -187,7 +187,9 @@ class Lending:
             os.close(fd)
 
     def borrow(self, number: int) -> NDArray[np.uint8]:
-        """A segment of the other end's, until nobody looks at it any more. Not to be written: that ends the process.
+        """Returns the memory of a segment of the other end, read-only: a write to it ends this process.
+
+        The loan is given back when nobody refers to the memory any more.
 
         Raises:
             ValueError: it was not shown.
@@ -198,7 +200,7 @@ class Lending:
         return shared.held(mapping, mapping.size, number, self._returned)
 
     def let_go(self) -> None:
-        """Nothing is read from the connection any more: keeps only what somebody looks at."""
+        """Unmaps the other end's segments that nobody uses: no more is read from the connection."""
         self._seen.clear()
         while self.files:
             os.close(self.files.popleft())
@@ -206,7 +208,7 @@ class Lending:
     # both -------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """The connection has ended. May be called again."""
+        """Takes note that the connection has ended: what was lent on it is never reused. May be called again."""
         with self._lock:
             self._ended = True
             for number, segment in self._shown.items():

@@ -1,4 +1,4 @@
-"""Whether a process lives, asked of its host's kernel: it listens for as long as it lives, and no longer.
+"""Finds out whether a process lives from its host's kernel: the process listens for as long as it lives.
 
     sign = SignOfLife("10.0.0.7")   # in the process; sign.address goes to whoever may ask
     await probe(sign.address)       # ALIVE; GONE as soon as the process has ended, however it did
@@ -32,7 +32,7 @@ NO_WAY = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN
 
 
 async def probe(address: Address) -> str:
-    """What becomes of a process, within `PROBE_S`.
+    """Finds out whether the process at an address lives, within `PROBE_S`.
 
     Returns:
         GONE: nobody listens there. UNREACHABLE: no answer of its kernel. COMPUTES: its threads wait for the
@@ -57,10 +57,10 @@ async def probe(address: Address) -> str:
 
 
 class SignOfLife:
-    """Listens at `address`, and closes what it accepts, after a word about itself.
+    """Listens at `address` as long as this process lives; answers each connection with its state, and closes it.
 
     Raises:
-        OSError: nobody can listen at `host`.
+        OSError: this process cannot listen at `host`.
     """
 
     def __init__(self, host: str) -> None:
@@ -73,11 +73,11 @@ class SignOfLife:
         Worker(self._serve, "sign of life", log_error).start()
 
     def turn(self, well: bool) -> None:
-        """The thread of the heartbeats has its turn. `well`: as far as it sees, nothing here hangs."""
+        """Notes that the heartbeat thread runs. `well`: it sees nothing here that hangs."""
         self._answers.turn(well)
 
     def ends(self, limit_s: float, code: int) -> None:
-        """From now on this process ends, with this exit code, if it hangs so long with the interpreter's lock held."""
+        """Makes this process exit with `code` if it hangs for `limit_s` with the interpreter's lock held."""
         self._answers.ends(limit_s, code)
 
     def _serve(self) -> None:
@@ -86,11 +86,11 @@ class SignOfLife:
         self._listener.close()
 
     def on_forked(self) -> None:
-        """Lets go of the listener in a forked child."""
+        """Closes the listener in a forked child."""
         self._listener.close()
 
     def close(self) -> None:
-        """Nobody listens there any more. May be called again."""
+        """Stops listening. May be called again."""
         self._answers.end()
         with contextlib.suppress(OSError):  # closed already
             self._listener.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""A process on the data plane: one lock, an outbox, and calls to slots that are made again until they are answered.
+"""A process on the data plane: one lock, an outbox, and calls to slots that are repeated until they are answered.
 
 Everything that a node does happens inside `run`: a message that arrives, an answer, a timer, a call from the user's
 thread. State needs no other lock. What a node wants done outside (calls, answers, timers) goes into the outbox and is
@@ -27,9 +27,10 @@ RETRY_MOST_S = 0.5
 
 
 class Port(Protocol):
-    """What a node needs of the world: `processes/member.py:Member`, `local.py:LocalPort` in the simulation.
+    """A node's access to network, clock and coordinator.
 
-    None of these blocks or raises for network conditions.
+    `processes/member.py:Member` is the real one, `local.py:LocalPort` that of the simulation.
+    None of the methods blocks or raises for network conditions.
     """
 
     def call(self, peer: str, request: Request[A], timeout_s: float, done: Callable[[Outcome[A]], None]) -> None: ...
@@ -37,16 +38,16 @@ class Port(Protocol):
     def later(self, delay_s: float, action: Callable[[], None]) -> None: ...
 
     def now_s(self) -> float:
-        """The time, of a clock that only goes forward."""
+        """Returns the time in seconds, of a monotonic clock."""
 
     def tell(self, word: OfMember) -> None:
-        """Says something to the coordinator."""
+        """Sends a message to the coordinator."""
 
 
 class Exchange(Generic[A]):
     """One request to a slot, wherever it lives, repeated until it is answered or cancelled.
 
-    Not repeated across incarnations when it was made for one in particular: `lost` is called instead.
+    If it was made for one incarnation, it is not repeated to a later one: `lost` is called instead.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Exchange(Generic[A]):
 
 
 class Node:
-    """Base of server and client processes.
+    """The base of server and client processes on the data plane.
 
     Args:
         name: the process's name in the placement and on the network.
@@ -131,7 +132,7 @@ class Node:
         self._outbox: list[Callable[[], None]] = []
 
     def run(self, action: Callable[..., object], *args: Any) -> None:
-        """Runs `action` as this node, then does what it put into the outbox. Not reentrant."""
+        """Runs `action` under the node's lock; then, outside of it, all that `action` emitted. Not reentrant."""
         self._lock.acquire()
         for effect in self._turn(action, args):
             effect()
@@ -144,7 +145,7 @@ class Node:
         return idle
 
     def _turn(self, action: Callable[..., object], args: Sequence[Any]) -> list[Callable[[], None]]:
-        """Runs `action` and releases the lock, which is held; returns what is to be done outside."""
+        """Runs `action` under the lock, which is held, and releases it. Returns the effects to run afterwards."""
         self.turn_of = threading.get_native_id()
         try:
             action(*args)
@@ -160,7 +161,7 @@ class Node:
         self._outbox.append(effect)
 
     def emit_answer(self, effect: Callable[[], None]) -> None:
-        """Goes before everything that is emitted otherwise: a trainer waits for rows, and nobody for a fold."""
+        """Emits an effect that runs before those of `emit`: trainers wait for rows, and nobody for folds."""
         self._answers.append(effect)
 
     def call(self, peer: str, request: Request[A], done: Callable[[Outcome[A]], None]) -> None:
@@ -182,11 +183,11 @@ class Node:
         return Unknown(f"{peer} answered what is no answer: {fault}")
 
     def fault_of_answer(self, request: Request[Any], answer: Answer) -> str | None:
-        """Why an answer cannot be one to this request; None if it can."""
+        """Returns why an answer cannot be one to this request; None if it can."""
         return None
 
     def gives_up(self, request: Request[Any], refusal: Malformed) -> bool:
-        """Whether a request that was refused as malformed is not made again."""
+        """Returns whether a request that was refused as malformed is given up, and not repeated."""
         return False
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
@@ -207,7 +208,7 @@ class Node:
         """Asks a slot until it answers.
 
         Args:
-            slot: whom.
+            slot: the slot to ask.
             make: builds the request for a given incarnation of the slot.
             done: called once, inside `run`, with an answer that is not `Refused`.
             bound_to: only this incarnation is meant; when it has been replaced, `lost` is called and nothing is sent.
@@ -231,11 +232,11 @@ class Node:
         self.call(place.server, request, on_outcome)
 
     def host_of(self, slot: int) -> str | None:
-        """The server that has a slot; None: not known yet."""
+        """Returns the server that has a slot; None if that is not known yet."""
         return None if self.placement is None else self.placement.slots[slot].server
 
     def place(self, placement: Placement) -> bool:
-        """Takes a newer placement; what was under way to slots that moved is sent again. True if it was newer."""
+        """Takes over a newer placement, and repeats calls to slots that moved. Returns whether it was newer."""
         old = self.placement
         if old is not None and placement.epoch <= old.epoch:
             return False
@@ -249,6 +250,6 @@ class Node:
     # outside run --------------------------------------------------------------------------------
 
     def handle(self, request: Request[Any], reply: Callable[[Answer], None]) -> None:
-        """A request from another process. `reply` is called once, at any later time."""
+        """Handles a request of another process. Calls `reply` once, at once or later."""
         COMPLAINTS.add("a request to who serves none", type(request).__name__)
         reply(Refused(f"{self.name} serves no requests"))

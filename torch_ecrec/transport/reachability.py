@@ -1,4 +1,4 @@
-"""Which other hosts this process cannot reach: what it finds by trying, told to the coordinator with its heartbeat.
+"""Finds out which other hosts this process cannot reach. The coordinator is told with each heartbeat.
 
 A host is *tried* every `TRY_S`: a connection is asked for, and its kernel answers. It is *silent* since the first try
 that nothing came after, and *unreachable* once that is longer than is usual there (`accrual.py`; `SILENT_S` until that
@@ -52,7 +52,7 @@ Place = tuple[str, int]  # host, port
 
 
 class Reachability:
-    """What the tries say. Pure: the time is an argument."""
+    """Decides from the results of connection attempts which hosts are unreachable. Pure: the time is an argument."""
 
     def __init__(self) -> None:
         self._tried: dict[str, float] = {}  # host -> when it was, last
@@ -62,7 +62,7 @@ class Reachability:
         self._looked_s: float | None = None
 
     def keep(self, hosts: Collection[str]) -> None:
-        """These are tried from now on, and no others."""
+        """Sets the hosts that are to be tried from now on."""
         self._tried = {host: self._tried.get(host, -math.inf) for host in hosts}
         self._came = {host: came_s for host, came_s in self._came.items() if host in self._tried}
         self._since = {host: since for host, since in self._since.items() if host in self._tried}
@@ -70,7 +70,7 @@ class Reachability:
         self._usual = {host: self._usual.get(host) or fresh[host] for host in hosts}
 
     def due(self, now_s: float) -> list[str]:
-        """Whom to try now; that counts as done. To be called several times a second."""
+        """Returns the hosts to try now, and counts them as tried. Call it several times a second."""
         stalled_s = 0.0 if self._looked_s is None else now_s - self._looked_s
         self._looked_s = now_s
         if stalled_s > STALLED_S:
@@ -82,28 +82,28 @@ class Reachability:
         return due
 
     def wanted(self, now_s: float) -> bool:
-        """Whether it matters if something has come: a host is to be tried, or silent for longer than a good one is."""
+        """Returns whether to look for data that came without a try: a host is due, or doubtful."""
         return any(self._next_s(host) <= now_s for host in self._tried) or self.doubtful(now_s)
 
     def came(self, host: str, at_s: float) -> None:
-        """Like `heard`, where that is no answer to a try."""
+        """Notes that data of a host came, not in answer to a try. Like `heard`, and tries may be rarer."""
         self.heard(host, at_s)
         if host in self._tried:
             self._came[host] = max(at_s, self._came.get(host, at_s))
 
     def heard(self, host: str, at_s: float) -> None:
-        """Something of this host has come."""
+        """Notes that something of this host came at `at_s`: its silence has ended."""
         if at_s >= self._since.get(host, at_s + 1.0):
             self._usual[host].ended(at_s - self._since.pop(host))
 
     def silent(self, now_s: float) -> list[str]:
-        """Hosts that nothing has come of for longer than is usual, though they were tried."""
+        """Returns the hosts that were tried and have been silent for longer than is usual for them."""
         tried_s = min(LEAST_TRIES * self._pause_s, SILENT_S)
         silences = ((host, now_s - since) for host, since in self._since.items())
         return [host for host, for_s in silences if for_s > tried_s and self._usual[host].is_suspicious(for_s)]
 
     def doubtful(self, now_s: float) -> bool:
-        """Whether any host is silent for longer than a good one would be."""
+        """Returns whether a host has been silent for more than `DOUBT_S`, longer than a good one would be."""
         return any(now_s - since > DOUBT_S for since in self._since.values())
 
     def _next_s(self, host: str) -> float:
@@ -119,7 +119,7 @@ class Reachability:
 
 
 class Tries:
-    """The tries themselves: sockets that connect, without waiting, and are closed as soon as they have."""
+    """Tries to reach hosts: opens non-blocking connections, and closes each as soon as it is answered."""
 
     def __init__(self) -> None:
         self._hosts = Reachability()
@@ -131,23 +131,23 @@ class Tries:
         self._unreachable: frozenset[str] = frozenset()  # hosts
 
     def follow(self, places: Mapping[str, Place], own_host: str = "") -> None:
-        """Members, and where each listens; those of this process's own host are not tried. From any thread."""
+        """Sets the members and their addresses. Members on this process's own host are not tried. From any thread."""
         self._wanted = {name: place for name, place in places.items() if place[0] != own_host}
 
     def visited(self, host: str) -> None:
-        """It has connected, so that both ways are open. From any thread."""
+        """Notes that this host has connected, which shows that both directions work. From any thread."""
         self._visits.append((host, time.monotonic()))
 
     def unreachable(self) -> list[str]:
-        """Members that cannot be reached, in order of their names. From any thread."""
+        """Returns the members that cannot be reached, ordered by name. From any thread."""
         hosts = self._unreachable
         return sorted(name for name, place in self._wanted.items() if place[0] in hosts)
 
     def look(self, connections: Iterable[socket.socket], now_s: float, in_doubt: bool = False) -> None:
-        """Goes on with the tries.
+        """Continues the tries: reads answers, and begins those that are due.
 
         Args:
-            connections: that are there, with whomever.
+            connections: the open ones, with any peers.
             in_doubt: it takes long to find them, so that it is only done for a host that is silent.
         """
         if self._known is not self._wanted:
@@ -177,7 +177,7 @@ class Tries:
         self._unreachable = frozenset(self._hosts.silent(now_s))
 
     def close(self) -> None:
-        """No more tries. May be called again."""
+        """Ends the tries. May be called again."""
         self._wanted = {}
         self._unreachable = frozenset()
         for _, sock, _ in self._under_way:
@@ -186,9 +186,9 @@ class Tries:
 
 
 def refusing(host: str) -> socket.socket:
-    """A port of this address of ours that nobody listens at, and nobody else gets: the kernel refuses who tries it.
+    """Reserves a port at this address at which nobody listens, so that the kernel refuses whoever tries it.
 
-    For where the program's own port would take a try for a caller. Raises OSError.
+    It is for transports whose own port would take a try for a caller. Raises OSError.
     """
     sock = socket.socket(family_of(host), socket.SOCK_STREAM)
     try:
@@ -200,7 +200,7 @@ def refusing(host: str) -> socket.socket:
 
 
 def _try(place: Place) -> socket.socket | None:
-    """Asks for a connection. None: this process has no descriptors left, or no way there at all."""
+    """Begins to connect. Returns None if this process has no descriptors left, or no route there at all."""
     try:
         sock = socket.socket(family_of(place[0]), socket.SOCK_STREAM)
     except OSError:  # no more descriptors: nothing can be said of anybody, and the next try says it again
@@ -212,7 +212,7 @@ def _try(place: Place) -> socket.socket | None:
 
 
 def _answered(sock: socket.socket, place: Place | None) -> bool | None:
-    """True: the other host has answered; False: it will not; None: not yet."""
+    """Returns whether a try was answered: True if it was, False if it never will be, None if not yet."""
     if place is None:
         return False
     found = sock.connect_ex(place)
@@ -222,7 +222,7 @@ def _answered(sock: socket.socket, place: Place | None) -> bool | None:
 
 
 def open_sockets() -> Iterator[socket.socket]:
-    """Those of this process, whoever has opened them; each is a copy, which is closed when the next is asked for."""
+    """Yields a copy of each open socket of this process, whoever opened it. It is closed at the next one."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # it was closed meanwhile
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -243,9 +243,9 @@ _LAST_RECEIVED = struct.Struct("=II")  # at byte 52: milliseconds since data and
 
 
 def heard_s_ago(sock: socket.socket) -> tuple[str, float] | None:
-    """The host at the other end of a TCP connection, and for how many seconds its kernel has sent nothing.
+    """Returns the peer's host of a TCP connection, and the seconds since its kernel last sent something.
 
-    None: it is no such connection, not one any more, or the system does not tell.
+    It is None if `sock` is no TCP connection, or no longer one, or if the system does not tell.
     """
     if sock.family not in (socket.AF_INET, socket.AF_INET6) or not hasattr(socket, "TCP_INFO"):
         return None

@@ -1,4 +1,4 @@
-"""Where the members of a world of torch.distributed.rpc meet: at a store that the first of them has, place by place.
+"""Lets the members of a torch.distributed.rpc world meet, at a store that the first member has.
 
 At a *place* each member says something of itself; the first member waits until all have, and decides; the others wait
 for its word. So all of them were there, and agree about what follows. For `rpc.py` alone: connections of our own need
@@ -22,7 +22,7 @@ GOES_ON = ""  # said at a place by who can go on; else why not
 
 
 def own_store(host: str) -> tuple[TCPStore, int]:
-    """A store that listens at `host`, and its port. Left to itself, torch's listens on every interface."""
+    """Makes a store that listens at `host` only; returns it and its port. Torch's default listens everywhere."""
     listener = socket.create_server((host, 0), family=family_of(host), backlog=1024)
     port = int(listener.getsockname()[1])
     store = TCPStore(
@@ -37,7 +37,7 @@ def own_store(host: str) -> tuple[TCPStore, int]:
 
 
 def store_of(host: str, port: int) -> TCPStore:
-    """A connection to another member's. Raises RuntimeError: it cannot be reached."""
+    """Connects to another member's store. Raises RuntimeError if it cannot be reached."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S))
 
 
@@ -50,12 +50,12 @@ def meet(
     check: Callable[[], None],
     limit_s: float | None = None,
 ) -> str:
-    """Says something at `place`; returns when all members have, or one of them cannot go on.
+    """Says something at `place`, and waits until all members have, or one of them cannot go on.
 
     Polls, since torch's own waiting is neither quiet nor interruptible.
 
     Args:
-        name: who says it, one of the members.
+        name: the member that says it.
         says: `GOES_ON`, or why it cannot.
         check: called again and again; raises to end the waiting.
         limit_s: how long the first member waits for the others; None: until `check` raises.
@@ -85,7 +85,7 @@ def _decide(shared: Store, place: str, members: Sequence[str], check: Callable[[
 
 
 def _wait(is_so: Callable[[], bool], check: Callable[[], None], until_s: float | None) -> bool:
-    """Whether it came to be so in time."""
+    """Waits for a condition; returns whether it came true in time."""
     pause_s = POLL_LEAST_S
     while not is_so():
         check()

@@ -80,9 +80,9 @@ def _prepare_process() -> None:
 
 
 def _listen_at(host: str) -> None:
-    """Torch's agent would take the address of the host's name, which may be a loopback one: others would not get there.
+    """Makes torch's agent listen at `host`. By default it takes the address of the host's name, perhaps a loopback one.
 
-    It looks at this once in a process, when the first one is made. Of a host with an IPv6 address it is left alone.
+    Torch reads the setting once in a process, when it makes its first agent. For an IPv6 address nothing is set.
     """
     if ":" in host:
         return
@@ -99,7 +99,7 @@ def _close_active() -> None:
 
 
 def _compact(encoded: Encoded) -> Encoded:
-    """A message with a copy of each tensor that is a small part of its storage."""
+    """Returns a message in which each tensor that is a small part of its storage is copied."""
 
     def compact(tensor: Tensor) -> Tensor:
         return tensor.clone() if tensor.untyped_storage().nbytes() > SPARE_STORAGE * tensor.nbytes else tensor
@@ -110,7 +110,7 @@ def _compact(encoded: Encoded) -> Encoded:
 
 @functions.async_execution  # type: ignore[untyped-decorator]
 def _serve(generation: str, encoded: Encoded) -> Future[Encoded]:
-    """Entry point of every call, on a thread of the callee's agent. Never raises."""
+    """Handles every call; runs on a thread of the callee's agent. Never raises."""
     future: Future[Encoded] = Future()
     transport = _active
     if transport is None:
@@ -124,13 +124,15 @@ def _serve(generation: str, encoded: Encoded) -> Future[Encoded]:
 
 
 class _Overtaken(Exception):
-    """There is a newer roster, or the transport was closed."""
+    """A newer roster has come, or the transport was closed."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a member is tried, and where the store is that worlds meet at whose first member it is. As text: `HOST PORT
-    PORT`."""
+    """The address of a member, as text `HOST PORT PORT`: where others try to reach it, and the port of its store.
+
+    A world's members meet at the store of its first member.
+    """
 
     host: str
     port: int
@@ -138,7 +140,7 @@ class Endpoint:
 
     @staticmethod
     def parse(text: str) -> Endpoint:
-        """Returns the endpoint that a text means. Raises ValueError: none."""
+        """Parses an endpoint. Raises ValueError if it is malformed."""
         host, *ports = text.split(" ")
         if not host or len(ports) != 2 or not all(port.isdigit() and 0 < int(port) < 65536 for port in ports):
             raise ValueError(f"an endpoint of torch.distributed.rpc is HOST PORT PORT, got {text!r}")
@@ -150,19 +152,19 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class _World:
-    """One that is open. `generation`: version of the roster, and how often it was tried before."""
+    """An open world of torch.distributed.rpc. `generation`: the roster's version, and the number of tries before."""
 
     generation: str
     workers: Mapping[str, WorkerInfo]
 
 
 def torch_name(member: str, generation: str) -> str:
-    """What a member is called in torch's world of `generation`."""
+    """Returns the name of a member in torch's world of `generation`."""
     return f"{member}:{generation}"
 
 
 class RpcTransport(Transport):
-    """See `Transport`. One per process is open at a time.
+    """The `Transport` over torch.distributed.rpc. Only one is open in a process at a time.
 
     Args:
         threads: RPC threads. They run `handle` and most `done`s, so neither should block for long.
@@ -221,7 +223,7 @@ class RpcTransport(Transport):
             worker.start()
 
     def on_forked(self) -> None:
-        """In a forked child, which is in no world: closed."""
+        """Marks the transport as closed in a forked child, which is in no world."""
         global _active
         self._gate, self._changed = _gate()
         self._world, self._serving, self._inside, self._closed, self._calls = None, "", 0, True, {}
@@ -263,7 +265,7 @@ class RpcTransport(Transport):
             self._step_out()
 
     def _on_ended(self, ticket: int, ended: Future[Encoded]) -> None:
-        """Torch says that a call has ended, on a thread of its own."""
+        """Called by torch, on a thread of its own, when a call has ended."""
         with self._gate:
             if (call := self._calls.pop(ticket, None)) is None:
                 return  # the generation has ended, and with it what owns the value
@@ -287,7 +289,7 @@ class RpcTransport(Transport):
             self._finish(call.done, outcome)
 
     def serve(self, generation: str, encoded: Encoded, way: Callable[[Encoded], None]) -> None:
-        """A request has come; `way` takes the answer back. Never raises."""
+        """Handles a request; `way` takes the answer back. Never raises."""
 
         def back(answer: Encoded, kind: str, size: int) -> None:
             with self._gate:
@@ -323,7 +325,7 @@ class RpcTransport(Transport):
         self._tries.follow({name: (one.host, one.port) for name, one in parsed.items()}, self._own.host)
 
     def _form_all(self) -> None:
-        """What its thread does: forms the world of each roster, or of the newest where several have come."""
+        """Forms the world of each roster, or of the newest if several have come. Runs on a thread of its own."""
         formed = 0
         while True:
             with self._gate:
@@ -372,7 +374,7 @@ class RpcTransport(Transport):
             attempt += 1
 
     def _store_of(self, first: Endpoint) -> TCPStore:
-        """Where members meet of whom this is the first."""
+        """Returns the store of a world's first member, at which its members meet."""
         if first == self._own:
             return self._store
         if first not in self._stores:
@@ -380,14 +382,17 @@ class RpcTransport(Transport):
         return self._stores[first]
 
     def _give_up(self, shared: Store, trouble: str) -> None:
-        """Tells who is opening the same world that nobody need wait for this member in it."""
+        """Tells the members that open the same world that this one cannot, so that none waits for it."""
         try:
             shared.set(TROUBLE, trouble)
         except (RuntimeError, OSError) as error:  # the others wait for `FORMING_S`
             log.warning("%s: the first member cannot be told: %s", self.name, first_line(error))
 
     def _ready(self, shared: Store, names: list[str], trouble: str, check: Callable[[], None]) -> str:
-        """What all members find together. Who has said that it is ready stays so until it knows."""
+        """Says that this member is ready, or why not, and returns the verdict that all members get.
+
+        A member that has said it is ready stays so until it knows the verdict.
+        """
         while True:
             try:
                 return meet(shared, "ready", self.name, names, trouble, check, FORMING_S)
@@ -399,7 +404,7 @@ class RpcTransport(Transport):
     def _open(
         self, generation: str, names: list[str], shared: Store, check: Callable[[], None]
     ) -> tuple[_World | None, str]:
-        """Opens the way to all members: from now on calls may come. Returns it, or why it cannot be."""
+        """Opens a world: from now on calls may come. Returns it, or why it cannot be opened."""
         with self._gate:
             self._serving = generation  # before anything is open: a peer may be ready sooner
         options = TensorPipeRpcBackendOptions(
@@ -422,7 +427,7 @@ class RpcTransport(Transport):
         return _World(generation, workers), GOES_ON
 
     def _leave(self) -> None:
-        """Leaves the world that there is: calls under way end as `Unknown`."""
+        """Leaves the present world. Calls under way end as `Unknown`."""
         with self._gate:
             self._world, self._serving = None, ""
             calls, self._calls = self._calls, {}
@@ -454,7 +459,7 @@ class RpcTransport(Transport):
 
 
 def _gate() -> tuple[threading.RLock, threading.Condition]:
-    """A lock, and who waits with it: taken for each message, and to take a condition itself costs twice as much."""
+    """Returns a lock and a condition over it. Messages take the lock: taking the condition costs twice as much."""
     lock = threading.RLock()
     return lock, threading.Condition(lock)
 

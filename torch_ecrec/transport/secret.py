@@ -1,4 +1,4 @@
-"""Who may speak with this cluster: who knows its secret, shown to each other on every connection.
+"""The cluster's shared secret: both sides of a connection prove that they know it before they talk.
 
 Both sides draw a *nonce*, a random word that is used once, and say the HMAC of both with what they share (SHA-256,
 RFC 2104). So neither says the secret, and nothing that was said before proves anything. What is shared on the control
@@ -23,16 +23,16 @@ CALLER, LISTENER = b"caller", b"listener"
 
 
 class NotProved(ClusterUnavailable):
-    """Who is there does not know the secret that this process has, or wants one that it has not."""
+    """The peer does not know this process's secret, or asks for one that this process does not have."""
 
 
 def draw() -> bytes:
-    """Returns a nonce."""
+    """Returns a random nonce of `NONCE_BYTES` bytes."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 def proof(shared: bytes, side: bytes, callers: bytes, listeners: bytes, said: bytes = b"") -> bytes:
-    """Returns what shows that one knows `shared`.
+    """Returns the HMAC that proves knowledge of `shared`.
 
     Args:
         side: `CALLER` or `LISTENER`: who shows it.
@@ -43,17 +43,17 @@ def proof(shared: bytes, side: bytes, callers: bytes, listeners: bytes, said: by
 
 
 def is_proof(said: bytes, shared: bytes, side: bytes, callers: bytes, listeners: bytes, more: bytes = b"") -> bool:
-    """Whether `said` is that proof. Takes the same time whatever it is."""
+    """Returns whether `said` is that proof, in constant time."""
     return hmac.compare_digest(said, proof(shared, side, callers, listeners, more))
 
 
 def data_key(secret: bytes, key: bytes) -> bytes:
-    """Returns what two members share on the data plane. `key`: of who listens."""
+    """Returns the key that two members share on the data plane. `key`: the listener's."""
     return hmac.digest(secret, key, "sha256")
 
 
 def secret_at(host: str) -> bytes:
-    """Returns what who connects must know, for a process that listens at `host`; b"": nothing, on loopback.
+    """Returns the secret that peers of a listener at `host` must know; b"" if none is needed, on loopback.
 
     Raises:
         ClusterUnavailable: other hosts get there, and there is no secret.
@@ -65,7 +65,7 @@ def secret_at(host: str) -> bytes:
 
 
 def why_open(host: str) -> str:
-    """Returns why nobody listens at that host without a secret, and what to do."""
+    """Returns an error message: why nobody may listen at that host without a secret, and what to do."""
     return (
         f"whoever reaches {host} could stop this cluster, or join it: other hosts take a secret. Set"
         " TORCH_ECREC_SECRET, or TORCH_ECREC_SECRET_FILE, to the same 16 characters or more for the coordinator, all"

@@ -1,4 +1,4 @@
-"""The data plane over connections of its own: for each pair of members that talk, one from caller to callee.
+"""The data plane over sockets: for each pair of members that talk, one connection from caller to callee.
 
     caller                                   callee
     hello, challenge, proof: each knows the cluster's secret, and the callee's key (door.py)
@@ -62,7 +62,7 @@ SWEEP_S = 0.1  # how often calls are looked at whose time may be up
 
 
 class Sender:
-    """One thread that writes to connections what they could not take at once, and looks at the time.
+    """A thread that writes what connections could not take at once, and calls `sweep` at regular times.
 
     Args:
         sweep: called every `SWEEP_S`.
@@ -78,7 +78,7 @@ class Sender:
         belongs_here(self)
 
     def on_forked(self) -> None:
-        """In a forked child. What is watched is the parent's affair, with which this selector is shared."""
+        """Closes its sockets in a forked child. The watched connections are the parent's, as is the selector."""
         self._ends = True
         self._selector.close()
         self._wake.close()
@@ -97,7 +97,7 @@ class Sender:
             self._ends = True
 
     def run(self) -> None:
-        """What its thread does, until `close`."""
+        """Writes and sweeps until `close`. Runs on a thread of its own."""
         next_s = 0.0
         while not self._ends:
             try:
@@ -115,9 +115,9 @@ class Sender:
 
 
 class FrameConnection:
-    """The way out of one connection. A thread of its owner's reads from `sock`, and closes it at its end.
+    """The sending side of a connection. A thread of the owner reads from `sock`, and closes it at its end.
 
-    Frames that come before `start` wait for it.
+    Frames that are sent before `start` wait for it.
     """
 
     def __init__(self, sock: socket.socket, sender: Sender) -> None:
@@ -135,12 +135,12 @@ class FrameConnection:
         belongs_here(self)
 
     def on_forked(self) -> None:
-        """In a forked child: who reads at the other end must see the end of its parent."""
+        """Closes the socket in a forked child, so that the peer sees the end of the parent."""
         self._lock, self._ended = threading.Lock(), True
         self.sock.close()
 
     def start(self) -> None:
-        """It is connected. Raises ConnectionError if it was ended before it was."""
+        """Begins to send: the socket is connected. Raises ConnectionError if the connection was ended before."""
         with self._lock:
             if self._ended:
                 raise ConnectionError("the connection ended")
@@ -148,7 +148,7 @@ class FrameConnection:
             self._push()
 
     def send(self, frame: Frame, kind: str, size: int) -> None:
-        """Returns at once. Raises ConnectionError, and sends nothing, if the connection has ended.
+        """Sends a frame; returns at once. Raises ConnectionError, and sends nothing, if the connection has ended.
 
         Args:
             kind: the message's class, by name. `size`: bytes of its tensors, before they are packed.
@@ -162,18 +162,18 @@ class FrameConnection:
                 self._push()
 
     def sizes(self) -> Counter[str]:
-        """`bytes_sent`, as it is now."""
+        """Returns a copy of `bytes_sent`."""
         with self._lock:
             return Counter(self.bytes_sent)
 
     def flush(self) -> None:
-        """Sends what waits, as the socket takes more."""
+        """Sends waiting frames, as far as the socket takes them."""
         with self._lock:
             if self._watched and not self._ended:
                 self._push()
 
     def remind(self) -> None:
-        """Sends notes that have waited for a frame to go with: segments are given back, also when nobody calls."""
+        """Sends notes that no frame has taken along for a while, so that borrowed segments go back without calls."""
         if self.lending is None:
             return
         with self._lock:
@@ -183,7 +183,7 @@ class FrameConnection:
             self._quiet = True
 
     def drop(self, frame: Frame) -> None:
-        """It is not to be sent: what it holds may change from now on. If a part has been, the connection ends."""
+        """Cancels a frame, so that its memory may change. If a part of it was sent, the connection ends."""
         with self._lock:
             waits = frame in self._waiting
             if waits and not frame.begun:
@@ -192,14 +192,14 @@ class FrameConnection:
             self.end()
 
     def end(self) -> None:
-        """Nothing is sent from now on; who reads from it finds its end. May be called again."""
+        """Stops sending; the thread that reads from it finds its end. May be called again."""
         with self._lock:
             self._end()
         if self.lending is not None:
             self.lending.end()
 
     def close(self) -> None:
-        """After `end`, once nobody reads from it any more."""
+        """Closes the socket. Called after `end`, once nobody reads from it any more."""
         if self.lending is not None:
             self.lending.let_go()
         self.sock.close()
@@ -236,7 +236,7 @@ class FrameConnection:
 
 
 class Channel:
-    """A connection to a callee, with the calls under way on it."""
+    """A connection to a callee, and the calls under way on it."""
 
     def __init__(self, transport: SocketTransport, peer: str, address: Address) -> None:
         self.peer = peer
@@ -249,7 +249,10 @@ class Channel:
         self._ended = ""  # why, once it has
 
     def call(self, call: Call, encoded: Encoded, size: int, timeout_s: float) -> None:
-        """Raises ConnectionError, and sends nothing, if it has ended. TypeError, ValueError: it cannot be sent."""
+        """Sends a call. Raises ConnectionError if the connection has ended.
+
+        Raises TypeError or ValueError if the request cannot be sent.
+        """
         with self._lock:
             if self._ended:
                 raise ConnectionError(self._ended)
@@ -275,11 +278,11 @@ class Channel:
         self.connection.remind()
 
     def end(self) -> None:
-        """It ends: calls under way on it end as `Unknown`, soon."""
+        """Ends the connection: calls under way on it soon end as `Unknown`."""
         self.connection.end()
 
     def run(self) -> None:
-        """What its thread does: connects, and reads answers until the end."""
+        """Connects, and reads answers until the connection ends. Runs on a thread of its own."""
         transport = self._transport
         connected = False
         reason = "the connection ended"
@@ -311,7 +314,7 @@ class Channel:
         self.fail((Unknown if connected else Failed)(f"{self.peer}: {reason}"))
 
     def _prove(self) -> None:
-        """Both sides show that they are members of one cluster. Raises OSError: the other one does not, or is gone."""
+        """Proves to the callee that this is a member, and checks its proof. Raises OSError if it fails, or is gone."""
         shared = data_key(self._transport.secret, self._address.key)
         mine = draw()
         hello = HELLO.pack(MAGIC, mine, self._transport.build.digest, self._transport.name.encode())
@@ -325,7 +328,7 @@ class Channel:
         self.sock.sendall(proof(shared, CALLER, mine, theirs, hello))
 
     def fail(self, outcome: Unknown | Failed) -> None:
-        """It is over, and nobody reads from it any more: calls under way have this outcome."""
+        """Closes the connection, from which nobody reads any more, and ends the calls under way with `outcome`."""
         with self._lock:
             self._ended = outcome.reason
             calls, self._calls = self._calls, {}
@@ -343,12 +346,12 @@ class Channel:
 
     @property
     def ended(self) -> bool:
-        """Nothing is sent on it any more."""
+        """Whether the connection has ended, so that nothing is sent on it."""
         return bool(self._ended)
 
 
 class Address:
-    """Where a member listens, and its key. As text: `HOST PORT KEY NAME`.
+    """The address at which a member listens, and its key. As text: `HOST PORT KEY NAME`.
 
     Args:
         name: of its Unix socket in the abstract namespace; "-" if it has none.
@@ -363,7 +366,7 @@ class Address:
 
     @staticmethod
     def parse(text: str) -> Address:
-        """Returns the address that a text means. Raises ValueError: none."""
+        """Parses an address. Raises ValueError if it is malformed."""
         parts = text.split(" ")
         try:
             host, port, key, name = parts[0], int(parts[1]), bytes.fromhex(parts[2]), parts[3]
@@ -375,7 +378,7 @@ class Address:
         return Address(host, port, key, name)
 
     def dial_within_host(self) -> socket.socket | None:
-        """A connection to its Unix socket; None if it is not on this host, or one of the two shares no memory."""
+        """Connects to its Unix socket; None if it is on another host, or one of the two shares no memory."""
         if self.name == NO_NAME or shared.pool() is None:
             return None
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -389,7 +392,7 @@ class Address:
 
 
 class SocketTransport(Transport):
-    """See `Transport`. It listens from construction on."""
+    """The `Transport` over sockets. It listens from construction on."""
 
     def __init__(
         self,
@@ -471,7 +474,7 @@ class SocketTransport(Transport):
         channel.call(call, encoded, size, timeout_s)
 
     def _channel(self, peer: str) -> Channel:
-        """The connection to a member, made if there is none."""
+        """Returns the connection to a member; makes it if there is none."""
         with self._gate:
             channel = self._channels.get(peer)
             if channel is not None and not channel.ended:
@@ -493,7 +496,7 @@ class SocketTransport(Transport):
         return channel
 
     def forget(self, connection: FrameConnection) -> None:
-        """It is over; what was sent on it still counts."""
+        """Removes a connection that has ended. The bytes sent on it still count."""
         with self._gate:
             self._sent.update(connection.sizes())
             self._inbound.pop(connection, None)
@@ -531,7 +534,7 @@ class SocketTransport(Transport):
     # from others ------------------------------------------------------------------------------------
 
     def _admit(self, sock: socket.socket, caller: str) -> None:
-        """A member has connected, perhaps one that is none any more."""
+        """Serves a member that has connected, unless it has left the cluster meanwhile."""
         if caller in self._left:
             sock.close()
             return
@@ -542,7 +545,7 @@ class SocketTransport(Transport):
             sock.close()
 
     def _read(self, sock: socket.socket, caller: str) -> None:
-        """Serves one caller as long as its connection lasts."""
+        """Serves one caller until its connection ends."""
         connection = FrameConnection(sock, self.sender)
         try:
             with self._gate:
@@ -568,7 +571,7 @@ class SocketTransport(Transport):
     # the end ----------------------------------------------------------------------------------------
 
     def on_forked(self) -> None:
-        """In a forked child, which is no member: closed."""
+        """Marks the transport as closed in a forked child, which is no member."""
         self._gate, self._closed = threading.Lock(), True
         atexit.unregister(self._close)
         self._channels, self._inbound, self._threads = {}, {}, set()
@@ -595,10 +598,10 @@ class SocketTransport(Transport):
 
 
 def _listen(host: str) -> tuple[list[socket.socket], Address]:
-    """Listens at a free port of `host`, and, if this process has shared memory, within the host.
+    """Listens at a free port of `host`, and within the host, if this process has shared memory.
 
     Raises:
-        ClusterUnavailable: nobody can.
+        ClusterUnavailable: this process cannot listen there.
     """
     name = NO_NAME if shared.pool() is None else f"torch_ecrec-{secrets.token_hex(KEY_BYTES)}"
     listeners: list[socket.socket] = []

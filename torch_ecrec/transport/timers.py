@@ -1,4 +1,4 @@
-"""One thread that does things later: retries and pauses of a node."""
+"""A thread that runs a node's actions after a delay: its retries and pauses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Timers:
         belongs_here(self)
 
     def on_forked(self) -> None:
-        """In a forked child, which has no such thread."""
+        """Marks the timers as closed in a forked child, which has no such thread."""
         self._changed, self._closed = threading.Condition(), True
         atexit.unregister(self.close)
 
@@ -46,11 +46,11 @@ class Timers:
 
     @property
     def thread_id(self) -> int:
-        """The number that the system gives the thread of these timers."""
+        """The thread's number, as the system gives it."""
         return self._thread.native_id or 0
 
     def close(self) -> None:
-        """What is not due yet is not done. Waits for what is being done, unless that calls this."""
+        """Drops the actions that are not due yet. Waits for the one that runs, unless that one calls this."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -1,4 +1,4 @@
-"""Where the coordinator is, from what a user has named: `HOST:PORT`, or `etcd://...` for whichever leads.
+"""Finds the coordinator from what a user has named: `HOST:PORT`, or `etcd://...` for whichever leads.
 
     where = whereabouts("etcd://10.0.0.1:2379/ads")
     leader = where.find(10.0)           # as soon as somebody leads, if that takes no longer than so many seconds
@@ -31,27 +31,27 @@ PATIENT_S = 5.0  # of all of them together, where etcd is slow: coordinators are
 
 
 class Whereabouts(Protocol):
-    """Where the coordinator is: `Named` has its address, `Elected` asks etcd.
+    """Finds the coordinator: `Named` has its address, `Elected` asks etcd.
 
     Attributes:
-        changes: it may become another.
+        changes: whether another coordinator may take its place.
     """
 
     changes: bool
 
     def find(self, limit_s: float) -> Leader:
-        """Who is the coordinator.
+        """Returns the coordinator; waits for one if there is none.
 
         Raises:
-            ClusterUnavailable: nobody within `limit_s`.
+            ClusterUnavailable: none was found within `limit_s`.
         """
 
     def look(self) -> Leader | None:
-        """Who is at this moment; None: nobody, or it cannot be known."""
+        """Returns the coordinator of this moment; None if there is none, or it cannot be known."""
 
 
 class Named:
-    """At an address, for good."""
+    """A coordinator at a fixed address."""
 
     changes = False
 
@@ -66,13 +66,13 @@ class Named:
 
 
 class Record(Protocol):
-    """What etcd has of who leads: `transport/etcd.py:EtcdKeys`, `tests/harness/etcd.py:VirtualEtcd`."""
+    """The record in etcd of who leads: `transport/etcd.py:EtcdKeys`, `tests/harness/etcd.py:VirtualEtcd`."""
 
     def look(self) -> View: ...
 
 
 class Elected:
-    """Whoever leads. From any thread. `record`: where that is written, if not at the place that `text` names."""
+    """Finds the coordinator that leads, from any thread. `record`: replaces the keys in etcd that `text` names."""
 
     changes = True
 
@@ -106,7 +106,7 @@ def _keys_of(text: str) -> EtcdKeys:
 
 
 def whereabouts(text: str) -> Whereabouts:
-    """Returns where the coordinator is looked for, given `HOST:PORT` or `etcd://...`.
+    """Returns how to find the coordinator, given `HOST:PORT` or `etcd://...`.
 
     Raises:
         ValueError: it is neither.
@@ -121,7 +121,7 @@ def whereabouts(text: str) -> Whereabouts:
 
 
 def require_whereabouts(text: str) -> None:
-    """Raises ValueError where that names no coordinator; asks nobody."""
+    """Raises ValueError unless `text` names a coordinator. Contacts nobody."""
     if text.startswith(("etcd://", "etcds://")):
         parse_place(text)
     else:
@@ -129,10 +129,10 @@ def require_whereabouts(text: str) -> None:
 
 
 def reach(where: Whereabouts, limit_s: float, connect: Callable[[Leader, float], C]) -> tuple[C, Leader]:
-    """A connection with the coordinator, and who that is.
+    """Connects with the coordinator; returns the connection and the coordinator.
 
     Args:
-        connect: `connect(leader, seconds)`; raises ClusterUnavailable where nobody answers in so many.
+        connect: `connect(leader, seconds)`; raises ClusterUnavailable if there is no answer in that time.
 
     Raises:
         ClusterUnavailable: not within `limit_s`.
@@ -149,13 +149,13 @@ def reach(where: Whereabouts, limit_s: float, connect: Callable[[Leader, float],
 
 
 def status_of(join: str, limit_s: float) -> Status:
-    """What the coordinator says of its cluster. Raises ClusterUnavailable: not within `limit_s`, nor 10 s."""
+    """Asks the coordinator for its status. Raises ClusterUnavailable after `limit_s`, or 10 s if that is less."""
     ask = lambda leader, seconds: ask_status(leader.address, seconds)  # noqa: E731
     return reach(whereabouts(join), min(STATUS_S, limit_s), ask)[0]
 
 
 def ask_status(address: tuple[str, int], timeout_s: float = STATUS_S) -> Status:
-    """What the coordinator at this address says of its cluster.
+    """Asks the coordinator at this address for its cluster's status.
 
     Raises:
         ClusterUnavailable: no answer within `timeout_s`, or one that is no status of this version.
@@ -168,7 +168,9 @@ def ask_status(address: tuple[str, int], timeout_s: float = STATUS_S) -> Status:
 
 
 def is_followed(mine: Leader | None, leads: Leader | None) -> bool:
-    """Whether another leads than the one that there is a connection with. None: there is none; nobody is known.
+    """Returns whether another coordinator leads than `mine`, with which there is a connection.
+
+    It is False where either is None: there is no connection, or it is not known who leads.
 
     Args:
         leads: what etcd has said after the connection was made. Its revision is smaller where etcd was put back.
@@ -183,13 +185,14 @@ def follow(
     on_other: Callable[[str], None],
     on_error: Callable[[BaseException], object],
 ) -> None:
-    """On a thread of its own, until it is over: where another leads than a connection is with, says so. The host of one
-    that led may be gone, or its process may hang: neither ends a connection.
+    """Watches, on a thread of its own, whether another coordinator leads than the one connected with.
+
+    The host of one that led may be gone, or its process may hang: neither ends a connection.
 
     Args:
-        connected: with whom there is a connection; None: there is none.
+        connected: returns the coordinator that is connected with; None: there is no connection.
         on_other: gets the reason to give it up.
-        on_error: gets why nobody looks any more.
+        on_error: gets the error that ended the watching.
     """
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""`torch-ecrec chaos`: a random schedule of kills and hangs against real processes, then: does one bit differ?
+"""Disturbs real processes by a random schedule of kills and hangs, then compares: does one bit differ?
 
     torch-ecrec chaos --minutes 5 --seed 1 -k 4 -r 2 --servers 6 --trainers 3
     torch-ecrec chaos --minutes 5 --seed 1 --hosts 5 --elect

@@ -1,4 +1,4 @@
-"""The command: what it is told, its runs, and what is written of them."""
+"""The command `chaos`: checks its arguments, makes its runs, and writes their results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ HOSTS_LEAST, HOSTS_MOST = 4, 6
 
 
 def check(arguments: argparse.Namespace) -> CodeSpec:
-    """Raises ValueError or TypeError if an argument is wrong; nothing was started."""
+    """Raises ValueError or TypeError if an argument is wrong. Starts nothing."""
     if arguments.events is None:
         arguments.events = list(CHAOS_EVENTS)
         arguments.events += HOST_EVENTS if arguments.hosts else ()
@@ -73,7 +73,7 @@ def check(arguments: argparse.Namespace) -> CodeSpec:
 
 
 def check_alone(arguments: argparse.Namespace) -> None:
-    """Whether what is asked for goes with a job that has a cluster of its own. Raises ValueError."""
+    """Raises ValueError unless the arguments go with a job that has a cluster of its own."""
     kind = ALONE_EVENTS[0]
     require(arguments.events == [kind], f"`--events {kind}` is asked for alone: the job has a cluster of its own")
     require(not arguments.hosts, f"`--events {kind}` does not go with `--hosts`: leave `--hosts` out")
@@ -90,7 +90,7 @@ def check_alone(arguments: argparse.Namespace) -> None:
 
 
 def check_hosts(arguments: argparse.Namespace) -> None:
-    """Whether what is asked for goes with so many hosts, and they can be here. Raises ValueError."""
+    """Raises ValueError unless the arguments go with that many hosts, and the hosts can be made here."""
     asked = set(arguments.events)
     require_int("hosts", arguments.hosts, 0)
     if not arguments.hosts:
@@ -125,7 +125,7 @@ def check_hosts(arguments: argparse.Namespace) -> None:
 
 
 def pace(arguments: argparse.Namespace, code: CodeSpec, logs: Path, terminal: Terminal) -> float:
-    """Steps per second of an undisturbed run."""
+    """Returns the steps per second of an undisturbed run."""
     run = DemoRun(arguments, code, [], logs, terminal)
     run.execute()
     times = run.record.step_times
@@ -140,8 +140,10 @@ def assemble(
     before: set[int],
     left_out: dict[str, str],
 ) -> dict[str, Any]:
-    """The contents of chaos.json; docs/chaos.md says what they mean. `before`: processes that were there before it;
-    `left_out`: kinds of events that are not to be had here, and why."""
+    """Returns the contents of chaos.json; docs/chaos.md says what they mean.
+
+    `before`: processes that existed before it; `left_out`: kinds of events that cannot be made here, and why.
+    """
     figures = run.figures()
     return {
         "versions": versions(),
@@ -167,7 +169,7 @@ def assemble(
 
 
 def summary(result: dict[str, Any]) -> str:
-    """The verdict, how many events there were of each kind, and how long training stood still after them."""
+    """Returns the verdict, the number of events of each kind, and how long training stood still after them, as text."""
     different = result["differences"]
     verdict = "EQUAL: every record, every dense parameter and every loss, bit for bit" if not different else "NOT EQUAL"
     counts = Counter(entry["event"] for entry in result["schedule"])
@@ -188,7 +190,7 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def prepare_store(arguments: argparse.Namespace) -> tuple[TroubledStore | None, dict[str, str]]:
-    """Where checkpoints are kept, if an event wants any, and which kinds of events cannot be made here, and why.
+    """Makes the store of checkpoints, if an event needs one; returns it, and why some kinds cannot be made here.
 
     They are taken out of `arguments.events`.
 
@@ -205,7 +207,7 @@ def prepare_store(arguments: argparse.Namespace) -> tuple[TroubledStore | None, 
 
 
 def run_chaos(arguments: argparse.Namespace, code: CodeSpec, words: Callable[[str], list[str]]) -> int:
-    """Runs it; returns 0 if nothing differs and everybody ended, 1 otherwise.
+    """Runs the command; returns 0 if nothing differs and all processes ended, 1 otherwise.
 
     Args:
         arguments: of the command, checked.

@@ -1,4 +1,4 @@
-"""What happens for a while: how long it lasts, and by what it was felt. Events of the job and of the store among them.
+"""Events that last for a while: how long, and by what effect each was felt. Those of the job and the store are here.
 
 A *disturbance* lasts for the time that was drawn for it, and until it was felt, `Disturbance.limit_s` at most; or for
 its time and no longer, where more of it would be another event (`exact`). What nobody has felt fails the run.
@@ -20,19 +20,19 @@ from torch_ecrec.protocol.status import Status
 
 FELT_S = 90.0  # for a disturbance to be felt, on a busy machine
 LOOK_S = 0.5  # between two looks at whether it was felt
-QUIET_S = 0.7  # who was not heard of for so long, and heartbeats are 0.25 s apart, is silent ...
+QUIET_S = 0.7  # a member not heard of for so long is silent (heartbeats are 0.25 s apart) ...
 QUIET_SHARE = 0.5  # ... and for so much of the time since it began
 FROZEN_S = (2.0, 5.0)  # all servers, so much longer than the lease
 REFUSED_LIMIT_S = 300.0  # for another job to be refused: it may wait for the end of the first one's trainers before
 STORE_FELT_S = 240.0  # for the store's trouble to be felt: a checkpoint is tried a minute after the last one, at most
-SLOW_OPENS = 5  # that had to wait
+SLOW_OPENS = 5  # opens of files that had to wait
 AT_END = "training was over before"
 REFUSAL = "JoinRefused"  # what another job's trainers end with
 
 
 @dataclass
 class Disturbance:
-    """Under way.
+    """An event that is under way.
 
     Args:
         entry: of the schedule.
@@ -57,7 +57,7 @@ class Disturbance:
     looked_s: float = 0.0
 
     def is_over(self, now_s: float) -> bool:
-        """Whether it may end; looks whether it was felt."""
+        """Returns whether it may end. Looks first whether it was felt."""
         if not self.entry["felt"] and (self.exact or now_s - self.looked_s >= LOOK_S):
             self.looked_s, self.entry["felt"] = now_s, self.felt()
         late = now_s - self.since_s > self.limit_s
@@ -65,7 +65,7 @@ class Disturbance:
 
 
 def felt_as_silence(status: Status | None, names: Collection[str], since_s: float) -> str:
-    """Somebody of these was not heard of for a while, as the coordinator said; or it says nothing itself.
+    """Returns a text if one of these members, or the coordinator, was silent for a while; "" if not.
 
     Args:
         status: the last one; None: there is none yet.
@@ -84,7 +84,7 @@ def felt_as_silence(status: Status | None, names: Collection[str], since_s: floa
 
 
 def felt_as_refusal(code: int | None, log: Path) -> str:
-    """Another job was refused, and ended; "" where it runs (`code` is None), or has ended otherwise."""
+    """Returns the line in which another job was refused; "" while it runs (`code` is None), or ended otherwise."""
     if not code:
         return ""
     lines = log.read_text(errors="replace").splitlines()
@@ -92,7 +92,7 @@ def felt_as_refusal(code: int | None, log: Path) -> str:
 
 
 def felt_by_the_store(kind: str, waited: int, void: Sequence[Void]) -> str:
-    """Opens had to wait, or a checkpoint came to nothing by the very error of this trouble; "" if not.
+    """Returns a text if opens had to wait, or a checkpoint failed by this trouble's own error; "" if not.
 
     Args:
         kind: of `STORE_EVENTS`.
@@ -106,7 +106,7 @@ def felt_by_the_store(kind: str, waited: int, void: Sequence[Void]) -> str:
 
 
 def another_job(join: str, trainers: int, meet: str, script: Sequence[str]) -> list[str]:
-    """The command line of another launch that names the same cluster.
+    """Returns the command line of another launch that names the same cluster.
 
     Args:
         join: the cluster.

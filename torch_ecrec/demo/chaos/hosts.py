@@ -1,5 +1,6 @@
-"""One training over several hosts, disturbed at random: its cluster, who watches it, and what happens to hosts, links,
-coordinators and etcd, beside what happens on one host (`run.py`)."""
+"""One training over several hosts, disturbed at random: its cluster, its watch, and the events of hosts, links,
+coordinators and etcd, beside those of one host (`run.py`).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ ASK_ETCD_S = 1.0
 
 
 class HostsChaos(ChaosRun):
-    """One disturbed training over `arguments.hosts` hosts, and one more from which it is watched, there while it runs.
+    """One disturbed training over `arguments.hosts` hosts. It is watched from one more host.
 
     Args:
         etcd: etcd's server, for coordinators that stand by; None: there is one coordinator.
@@ -66,7 +67,7 @@ class HostsChaos(ChaosRun):
 
     @property
     def _leader(self) -> Leader | None:
-        """Whom this is connected with; None: nobody."""
+        """The coordinator with which this process is connected; None if it is with none."""
         return None if self.watch is None else self.watch.leader
 
     def _host_that_leads(self) -> int:
@@ -81,7 +82,7 @@ class HostsChaos(ChaosRun):
 
     @property
     def _watches_from(self) -> Host:
-        """A host that nothing happens to."""
+        """The host from which training is watched, and which no event hits."""
         return self._hosts[self.arguments.hosts]
 
     def execute(self) -> None:
@@ -125,7 +126,7 @@ class HostsChaos(ChaosRun):
         return super()._is_whole() and not self._lacking()
 
     def _lacking(self) -> str:
-        """What is not there again; "": nothing. Called with the lock."""
+        """Returns what is not back yet; "": nothing. Called with the lock."""
         if self._awaited is not None:
             return f"{self._awaited.entry['event']} is under way"
         if not self._hosted.complete:
@@ -160,7 +161,7 @@ class HostsChaos(ChaosRun):
         return actions.get(kind) or super()._action_of(kind)
 
     def _excuse(self, names: Collection[str]) -> None:
-        """These may be lost now. Called with the lock."""
+        """Notes that these members may be lost now. Called with the lock."""
         self.record.excused = {*(self.record.excused or ()), *names}
 
     @property
@@ -251,7 +252,7 @@ class HostsChaos(ChaosRun):
     # nobody dies -----------------------------------------------------------------------------------
 
     def _blip(self, kind: str, since_s: float) -> None:
-        """Some hosts, with more slots than the code repairs, have no network for a moment."""
+        """Takes the network from hosts that together have more slots than the code repairs, for a moment."""
         with self._lock:
             hosts = [number for number in self._alive if number != self._hosted.leader.host]
             sets = [
@@ -267,7 +268,7 @@ class HostsChaos(ChaosRun):
             self._unplug(kind, chosen, [name for host in chosen for name in self._world.on(host)], since_s, length_s)
 
     def _unplug_coordinator(self, kind: str, since_s: float) -> None:
-        """The host of who leads has no network for longer than a lease."""
+        """Takes the network from the leader's host, for longer than a lease."""
         with self._lock:
             host = self._hosted.leader.host
             length_s = self._lease_s + self._random.choice(host_events.UNPLUG_S)
@@ -277,7 +278,10 @@ class HostsChaos(ChaosRun):
             self._unplug(kind, [host], (), since_s, length_s)
 
     def _unplug(self, kind: str, hosts: Sequence[int], names: Sequence[str], since_s: float, length_s: float) -> None:
-        """Called with the lock. `names`: who must be silent then; nobody: the coordinator must."""
+        """Takes the network from hosts. Called with the lock.
+
+        `names`: the members that must be silent then. If there are none, the coordinator must be.
+        """
         began_s = time.time()
 
         def felt() -> str:
@@ -293,7 +297,7 @@ class HostsChaos(ChaosRun):
             self._hosts[host].unplug()
 
     def _wrong_coordinator(self, kind: str, since_s: float) -> None:
-        """The coordinator is killed, and one of another cluster, of another code, listens in its place for a while."""
+        """Kills the coordinator, and starts another cluster's, with another code, in its place for a while."""
         service = self._hosted.leader
         with self._lock:
             if service.process is None or not service.runs:
@@ -328,7 +332,7 @@ class HostsChaos(ChaosRun):
             self._begin(kind, service.host, f"host {service.host} (pid {wrong.pid})", since_s, length_s, felt, end)
 
     def _launch(self, log: Path, script: Sequence[str]) -> subprocess.Popen[Any]:
-        """On the host from which it is watched: what is there is nobody else's."""
+        """Starts another job on the host from which training is watched, which nothing else uses."""
         host = self._watches_from
         meet = f"{host.address}:{MEETING_PORT}"
         words = disturbances.another_job(self._hosted.join, self.arguments.trainers, meet, script)
@@ -361,7 +365,7 @@ class HostsChaos(ChaosRun):
         send(pid, signal.SIGSTOP if stops else signal.SIGKILL)
 
     def _kill_a_coordinator(self, kind: str, since_s: float) -> None:
-        """Any of them: the one that leads, or one that stands by."""
+        """Kills one of the coordinators: the one that leads, or one that stands by."""
         service = self._random.choice(self._hosted.of("coordinator"))
         if service is self._hosted.leader:
             self._take_leader(kind, since_s)
@@ -382,7 +386,7 @@ class HostsChaos(ChaosRun):
         return lambda: f"it was started again, {service.starts}" if service.starts > starts and service.runs else ""
 
     def _take_etcd(self, kind: str, since_s: float) -> None:
-        """One of them, or a majority."""
+        """Kills or stops one etcd, or a majority of them."""
         running = [one for one in self._hosted.of("etcd") if one.runs and self._hosts[one.host].alive]
         chosen = self._random.sample(running, min(self._random.randint(1, 3), len(running)))
         if not chosen:

@@ -1,4 +1,4 @@
-"""`torch-ecrec chaos --check-power STEPS`: would a comparison of two runs find that one step, late in one, was wrong?
+"""`torch-ecrec chaos --check-power STEPS`: would a comparison of two runs find one wrong step, late in one of them?
 
 Trains STEPS steps rightly, and again with a fault each (`server/spoiling.py`), of which nobody is told, in step
 `LATE` of them: one push of one trainer is dropped, a step is applied twice, the record that has changed least in that
@@ -42,7 +42,7 @@ def median_losses(losses: Sequence[Sequence[float]]) -> tuple[float, float] | No
 
 
 def faded(losses: Sequence[Sequence[float]]) -> list[str]:
-    """Why two runs with these losses say little by being equal; nothing where they say what they should."""
+    """Returns why equal runs with these losses prove little; an empty list if they prove what they should."""
     found = median_losses(losses)
     if found is None or found[1] >= FADED:
         return []
@@ -53,14 +53,14 @@ def faded(losses: Sequence[Sequence[float]]) -> list[str]:
 
 
 def said(logs: Path) -> list[dict[str, Any]]:
-    """What servers have said of the step that was spoiled, by slot."""
+    """Returns what servers have logged about the spoiled step, by slot."""
     lines = [line for log in logs.glob("*.log") for line in log.read_text(errors="replace").splitlines()]
     found = [json.loads(line.partition(SAID)[2]) for line in lines if SAID in line]
     return sorted(found, key=lambda one: one["slot"])
 
 
 def run_check(arguments: argparse.Namespace, code: CodeSpec) -> int:
-    """Runs it; returns 0 if each fault came out as DIFFERENT, 1 otherwise.
+    """Runs the check; returns 0 if each fault came out as DIFFERENT, 1 otherwise.
 
     Args:
         arguments: of the command, checked (`command.check`).
@@ -107,7 +107,7 @@ def run_check(arguments: argparse.Namespace, code: CodeSpec) -> int:
 
 
 def _changes(told: Sequence[dict[str, Any]], figures: dict[str, Any]) -> str:
-    """How many records of the step have changed, and the losses."""
+    """Returns how many records the spoiled step changed, and the losses, as text."""
     records, changed, weights, state = (
         sum(one[name] for one in told) for name in ("records", "changed", "weights", "state")
     )

@@ -1,4 +1,4 @@
-"""`term-all`: a job with a cluster of its own is told to end, every process of it, as `scancel` and systemd do.
+"""The event `term-all`: every process of a job with its own cluster is told to end, as `scancel` and systemd do.
 
 SIGTERM goes to torchrun, its trainers, and the coordinator and servers that trainer 0 has started, at one instant. The
 script has its own handler: all trainers end the step, save, and leave (`--save` of `examples/dlrm_criteo.py`). For that
@@ -37,7 +37,7 @@ _SAVED = re.compile(r"told to end: saved after step (\d+)")
 
 
 class PreemptedRun(DemoRun):
-    """One training in several lives.
+    """One training in several lives, each of which is told to end.
 
     Attributes:
         schedule: of each time that all were told to end: seconds since the begin, how many processes (`number`), the
@@ -54,7 +54,7 @@ class PreemptedRun(DemoRun):
         self._begin_s = time.time()
 
     def execute(self) -> None:
-        """Runs it to its end; `reports` are complete then.
+        """Runs the training to its end; then `reports` are complete.
 
         Raises:
             ClusterError: a life of the job did not come to its end, or did not save.
@@ -68,13 +68,13 @@ class PreemptedRun(DemoRun):
         self._read_reports()
 
     def release(self) -> None:
-        """There is nothing that lasts."""
+        """Does nothing: no event of this run lasts."""
 
     def script(self) -> list[str]:
         return [*super().script(), "--save", str(self._saved)]
 
     def _live(self, life: int, until: int | None) -> int | None:
-        """One life: to its end, or until it is told to end once it has come to a step; returns the step it saved."""
+        """Runs one life to its end, or until it is told to end at a step; returns the step after which it saved."""
         self._life_log = self.logs / f"trainers-{life}.log"
         words = ["--nproc-per-node", str(self.arguments.trainers), "--max-restarts", "0", *self.script()]
         patient = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(GRACE_S))}  # torchrun kills after 30 s otherwise
@@ -127,12 +127,12 @@ class PreemptedRun(DemoRun):
         return self._life_log
 
     def _step(self) -> int:
-        """The last that the script has told of."""
+        """Returns the last step that the script has reported."""
         found = _STEP.findall(self._log.read_text(errors="replace"))
         return int(found[-1]) if found else 0
 
     def not_effective(self) -> list[str]:
-        """Times that all were to be told to end, and were not."""
+        """Returns the times that all were to be told to end, and were not."""
         lacking = TIMES - len(self.schedule)
         return [f"term-all came {len(self.schedule)} times of {TIMES}"] if lacking else []
 

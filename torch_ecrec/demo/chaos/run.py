@@ -1,4 +1,4 @@
-"""One training, disturbed at random: when events come, whom they hit, and whether they had their effect."""
+"""One training disturbed at random: when events come, whom they hit, and whether they had an effect."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LAST_SHARE = 0.97  # of the steps; later there are no events
 
 
 class ChaosRun(DemoRun):
-    """One training, disturbed at random.
+    """One training disturbed at random.
 
     Attributes:
         schedule: what was done, in order: seconds since the first step, kind, whom, for how long.
@@ -80,7 +80,7 @@ class ChaosRun(DemoRun):
         self._hit: set[str] = set()  # members, at this instant
         self._kinds: Sequence[str] = ()  # of events, at this instant
         self._left_to_lose = code.parities  # slots, at this instant
-        self._leaderless = False  # nobody leads for a while, by what came at this instant
+        self._leaderless = False  # an event of this instant leaves the cluster without a leader for a while
         self._stopped: dict[int, float] = {}  # pid -> when it goes on
         self._under_way: list[Disturbance] = []
 
@@ -107,22 +107,22 @@ class ChaosRun(DemoRun):
             self._go_on(whole and not self._stopped, now_s, since_s)
 
     def _is_whole(self) -> bool:
-        """All that former events took is there again. Called with the lock."""
+        """Returns whether all that former events took is back. Called with the lock."""
         whole = self.record.settled and len(self.record.trainers) == self.arguments.trainers
         return whole and self._awaited is None and self.record.mended >= len(self._flips())
 
     @property
     def _trouble(self) -> str:
-        """The trouble of the store that is under way; "": none."""
+        """The store's trouble that is under way; "" if there is none."""
         return next((one.entry["event"] for one in self._under_way if one.beside), "")
 
     @property
     def _awaited(self) -> Disturbance | None:
-        """What is under way, and must be over before the next instant; None: nothing is."""
+        """The disturbance that must be over before the next instant; None if there is none."""
         return next((one for one in self._under_way if not one.beside), None)
 
     def _look_after(self, now_s: float, since_s: float, last: bool) -> None:
-        """What lasts for a while. `last`: no more events come."""
+        """Ends disturbances whose time has come. `last`: no more events come."""
         for one in list(self._under_way):
             one.entry["seconds"] = since_s - one.entry["s"]
             if one.is_over(now_s) or (last and one.beside):
@@ -135,7 +135,7 @@ class ChaosRun(DemoRun):
             self._news.append(f"  {one.entry['event']} is over: {one.entry['felt'] or 'NOBODY FELT IT'}")
 
     def _go_on(self, whole: bool, now_s: float, since_s: float) -> None:
-        """To the next instant, if its time has come."""
+        """Performs the events of the next instant, if its time has come."""
         if not whole:
             self._next_s = None
             limit_s = BEYOND_LIMIT_S if self.record.went_back else self.whole_limit_s
@@ -152,18 +152,18 @@ class ChaosRun(DemoRun):
             self._perform(self._instant(), since_s)
 
     def _lacks(self) -> str:
-        """What to say of a cluster that is not whole."""
+        """Returns a text on a cluster that is not whole again."""
         return f"; last event {self.schedule[-1:]}"
 
     def _instant(self) -> list[str]:
-        """What happens at one instant."""
+        """Chooses the kinds of events that come at one instant."""
         possible = [kind for kind in self.arguments.events if self._may_come(kind)]
         came = {entry["event"] for entry in self.schedule}
         most = {"server": self.code.parities, "trainer": self.arguments.trainers}
         return at_one_instant(possible, came, most, self._random)
 
     def _perform(self, kinds: Sequence[str], since_s: float) -> None:
-        """Events come, at one instant. What may cost most comes first: that decides who else may be hit."""
+        """Performs events at one instant. Those that may cost most come first: they decide who else may be hit."""
         self._hit.clear()
         self._left_to_lose, self._kinds = self.code.parities, kinds
         self._leaderless = any(role_of(kind) == "coordinator" for kind in kinds)
@@ -173,7 +173,7 @@ class ChaosRun(DemoRun):
             self._action_of(kind)(kind, since_s)
 
     def _action_of(self, kind: str) -> Callable[[str, float], None]:
-        """What makes an event: `action(kind, since_s)`, `since_s` since the first step."""
+        """Returns the action that makes an event: `action(kind, since_s)`, `since_s` since the first step."""
         for kinds, action in (
             (STORE_EVENTS, self._trouble_store),
             (BEYOND_EVENTS, self._go_beyond),
@@ -186,7 +186,7 @@ class ChaosRun(DemoRun):
         return self._do
 
     def _may_come(self, kind: str) -> bool:
-        """See the module. Called without the lock: what is looked at only grows."""
+        """Returns whether an event may come, see the module. Called without the lock: what it reads only grows."""
         if kind in BEYOND_EVENTS:
             return not self._trouble and bool(self.record.checkpoints)
         if kind in STORE_EVENTS:
@@ -196,7 +196,7 @@ class ChaosRun(DemoRun):
     def _note(
         self, kind: str, number: int | list[int], member: str, pid: int | list[int], since_s: float, **more: Any
     ) -> dict[str, Any]:
-        """An entry of the schedule. Called with the lock."""
+        """Adds an entry to the schedule. Called with the lock."""
         who = {"role": role_of(kind), "number": number, "member": member, "pid": pid}
         entry = {"s": since_s, "event": kind, **who, "seconds": 0.0, "step": self.record.step, **more}
         self.schedule.append(entry)
@@ -206,7 +206,7 @@ class ChaosRun(DemoRun):
         return entry
 
     def _go_beyond(self, kind: str, since_s: float) -> None:
-        """Kills everybody, or one server more than parity repairs; alone."""
+        """Kills all processes, or one server more than parity repairs; no other event comes with it."""
         assert self._cluster is not None
         with self._lock:
             now_s, numbers = time.time(), list[int]()
@@ -227,7 +227,7 @@ class ChaosRun(DemoRun):
         return [entry for entry in self.schedule if entry["event"] in FLIP_EVENTS]
 
     def _flip(self, kind: str, since_s: float) -> None:
-        """A bit flips in the memory of a server with a slot; alone."""
+        """Flips a bit in the memory of a server with a slot; no other event comes with it."""
         with self._lock:
             number = self._random.randrange(self.code.slots)
             member = self.record.target("server", number)
@@ -248,12 +248,12 @@ class ChaosRun(DemoRun):
         end: Callable[[], None],
         **more: Any,
     ) -> None:
-        """Notes what lasts for a while. Called with the lock. `more`: of `Disturbance`."""
+        """Notes that a lasting event begins. Called with the lock. `more`: of `Disturbance`."""
         entry, now_s = self._note(kind, number, what, 0, since_s, felt=""), time.monotonic()
         self._under_way.append(Disturbance(entry, now_s, now_s + length_s, felt, end, **more))
 
     def _freeze_all(self, kind: str, since_s: float) -> None:
-        """All servers stop at one instant, for longer than a lease, and go on: nobody has died."""
+        """Stops all servers at one instant for longer than a lease, then lets them go on: none has died."""
         with self._lock:
             servers = [one for one in self.record.members if one.role == "server" and one.present]
             if len(servers) < self.code.slots:
@@ -275,7 +275,7 @@ class ChaosRun(DemoRun):
             send(pid, signal.SIGSTOP)
 
     def _second_job(self, kind: str, since_s: float) -> None:
-        """Somebody else trains something else, and names this cluster: it must be refused."""
+        """Starts another job that names this cluster: it must be refused."""
         number = sum(entry["event"] == kind for entry in self.schedule)
         log = self.logs / f"{kind}-{number}.log"
         report = ["--report", str((self.logs / f"{kind}-{number}.json").resolve())]
@@ -302,7 +302,7 @@ class ChaosRun(DemoRun):
             )  # fmt: skip
 
     def _trouble_store(self, kind: str, since_s: float) -> None:
-        """Trouble of the store begins; training goes on, and so do other events."""
+        """Begins a trouble of the store. Training goes on, and so do other events."""
         store = self._store
         assert store is not None
         delayed, void = store.delayed, len(self.record.void)
@@ -316,7 +316,7 @@ class ChaosRun(DemoRun):
         store.begin(kind)
 
     def not_effective(self) -> list[str]:
-        """Events beyond parity, or of the store, that were without effect, or never came."""
+        """Returns the events beyond parity, or of the store, that had no effect or never came."""
         found = []
         backs = self.record.went_back
         for entry in self.schedule:
@@ -336,7 +336,7 @@ class ChaosRun(DemoRun):
         return found + [f"{kind} never came: `--minutes` must be more" for kind in wanted]
 
     def _do(self, kind: str, since_s: float) -> None:
-        """A server, a trainer or the coordinator is killed, or stopped for a while."""
+        """Kills a server, a trainer or the coordinator, or stops it for a while."""
         what, _, role = kind.partition("-")
         with self._lock:
             numbers = list(range(self.code.slots if role == "server" else self.arguments.trainers))
@@ -373,8 +373,10 @@ class ChaosRun(DemoRun):
             )
 
     def release(self) -> None:
-        """Lets everybody go on who is stopped: nobody can be ended politely otherwise. No more disturbances: of those
-        that nobody has felt yet, the end of training came first."""
+        """Lets all stopped processes go on: no stopped process can be ended politely. No more disturbances begin.
+
+        Those that were not felt yet were overtaken by the end of training.
+        """
         for one in list(self._under_way):
             one.entry["felt"] = one.entry["felt"] or one.at_end
             self._end(one)
@@ -384,6 +386,6 @@ class ChaosRun(DemoRun):
 
 
 def send(pid: int, number: signal.Signals) -> None:
-    """A signal to a process that may have ended."""
+    """Sends a signal to a process, which may have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)

@@ -1,4 +1,4 @@
-"""Which events come at one instant. Pure: chance is an argument.
+"""Chooses which events come at one instant. Pure: chance is an argument.
 
 Of each kind there is what it takes: one server, one trainer, the coordinator, a host, a link between two ... What is of
 `COMBINED` comes together with others, at most as many of each as `most` says; anything else comes alone.
@@ -48,14 +48,14 @@ ROLES = {  # of kinds whose name does not end with it
 
 
 def role_of(kind: str) -> str:
-    """Returns whom an event hits."""
+    """Returns the role that an event hits."""
     return ROLES.get(kind, kind.partition("-")[2])
 
 
 def at_one_instant(
     possible: Sequence[str], came: Collection[str], most: Mapping[str, int], chance: random.Random
 ) -> list[str]:
-    """Mostly one kind, now and then several; none where none may come now.
+    """Returns kinds of events for one instant: mostly one, now and then several; none if none may come.
 
     Args:
         possible: kinds that may come now.

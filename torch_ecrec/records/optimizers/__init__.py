@@ -1,4 +1,4 @@
-"""The sparse optimizers, one file each: what `OPTIMIZER` in it declares. To add one, add its file and its formula.
+"""The sparse optimizers, one file each, which declares `OPTIMIZER`. To add one, add its file and its formula.
 
 Names are those of the files. A file, and with it Numba, is loaded when its optimizer is asked for: who reads a command
 line or asks for a cluster's status needs names only.
@@ -20,7 +20,7 @@ NAMES: tuple[str, ...] = tuple(sorted(module.name for module in pkgutil.iter_mod
 
 @functools.cache
 def optimizer(name: str) -> SparseOptimizer:
-    """The optimizer of that name.
+    """Returns the optimizer of that name.
 
     Raises:
         ValueError: there is none.
@@ -33,11 +33,11 @@ def optimizer(name: str) -> SparseOptimizer:
 
 
 def by_class(cls: type) -> SparseOptimizer | None:
-    """The optimizer that a class of torch or TorchRec means; None: none does."""
+    """Returns the optimizer that a class of torch or TorchRec stands for; None if there is none."""
     path = f"{cls.__module__}.{cls.__qualname__}"
     return next((found for found in map(optimizer, NAMES) if path in found.classes), None)
 
 
 def by_type(kind: Enum) -> SparseOptimizer | None:
-    """The optimizer that one of FBGEMM's `EmbOptimType` means; None: none does."""
+    """Returns the optimizer that an `EmbOptimType` of FBGEMM stands for; None if there is none."""
     return next((found for found in map(optimizer, NAMES) if kind.name in found.types), None)
