@@ -20,17 +20,17 @@ import torch
 
 from torch_ecrec.codec.linear import LinearCode
 from torch_ecrec.layout.stripes import Layout
-from torch_ecrec.protocol.wellformed import Judge
+from torch_ecrec.protocol.wellformed import MessageValidator
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.transport.node import Exchange
+from torch_ecrec.transport.node import RetryingCall
 
 CONSTANT = (
     JobSpec,
     Settings,
     Layout,
     LinearCode,
-    Judge,
+    MessageValidator,
     types.ModuleType,
     type,
 )  # the same in every process of a cluster
@@ -38,7 +38,7 @@ IGNORED: Mapping[str, frozenset[str]] = {
     # locks and effects: nothing is held or left between events; the port is walked by itself
     "Node": frozenset({"_lock", "_answers", "_outbox", "port"}),
     # pauses between attempts grow with failures, but time is not measured here
-    "Exchange": frozenset({"node", "attempt", "failures"}),
+    "RetryingCall": frozenset({"node", "attempt", "failures"}),
     # for whom it waits: told to people, and time is not measured here
     "SlotReads": frozenset({"waits", "_rounds", "awaited", "_stale"}),
     "Host": frozenset({"waits"}),
@@ -69,7 +69,7 @@ IN_ORDER: Mapping[str, frozenset[str]] = {
     "Members": frozenset({"by_name"}),
     "Regathering": frozenset({"said"}),
 }
-NUMBERED = ("Exchange", "_Repair")  # attempts are numbered, and only the newest counts
+NUMBERED = ("RetryingCall", "_Repair")  # attempts are numbered, and only the newest counts
 
 
 class _Walk:
@@ -165,7 +165,7 @@ def variables(function: types.FunctionType) -> dict[str, Any]:
 
 def _in_order(mapping: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
     """Items in an order that does not depend on when they were added: what processes do does not (see `IN_ORDER`)."""
-    if mapping and isinstance(next(iter(mapping)), Exchange):
+    if mapping and isinstance(next(iter(mapping)), RetryingCall):
         return sorted(mapping.items(), key=lambda item: _rank(item[0]))
     try:
         return sorted(mapping.items(), key=lambda item: item[0])
@@ -173,7 +173,7 @@ def _in_order(mapping: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
         return list(mapping.items())
 
 
-def _rank(exchange: Exchange[Any]) -> str:
+def _rank(exchange: RetryingCall[Any]) -> str:
     known = {name: value for name, value in variables(exchange.make).items() if isinstance(value, int)}  # type: ignore[arg-type]
     return f"{exchange.slot} {exchange.bound_to} {exchange.make.__qualname__} {known}"
 

@@ -260,7 +260,7 @@ class SimulatedCluster:
 
     def settled(self) -> bool:
         """Nothing is under way: every step applied everywhere, folded everywhere and acknowledged."""
-        if not self.whole() or any(client.exchanges for client in self.clients.values()):
+        if not self.whole() or any(client.calls for client in self.clients.values()):
             return False
         slots, scenario = self.slots(), self.scenario
         last = self.origin + scenario.steps + len(scenario.overwrites)
@@ -351,7 +351,7 @@ class SimulatedCluster:
 
     def describe(self) -> str:
         """State of every slot, for messages."""
-        clients = [(c.name, c.step, c.complete, len(c.exchanges)) for c in self.clients.values()]
+        clients = [(c.name, c.step, c.complete, len(c.calls)) for c in self.clients.values()]
         rules = [(s.index, s.incarnation, s.ready, s.rule, s.missing.remaining, len(s.waiting)) for s in self.slots()]
         return f"trainers {clients}; slots {rules}; placement {self.coordinator.slots}"
 

@@ -1,4 +1,4 @@
-"""Coordinators of the simulated cluster that stand by each other: the real `Candidate`, `Acting` and `Router`.
+"""Coordinators of the simulated cluster that stand by each other: the real `Candidate`, `LeaderGate` and `Router`.
 
     cluster = SimulatedCluster(Scenario(coordinators=2))
     cluster.plane.kill(cluster.plane.leading, back_s=0.02)      # its supervisor starts another at the same port
@@ -29,7 +29,7 @@ from harness.membership import (
     VirtualProcess,
 )
 from torch_ecrec.coordinator.election import POLL_S, Begin, Candidate, EtcdPutBack, Standing
-from torch_ecrec.processes.leadership import Acting
+from torch_ecrec.processes.leadership import LeaderGate
 from torch_ecrec.protocol.membership import join_of
 from torch_ecrec.transport.etcd import EtcdUnavailable, Leader, View
 from torch_ecrec.transport.whereabouts import LOOK_S, Elected, is_followed
@@ -64,7 +64,7 @@ class Standby(Center):
         plane.started += 1
         address = f"coordinator-{number}", number
         self.candidate = Candidate(f"candidate{plane.started}", address, TTL_S, f"run{number}", known)
-        self._acting = Acting(lambda: not self.stopped and self.leads and self.holds)
+        self._gate = LeaderGate(lambda: not self.stopped and self.leads and self.holds)
         plane.clock.later(looks_in_s, self.step) if looks_in_s else self.step()
 
     @property
@@ -75,7 +75,7 @@ class Standby(Center):
     def do(self, action: Callable[[], None]) -> None:
         if not self.dead:
             self.waiting += not self.leads
-            self._acting.do(action)
+            self._gate.do(action)
 
     def step(self) -> None:
         """Does what the thread of its office does, again and again."""
@@ -109,7 +109,7 @@ class Standby(Center):
 
     def tick(self, ticks: bool = True) -> None:
         """What waited is done, and what is due from time to time."""
-        if not self.dead and self._acting.go_on() and ticks:
+        if not self.dead and self._gate.go_on() and ticks:
             self._let_in()
 
 

@@ -80,7 +80,7 @@ class Fenced:
 
 
 def one_that_is_fenced(_: int) -> None:
-    coordination.Office = Fenced  # type: ignore[assignment,misc]
+    coordination.LeaderLease = Fenced  # type: ignore[assignment,misc]
     told = Coordination("127.0.0.1", 0, CodeSpec(3, 2, 1), 0, "wait", Settings(), elect="etcd://a/ads")
     assert run_coordinator(told, io.StringIO()) == 0
 

@@ -26,8 +26,8 @@ from torch_ecrec.protocol import wire
 from torch_ecrec.runtime import shared
 from torch_ecrec.spec.settings import own_secret, trusted_network
 from torch_ecrec.transport import control
+from torch_ecrec.transport.acceptor import CHALLENGE
 from torch_ecrec.transport.control import ControlClient, ControlServer, request
-from torch_ecrec.transport.door import CHALLENGE
 from torch_ecrec.transport.rpc import RpcTransport
 from torch_ecrec.transport.secret import CALLER, LISTENER, NotProved, is_proof, proof, secret_at
 from torch_ecrec.transport.sockets import SocketTransport

@@ -1,4 +1,4 @@
-"""Strangers at the door of the data plane, and descriptors that run out."""
+"""Strangers at the acceptor of the data plane, and descriptors that run out."""
 
 import collections
 import contextlib
@@ -27,8 +27,8 @@ from socket_pair import (
 )
 
 from torch_ecrec.protocol import wire
-from torch_ecrec.transport import door
-from torch_ecrec.transport.door import STRANGERS_MOST
+from torch_ecrec.transport import acceptor
+from torch_ecrec.transport.acceptor import STRANGERS_MOST
 from torch_ecrec.transport.sockets import NO_NAME
 
 PROMPTLY_S = 20.0  # by itself, on whatever machine
@@ -129,23 +129,23 @@ def test_members_connect_while_a_thousand_strangers_come_and_go(pair: Pair) -> N
             pair.form()
             assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
             assert reader_threads() <= threads_before + 2, "a member's, and that of the connection before"
-            door = pair.b._door
-            assert door is not None and len(door._strangers) <= STRANGERS_MOST
+            acceptor = pair.b._acceptor
+            assert acceptor is not None and len(acceptor._strangers) <= STRANGERS_MOST
         stop.set()
         for one in strange:
             one.result(WAIT_S)
     assert pair.b.complaints.counts["a stranger's connection is closed"] > 500
-    wait_until(lambda: not door._strangers, WAIT_S, "nobody is left at the door")
+    wait_until(lambda: not acceptor._strangers, WAIT_S, "nobody is left at the acceptor")
     assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
 
 
 def test_the_stranger_that_has_kept_silent_longest_makes_room(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "STRANGERS_MOST", 3)
-    assert pair.b._door is not None
+    monkeypatch.setattr(acceptor, "STRANGERS_MOST", 3)
+    assert pair.b._acceptor is not None
     held = []
     for count in range(1, 6):
         held.append(stranger(pair))
-        wait_until(lambda: len(pair.b._door._strangers) == min(count, 3), PROMPTLY_S, "it is seen")  # noqa: B023
+        wait_until(lambda: len(pair.b._acceptor._strangers) == min(count, 3), PROMPTLY_S, "it is seen")  # noqa: B023
     assert read_end(held[0]) == b"" and read_end(held[1]) == b""
     held[2].setblocking(False)
     with pytest.raises(BlockingIOError):

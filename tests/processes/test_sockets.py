@@ -33,7 +33,7 @@ from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.build import Build
 from torch_ecrec.spec.settings import trusted_network
-from torch_ecrec.transport import door, sockets
+from torch_ecrec.transport import acceptor, sockets
 from torch_ecrec.transport.frames import (
     BUFFERS_MOST,
     DTYPES,
@@ -173,7 +173,7 @@ def test_a_stranger_is_not_told_which_build_is_here(pair: Pair) -> None:
 
 
 def test_a_hello_that_does_not_come_holds_nothing_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "HELLO_S", 0.2)
+    monkeypatch.setattr(acceptor, "HELLO_S", 0.2)
     with socket.create_connection(pair.b._address.place, WAIT_S) as sock:
         assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
         assert read_end(sock) == b""

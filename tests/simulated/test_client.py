@@ -79,7 +79,7 @@ def test_a_call_is_made_again_until_it_is_answered_and_answered_once(node):
     node.port.calls[0][2](Ok(answer))
     node.port.calls[2][2](Ok(wire.VersionsAre({})))
     assert got == [answer], "the answer of an earlier attempt counts, and no other after it"
-    assert node.port.fire() == [] and not node.exchanges
+    assert node.port.fire() == [] and not node.calls
 
 
 def test_only_the_newest_attempt_asks_for_another(node):
@@ -111,7 +111,7 @@ def test_a_call_to_one_incarnation_waits_for_it_and_ends_with_it(node):
     node.run(node.place, placement(2, 0, 1, 0))
     assert [peer for peer, _, _ in node.port.calls] == ["s1.1"]
     node.run(node.place, placement(3, 0, 2, 0))
-    assert lost == [True] and got == [] and len(node.port.calls) == 1 and not node.exchanges
+    assert lost == [True] and got == [] and len(node.port.calls) == 1 and not node.calls
     node.port.calls[0][2](Ok(wire.VersionsAre({0: 1})))
     node.port.fire()
     assert got == [] and len(node.port.calls) == 1
@@ -182,7 +182,7 @@ def test_a_step_is_complete_when_every_slot_has_acknowledged_and_every_holder_st
     answer(client, wire.Snapshot, 0)
     assert client.complete == 0
     answer(client, wire.Snapshot, 1)
-    assert client.complete == 1 and not client.open and not client.exchanges
+    assert client.complete == 1 and not client.open and not client.calls
 
 
 def test_a_trainer_runs_two_steps_ahead_and_no_further(client):
@@ -217,13 +217,13 @@ def test_lookups_that_nobody_waits_for_end_with_their_step(client):
     routes = [client.route(s, torch.arange(3)) for s in range(2)]
     client.run(client.lookup, routes, lambda parts: pytest.fail("nobody waits for it"))
     asked = [done for _, request, done in client.port.calls if isinstance(request, wire.Lookup)]
-    assert asked and len(client.exchanges) == len(asked)
+    assert asked and len(client.calls) == len(asked)
     push(client)
     for slot in range(3):
         answer(client, wire.Push, slot)
     for slot in range(2):
         answer(client, wire.Snapshot, slot)
-    assert not client.exchanges, "a flush would wait for ever"
+    assert not client.calls, "a flush would wait for ever"
     for done in asked:
         done(Unknown("no answer"))
     assert client.port.fire() == []
@@ -239,7 +239,7 @@ def test_a_snapshot_is_sent_again_to_the_new_incarnation_of_its_holder(client):
     assert client.complete == 0, "its new incarnation has not stored it"
     client.run(client.place, placement(2, 0, 1, 0))
     answer(client, wire.Snapshot, 1, 1, known=(0, 1, 0))
-    assert client.complete == 1 and not client.exchanges
+    assert client.complete == 1 and not client.calls
 
 
 def test_a_stored_of_the_old_incarnation_that_comes_late_does_not_count_for_the_new_one(client):
@@ -275,7 +275,7 @@ def test_a_request_that_is_malformed_is_an_error_at_once(client, rows):
     done(Ok(Malformed("the reason")))
     (error,) = errors
     assert isinstance(error, ValueError) and "refuses a Lookup: the reason" in str(error)
-    assert client.port.fire() == [] and not client.exchanges, "it is not made again"
+    assert client.port.fire() == [] and not client.calls, "it is not made again"
 
 
 def test_a_request_that_was_spoilt_on_its_way_is_made_again(client):
@@ -411,7 +411,7 @@ def test_a_read_of_a_step_that_is_forgotten_is_an_error_and_harms_nobody():
     client.step, client.on_error = 1, errors.append
     client.run(client.read, 0, client.route(0, torch.arange(25)), errors.append)
     client.run(client.lookup, [client.route(s, torch.arange(13)) for s in range(2)], errors.append)
-    session._wait(lambda: len(errors) == 6 and not client.exchanges, "every slot answers")
+    session._wait(lambda: len(errors) == 6 and not client.calls, "every slot answers")
     assert all(isinstance(error, LookupError) and "cannot show step 0" in str(error) for error in errors)
     client.step = 7
     assert bool((session.read(0, torch.arange(25)) == 1).all())
@@ -430,9 +430,9 @@ def test_rows_asked_for_ahead_are_those_of_a_lookup_and_asked_for_once():
             weights[session].append([w.clone() for w in found])
             session.push(rows, [torch.ones_like(w) for w in found], [slab.optimizer.lr for slab in session.job.slabs])
             if session is ahead and step + 1 < len(asked):
-                exchanges = len(session.client.exchanges)
+                exchanges = len(session.client.calls)
                 session.look_ahead(asked[step + 1])
-                assert len(session.client.exchanges) > exchanges
+                assert len(session.client.calls) > exchanges
                 others = [rows.clone() for rows in asked[step + 1]]
                 mine, theirs = lookup(session, others), lookup(session, asked[step + 1])
                 assert all(map(torch.equal, mine, theirs)), "other tensors"

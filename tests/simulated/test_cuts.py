@@ -23,7 +23,7 @@ from harness.links import COORDINATOR
 from torch_ecrec.coordinator import departures
 from torch_ecrec.coordinator.placement import SlotTable
 from torch_ecrec.coordinator.suspicion import Suspicion
-from torch_ecrec.server import arriving
+from torch_ecrec.server import importing
 
 PARTS = 8  # of each situation
 SOME = {False: 3_989, True: 99_991}  # one in so many, by default; with a crash. Primes: nothing is met in step
@@ -36,7 +36,7 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(7200)]  # too long to take turns
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server comes in place of a lost one while training goes on, and a move asks again for what has changed."""
     monkeypatch.setattr(simulation, "REBORN_S", 0.02)
-    monkeypatch.setattr(arriving, "LITTLE_BYTES", 50)
+    monkeypatch.setattr(importing, "LITTLE_BYTES", 50)
 
 
 def sweep(situation: str, numbers: Iterable[int], crashes: bool) -> Counter[str]:

@@ -19,7 +19,7 @@ from harness.membership import VirtualProcess
 from harness.network import CRASHES
 from schedules import first_failure
 
-from torch_ecrec.server import arriving, handing
+from torch_ecrec.server import exporting, importing
 from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
 
 LARGER = (TableSpec("a", rows=400, dim=3, low=-1.0, high=1.0, optimizer=OptimizerSpec("rowwise_adagrad", lr=0.1)),)
@@ -43,7 +43,7 @@ SCENARIOS = {
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other server comes while training goes on, and what changed is asked for again and again."""
     monkeypatch.setattr(simulation, "REBORN_S", 0.02)
-    monkeypatch.setattr(arriving, "LITTLE_BYTES", 50)
+    monkeypatch.setattr(importing, "LITTLE_BYTES", 50)
 
 
 def kinds(run: simulation.SimulationResult) -> list[str]:
@@ -128,59 +128,59 @@ def test_every_fault_at_every_message_of_a_move(name: str, kinds: tuple[str, ...
 
 def nothing_is_noted(patch: pytest.MonkeyPatch) -> None:
     """What changes while it is copied is not copied again."""
-    patch.setattr(handing.Touched, "note", lambda self, parity, positions_U: None)
+    patch.setattr(exporting.Touched, "note", lambda self, parity, positions_U: None)
 
 
 def parities_are_not_noted(patch: pytest.MonkeyPatch) -> None:
-    note = handing.Touched.note
+    note = exporting.Touched.note
 
-    def records(self: handing.Touched, parity: bool, positions_U: np.ndarray) -> None:
+    def records(self: exporting.Touched, parity: bool, positions_U: np.ndarray) -> None:
         if not parity:
             note(self, parity, positions_U)
 
-    patch.setattr(handing.Touched, "note", records)
+    patch.setattr(exporting.Touched, "note", records)
 
 
 def it_does_not_stop(patch: pytest.MonkeyPatch) -> None:
     """What it gives is of one moment, and it goes on after that."""
 
-    def hand_over(self: handing.Handing, reply: Any) -> None:
+    def hand_over(self: exporting.SlotExport, reply: Any) -> None:
         reply(self._all(self._touched(False, take=False), self._touched(True, take=False)))
 
-    patch.setattr(handing.Handing, "_on_hand_over", hand_over)
+    patch.setattr(exporting.SlotExport, "_on_hand_over", hand_over)
 
 
 def turns_are_not_numbered(patch: pytest.MonkeyPatch) -> None:
     """An answer that was lost is not given again."""
-    fetch = handing.Handing._on_fetch_changed
+    fetch = exporting.SlotExport._on_fetch_changed
 
-    def newest(self: handing.Handing, request: Any, reply: Any) -> None:
+    def newest(self: exporting.SlotExport, request: Any, reply: Any) -> None:
         self._turn = request.turn - 1
         fetch(self, request, reply)
 
-    patch.setattr(handing.Handing, "_on_fetch_changed", newest)
+    patch.setattr(exporting.SlotExport, "_on_fetch_changed", newest)
 
 
 def a_late_copy_begins_anew(patch: pytest.MonkeyPatch) -> None:
-    fetch = handing.Handing._on_fetch_changed
+    fetch = exporting.SlotExport._on_fetch_changed
 
-    def begin(self: handing.Handing, request: Any, reply: Any) -> None:
+    def begin(self: exporting.SlotExport, request: Any, reply: Any) -> None:
         if request.turn == 0:
             self._turn = -1
         fetch(self, request, reply)
 
-    patch.setattr(handing.Handing, "_on_fetch_changed", begin)
+    patch.setattr(exporting.SlotExport, "_on_fetch_changed", begin)
 
 
 def it_never_goes_on(patch: pytest.MonkeyPatch) -> None:
     """Stopped, it waits for ever, although the server that it was to move to is gone."""
-    end = handing.Handing.end
+    end = exporting.SlotExport.end
 
-    def stays(self: handing.Handing) -> None:
+    def stays(self: exporting.SlotExport) -> None:
         if not self.stopped:
             end(self)
 
-    patch.setattr(handing.Handing, "end", stays)
+    patch.setattr(exporting.SlotExport, "end", stays)
 
 
 RULES = (

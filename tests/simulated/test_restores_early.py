@@ -96,7 +96,9 @@ class Restoring(Trainers):
 def check(run: Restoring, tables: str) -> None:
     """All is as in the run that the checkpoint is of; and every server knew that it began with one."""
     right, checkpoint = written(tables)
-    assert all(host.judge.begins > 0 for name, host in run.hosts.items() if host.job and name not in run.network.dead)
+    assert all(
+        host.validator.begins > 0 for name, host in run.hosts.items() if host.job and name not in run.network.dead
+    )
     assert_same_after(run, right, checkpoint.done)
 
 

@@ -18,7 +18,7 @@ from numba.core.dispatcher import Dispatcher
 
 from torch_ecrec.processes import launch
 from torch_ecrec.records.optimizers import NAMES
-from torch_ecrec.server import arriving
+from torch_ecrec.server import importing
 from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
 
 
@@ -77,7 +77,7 @@ def run_all(_: int) -> None:
                 known[kernel].add(one)
 
     assert sum(map(len, known.values())) > 60
-    simulation.REBORN_S, arriving.LITTLE_BYTES = 0.02, 50  # a server comes, and a slot moves, while training goes on
+    simulation.REBORN_S, importing.LITTLE_BYTES = 0.02, 50  # a server comes, and a slot moves, while training goes on
     for what, (scenario, wanted) in RUNS.items():
         cluster = Checkpointed if scenario.checkpoint.url else SimulatedCluster
         told = {event["event"] for event in cluster(scenario).go().events}

@@ -3,7 +3,7 @@
 import socket
 
 from torch_ecrec.protocol.build import own_build
-from torch_ecrec.transport.door import CHALLENGE, HELLO
+from torch_ecrec.transport.acceptor import CHALLENGE, HELLO
 from torch_ecrec.transport.frames import MAGIC
 from torch_ecrec.transport.secret import CALLER, LISTENER, NONCE_BYTES, data_key, proof
 from torch_ecrec.transport.sockets import SocketTransport

@@ -220,7 +220,7 @@ class Trainers(SimulatedCluster):
 
     def all_settled(self) -> bool:
         """Whole, and every step applied, folded and acknowledged."""
-        if not self.whole() or any(client.exchanges for client in self.clients.values()):
+        if not self.whole() or any(client.calls for client in self.clients.values()):
             return False
         slots = self.slots()
         return len(slots) == self.scenario.code.slots and all(

@@ -12,7 +12,7 @@ from harness.etcd import VirtualEtcd
 from torch_ecrec.coordinator.election import RENEWS, EtcdPutBack, Standing
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.processes import leadership
-from torch_ecrec.processes.leadership import Office
+from torch_ecrec.processes.leadership import LeaderLease
 from torch_ecrec.transport.etcd import EtcdUnavailable, Run
 
 LIMIT_S = 60.0
@@ -51,11 +51,11 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> Ending:
     return found
 
 
-def standing_by(lease_s: int = LEASE_S) -> Office:
-    return Office("etcd://a/ads", ("here", 1), lease_s, lambda: "none", None)
+def standing_by(lease_s: int = LEASE_S) -> LeaderLease:
+    return LeaderLease("etcd://a/ads", ("here", 1), lease_s, lambda: "none", None)
 
 
-def office() -> Office:
+def office() -> LeaderLease:
     found = standing_by()
     assert found.stand(lambda: None) is Standing.LEADING
     return found
@@ -97,7 +97,7 @@ def test_an_etcd_that_has_lost_its_data_is_named_and_ends_the_lead(
     leads.close(over=True)
     assert keys.look().run is None, "its end is nobody's business any more"
     with pytest.raises(EtcdPutBack, match="start all coordinators again"):
-        Office("etcd://a/ads", ("here", 1), LEASE_S, lambda: "none", leads.candidate.view).stand(lambda: None)
+        LeaderLease("etcd://a/ads", ("here", 1), LEASE_S, lambda: "none", leads.candidate.view).stand(lambda: None)
     assert office().holds, "one that is started again leads"
 
 

@@ -15,7 +15,7 @@ from readers import MADE, PASS, Endless, Loop, Passes, loader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 
-from torch_ecrec.resume.loop import Judge
+from torch_ecrec.resume.loop import LoopInspector
 from torch_ecrec.resume.reader import Reader
 from torch_ecrec.resume.values import decode, encode
 
@@ -66,7 +66,7 @@ def test_after_a_draw_that_failed_the_pass_does_not_go_on() -> None:
 @pytest.mark.parametrize(("step", "refused"), [(1, False), (2, True), (0, True)])
 def test_a_counter_of_passes_is_one_that_counts_them_one_by_one(step: int, refused: bool) -> None:
     count = 0
-    reader = Reader([1, 2], judge=Judge(lambda: {"epoch": count}))
+    reader = Reader([1, 2], inspector=LoopInspector(lambda: {"epoch": count}))
     list(reader)
     count += step
     if refused:
@@ -356,9 +356,9 @@ def test_reading_a_batch_does_not_alter_it() -> None:
 
 
 def test_a_batch_that_a_pipeline_trains_on_may_not_be_altered_either() -> None:
-    judge = Judge()
-    judge.pipelined = True
-    reader = Reader(_dicts(), judge=judge)
+    inspector = LoopInspector()
+    inspector.pipelined = True
+    reader = Reader(_dicts(), inspector=inspector)
     batches = iter(reader)
     first, _ = next(batches), next(batches)
     reader.on_forward()

@@ -12,7 +12,7 @@ from kept import small_job
 from schedules import first_failure
 
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
-from torch_ecrec.coordinator.regathering import Knowledge
+from torch_ecrec.coordinator.regathering import MemberReports
 from torch_ecrec.coordinator.saving import Saving
 from torch_ecrec.protocol.messages import Renewal, Saves
 from torch_ecrec.server.renewing import Renewing
@@ -83,7 +83,7 @@ def test_the_next_coordinator_asks_those_who_know_where_all_went_on() -> None:
 
     def known(*said: tuple[int, Saves]) -> Saves:
         heard = [SimpleNamespace(known=SimpleNamespace(era=era, saves=saves)) for era, saves in said]
-        return Knowledge(dict(enumerate(heard))).saves  # type: ignore[arg-type]
+        return MemberReports(dict(enumerate(heard))).saves  # type: ignore[arg-type]
 
     assert known((2, after), (1, before)) == after, "who has not heard that all went back knows too many"
     assert known((1, after), (1, before)) == before, "who has missed the last one knows too few"
@@ -211,10 +211,10 @@ def the_one_being_written_is_not_void(patch: pytest.MonkeyPatch) -> None:
 def whoever_knows_most_is_believed(patch: pytest.MonkeyPatch) -> None:
     """Also who has not heard that all went back."""
 
-    def saves(self: Knowledge) -> Saves:
+    def saves(self: MemberReports) -> Saves:
         return max((one.saves for one in self.said.values()), key=lambda s: (s.done, s.newest), default=Saves())
 
-    patch.setattr(Knowledge, "saves", property(saves))
+    patch.setattr(MemberReports, "saves", property(saves))
 
 
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [

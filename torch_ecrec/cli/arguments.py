@@ -259,13 +259,13 @@ def require_store(arguments: argparse.Namespace, patient: bool = False) -> None:
     """
     from torch_ecrec.errors import StoreUnavailable
     from torch_ecrec.storage.location import require_writable
-    from torch_ecrec.storage.looks import Looks
+    from torch_ecrec.storage.store_probe import StoreProbe
 
     if url := arguments.checkpoint:
         limit_s = min(STORE_S, arguments.checkpoint_timeout)
         log = logging.getLogger(__name__)
         try:
-            Looks(lambda: require_writable(url), url, limit_s, log.warning).look()
+            StoreProbe(lambda: require_writable(url), url, limit_s, log.warning).look()
         except StoreUnavailable as error:
             if not patient or isinstance(error.__cause__, (PermissionError, NotADirectoryError)):
                 raise

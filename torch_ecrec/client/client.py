@@ -37,7 +37,7 @@ from torch_ecrec.protocol.bounds import TEXT_MOST
 from torch_ecrec.protocol.messages import Placement
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.transport.node import Exchange, Port
+from torch_ecrec.transport.node import Port, RetryingCall
 
 LOAD_BYTES = 8 << 20  # of records in one step that loads
 LOOK_MOST_S = 5.0  # between two looks at whether others are waited for
@@ -88,7 +88,7 @@ class Client(SlotReads):
         self.renewals: list[messages.Renewal] = []  # slots that began anew, in this run
         self.inexact: list[tuple[int, str]] = []  # what this trainer has said of that
         self.awaited: list[int] = []  # trainers without whom nothing here goes on, as the slots said last
-        self._stale: set[Exchange[Any]] = set()  # what was out at the last look
+        self._stale: set[RetryingCall[Any]] = set()  # what was out at the last look
         self.on_awaited: Callable[[], None] = lambda: None  # called, inside run, now and then while it is so
         self.on_change: Callable[[], None] = lambda: None  # called, inside run, when something was confirmed
 
@@ -154,7 +154,7 @@ class Client(SlotReads):
                 if state.snapshot is not None and state.unstored is not None and slot in self.snapshot_slots:
                     if slot not in state.unstored:
                         self._send_snapshot(step, state, slot)
-        for exchange in list(self.exchanges):
+        for exchange in list(self.calls):
             exchange.failures = 0
             exchange.send()
         self.on_change()
@@ -254,7 +254,7 @@ class Client(SlotReads):
         """From now on it is found out now and then for which trainers this one waits, if it does. Their scripts may do
         other things for as long as they like: they are there as long as the coordinator has them for members, and this
         one waits with patience (`on_change`), as long as every slot that it waits for answers."""
-        stale, self._stale = self._stale & self.exchanges.keys(), set(self.exchanges)
+        stale, self._stale = self._stale & self.calls.keys(), set(self.calls)
         slots = sorted({exchange.slot for exchange in stale})
         answers: dict[int, wire.Awaited | None] = {}
 

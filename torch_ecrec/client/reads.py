@@ -26,12 +26,12 @@ from torch_ecrec.protocol.encoding import WIRE
 from torch_ecrec.protocol.messages import Placement
 from torch_ecrec.protocol.pieces import Gathering
 from torch_ecrec.protocol.waits import Round, SlotWaits
-from torch_ecrec.protocol.wellformed import Judge
+from torch_ecrec.protocol.wellformed import MessageValidator
 from torch_ecrec.protocol.wire import Answer
 from torch_ecrec.records.quantised import MORE_BYTES
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.transport.node import Exchange, Node, Port
+from torch_ecrec.transport.node import Node, Port, RetryingCall
 
 
 def _raise(error: BaseException) -> None:
@@ -52,10 +52,10 @@ class SlotReads(Node):
         self.job, self.settings = job, settings
         self.slots = job.code.slots
         self.layouts = [layout_of(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs]
-        self.judge = Judge(job, self.layouts)
+        self.validator = MessageValidator(job, self.layouts)
         self.bfloat16 = settings.wire == "bfloat16"
         self.step = 1  # the one being worked on, as the messages count
-        self._lookups: list[Exchange[Any]] = []  # of this step
+        self._lookups: list[RetryingCall[Any]] = []  # of this step
         self.waits = SlotWaits(port.now_s, self.host_of)
         self._rounds: list[Round] = []  # of this step
         self.on_error: Callable[[BaseException], None] = _raise  # called, inside run, with what cannot be answered
@@ -63,7 +63,7 @@ class SlotReads(Node):
     def fault_of_answer(self, request: wire.Request[Any], answer: Answer) -> str | None:
         placement = self.placement
         assert placement is not None, "it has asked somebody"
-        return self.judge.fault_of_answer(request, answer, lambda slot: placement.slots[slot].incarnation)
+        return self.validator.fault_of_answer(request, answer, lambda slot: placement.slots[slot].incarnation)
 
     def gives_up(self, request: wire.Request[Any], refusal: wire.Malformed) -> bool:
         """One that is malformed as it was sent would be refused for ever; what was spoilt on its way is sent again."""
@@ -71,7 +71,7 @@ class SlotReads(Node):
         assert placement is not None, "it has asked somebody"
         try:
             WIRE.decode_request(WIRE.encode(request)[0])
-            fault = self.judge.fault_of_request(request, None, lambda slot: placement.slots[slot].incarnation)
+            fault = self.validator.fault_of_request(request, None, lambda slot: placement.slots[slot].incarnation)
         except (TypeError, ValueError) as error:
             fault = str(error)
         if fault is not None:

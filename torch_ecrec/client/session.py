@@ -177,7 +177,7 @@ class Session:
     @property
     def over(self) -> bool:
         """Whether there is nothing to wait for: it is closed, something went wrong, or all that was sent survives."""
-        return self._closed or self._waiting.failed or not self.client.exchanges
+        return self._closed or self._waiting.failed or not self.client.calls
 
     @property
     def restarted(self) -> bool:
@@ -324,7 +324,7 @@ class Session:
 
     def flush(self) -> None:
         """Waits until everything sent is acknowledged: survives r losses."""
-        self._wait(lambda: not self.client.exchanges, f"flush after step {self.step - 1}")
+        self._wait(lambda: not self.client.calls, f"flush after step {self.step - 1}")
 
     # whole records, and initial values ------------------------------------------------------------
 

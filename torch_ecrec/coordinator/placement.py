@@ -5,7 +5,7 @@ of the roster without slots; else to the survivor with the fewest slots, or it w
 `without_spare` says; its incarnation grows by one. Once all slots are healthy, a spare relieves a server that hosts
 several of one: that slot moves while it goes on.
 
-Slots move one at a time. The server that a slot moves to copies it (`server/arriving.py`) and says when it is *level*;
+Slots move one at a time. The server that a slot moves to copies it (`server/importing.py`) and says when it is *level*;
 told to, it lets the slot stop and takes the rest, and says that it has *arrived*. Then the placement changes: the
 slot's next incarnation is there, as healthy as before. Nothing is decoded, nothing counts as lost, and if either server
 dies before, it is the loss of one server, or of none that has a slot.

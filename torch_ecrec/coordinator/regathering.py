@@ -5,7 +5,7 @@ last: who comes late may not be alone, since others were behind the same switch.
 that nobody can reach who is back is not waited for: its host went with the coordinator's, or is cut off from all. Nor
 is one whose process is known to be gone: members know where each other listen. Where more would be lost than parity
 repairs, training stands for those who are missing (`silence.py`): what took the coordinator may have taken a member's
-way to it, too. What they said, taken together, is `Knowledge`.
+way to it, too. What they said, taken together, is `MemberReports`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LATE_MOST_S = 10.0  # for those who come one after the other
 
 
 @dataclass(frozen=True)
-class Knowledge:
+class MemberReports:
     """What members of the coordinator before know, taken together. `said`: by name."""
 
     said: Mapping[str, Rejoin]
@@ -169,12 +169,12 @@ class Regathering:
         """Members that are not back, and where they listen if they live."""
         if not self.active:
             return {}
-        known = Knowledge(self.said)
+        known = MemberReports(self.said)
         wanted = known.world | known.hosts
         addresses = {name: at for one in self.said.values() for name, at in one.addresses.items() if name in wanted}
         return {name: at for name, at in addresses.items() if name not in self.said and name not in self.dead}
 
-    def gone(self, known: Knowledge) -> set[str]:
+    def gone(self, known: MemberReports) -> set[str]:
         """Members that are not back, and that nobody can reach who is back and was in a roster with them.
 
         Two hosts say so at least: the link of one may have failed. Who is on the same host never does; so nobody counts
@@ -203,7 +203,7 @@ class Regathering:
         """Whether everybody is back who is needed, or the time is up. `job`: where none of them knows it."""
         if not self.active or (not self.said and now_s < self._until_s):
             return False
-        known = Knowledge(self.said)
+        known = MemberReports(self.said)
         placement, job = known.placement, known.job or job
         if placement is not None and job is not None and known.trainers == job.trainers:
             settled = self.said.keys() | self.gone(known) | self.dead
@@ -213,9 +213,9 @@ class Regathering:
         self._settled_s = math.inf  # perhaps not any more: somebody can be reached again
         return now_s >= self._until_s
 
-    def end(self) -> Knowledge:
+    def end(self) -> MemberReports:
         """It is over: what was said."""
-        known = Knowledge(self.said)
+        known = MemberReports(self.said)
         self.active, self.said = False, {}
         return known
 

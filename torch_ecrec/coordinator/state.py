@@ -11,7 +11,7 @@ from torch_ecrec.coordinator.launches import Launches
 from torch_ecrec.coordinator.members import Members
 from torch_ecrec.coordinator.partial import PartialRecovery
 from torch_ecrec.coordinator.placement import SlotTable
-from torch_ecrec.coordinator.regathering import Knowledge, Regathering
+from torch_ecrec.coordinator.regathering import MemberReports, Regathering
 from torch_ecrec.coordinator.roster import Roster
 from torch_ecrec.coordinator.saving import Saving
 from torch_ecrec.coordinator.settings import ClusterSettings
@@ -117,7 +117,7 @@ class ClusterState:
         lacking = servers[0] < servers[1] or trainers[0] < max(trainers[1], 1)
         return Gathering(servers, trainers) if lacking else None
 
-    def learn(self, known: Knowledge) -> None:
+    def learn(self, known: MemberReports) -> None:
         """Versions as the members know them. None ever becomes less: this coordinator may have given some, too."""
         said = known.said.values()
         for one in said:

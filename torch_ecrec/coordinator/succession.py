@@ -7,7 +7,7 @@ from collections.abc import Collection, Set
 from torch_ecrec.coordinator import departures
 from torch_ecrec.coordinator.admission import WENT_BACK
 from torch_ecrec.coordinator.placement import data_loss
-from torch_ecrec.coordinator.regathering import Knowledge
+from torch_ecrec.coordinator.regathering import MemberReports
 from torch_ecrec.coordinator.state import ClusterState
 from torch_ecrec.observe import events
 from torch_ecrec.protocol import messages
@@ -30,7 +30,7 @@ def go_on(state: ClusterState, now_s: float) -> None:
     if not state.regathering.is_over(now_s, state.job.spec):
         return
     state.silence.look(now_s)
-    if (awaited := _awaited(state, Knowledge(state.regathering.said))) and not state.silence.stand(awaited, now_s):
+    if (awaited := _awaited(state, MemberReports(state.regathering.said))) and not state.silence.stand(awaited, now_s):
         return
     state.silence.end(now_s)
     dead = state.regathering.dead
@@ -54,7 +54,7 @@ def go_on(state: ClusterState, now_s: float) -> None:
         state.table.moves.rebalance()
 
 
-def _send_rivals_away(state: ClusterState, known: Knowledge) -> None:
+def _send_rivals_away(state: ClusterState, known: MemberReports) -> None:
     """Trainers of another launch were let in before anybody of the one that trains was back: they wait."""
     launches = {one.launch for one in known.said.values() if one.role == "trainer"}
     for one in state.members.trainers:
@@ -63,7 +63,7 @@ def _send_rivals_away(state: ClusterState, known: Knowledge) -> None:
             del state.members.by_name[one.name]
 
 
-def _dismiss(state: ClusterState, known: Knowledge, dead: Set[str], now_s: float) -> None:
+def _dismiss(state: ClusterState, known: MemberReports, dead: Set[str], now_s: float) -> None:
     """Trainers are missing: they are given up, and may live."""
     missing = sorted(known.world - known.said.keys() - known.hosts - dead)
     launches = {one.launch for one in known.said.values() if one.role == "trainer"}
@@ -72,7 +72,7 @@ def _dismiss(state: ClusterState, known: Knowledge, dead: Set[str], now_s: float
         state.launches.dismiss(launches.pop() if launches else None, named, now_s)
 
 
-def _awaited(state: ClusterState, known: Knowledge) -> dict[str, str]:
+def _awaited(state: ClusterState, known: MemberReports) -> dict[str, str]:
     """For whom training stands, and why: servers are missing that parity could not repair, together with those that
     were back and are silent again; or nobody is heard any more, and this process is cut off itself. Nobody: it repairs
     them; or those of them that are known to be dead are too many already."""
@@ -99,7 +99,7 @@ def _awaited(state: ClusterState, known: Knowledge) -> dict[str, str]:
     return {**dict.fromkeys(sorted(missing - dead) or ([] if again else [UNKNOWN_HOST]), why), **again}
 
 
-def _newest(state: ClusterState, known: Knowledge) -> Knowledge:
+def _newest(state: ClusterState, known: MemberReports) -> MemberReports:
     """Without members of before the cluster went back to a checkpoint, who had not heard of that."""
     most = max((one.times for one in known.said.values()), default=0)
     for name, one in known.said.items():
@@ -107,10 +107,10 @@ def _newest(state: ClusterState, known: Knowledge) -> Knowledge:
             kind = "trainers_lost" if one.role == "trainer" else "fenced"
             state.members.send(name, messages.Fatal(kind, WENT_BACK))
             del state.members.by_name[name]
-    return Knowledge({name: one for name, one in known.said.items() if one.times == most})
+    return MemberReports({name: one for name, one in known.said.items() if one.times == most})
 
 
-def _take_back(state: ClusterState, known: Knowledge, epoch: int, now_s: float) -> None:
+def _take_back(state: ClusterState, known: MemberReports, epoch: int, now_s: float) -> None:
     """The newest placement goes on, without those who did not come back."""
     slots, lost = known.slots()
     state.table.take_back(epoch, slots, known.kept)

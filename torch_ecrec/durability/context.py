@@ -25,7 +25,7 @@ Reply = Callable[[A | Refused], None]
 
 
 class Pending(Protocol):
-    """Work under way: a request (`transport/node.py:Exchange`), a part of a checkpoint that is written
+    """Work under way: a request (`transport/node.py:RetryingCall`), a part of a checkpoint that is written
     (`processes/scribe.py`) or read (`processes/part_reader.py`)."""
 
     def cancel(self) -> None:

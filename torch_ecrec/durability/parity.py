@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from torch_ecrec.durability.adoption import Adoption
-from torch_ecrec.durability.comparing import Comparisons
+from torch_ecrec.durability.audit import ParityAudit
 from torch_ecrec.durability.context import HostContext, Reply, SlotContext
 from torch_ecrec.durability.folding import Folds
 from torch_ecrec.durability.holdings import Change
@@ -44,7 +44,7 @@ class Parity(Durability):
         self._rounds: dict[int, Round] = {}  # of steps that not all holders have folded
         self.folds = Folds(slot, host, scrubber)
         self.adoption = Adoption(slot, host)
-        self.comparisons = Comparisons(slot, host, scrubber)
+        self.audit = ParityAudit(slot, host, scrubber)
         self.rebuild = Rebuild(slot, host, scrubber, self.folds, settings)
 
     @property
@@ -105,7 +105,7 @@ class Parity(Durability):
 
     def compare(self, slab: int, first: int, end: int) -> None:
         if not self.host.frozen:
-            self.comparisons.begin(slab, first, end)
+            self.audit.begin(slab, first, end)
 
     def stop(self) -> None:
         """What waits for its turn will not get it: those steps may be taken back."""
@@ -162,7 +162,7 @@ class Parity(Durability):
             case wire.Fetch():
                 self.on_fetch(request, reply)
             case wire.FetchSeals():
-                self.comparisons.on_fetch(request, reply)
+                self.audit.on_fetch(request, reply)
             case _:
                 assert_never(request)
 

@@ -38,7 +38,7 @@ from torch_ecrec.nn.imported import begin_with_
 from torch_ecrec.nn.module_settings import ModuleSettings
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.resume.checksum import checksum_of
-from torch_ecrec.resume.loop import Judge
+from torch_ecrec.resume.loop import LoopInspector
 from torch_ecrec.resume.random_states import random_states, set_random_states
 from torch_ecrec.resume.reader import Reader, Stateful
 from torch_ecrec.resume.trainer_state import TrainerState
@@ -78,8 +78,8 @@ class Attachment:
         self._step, self._session = step, step.session
         self._state = TrainerState(optimizers, stateful, model.fused_optimizer)
         self._own = own
-        judge = Judge(self._counters, attached=bool(own))
-        self.reader = None if reader is None else Reader(reader, self._on_draw, judge)
+        inspector = LoopInspector(self._counters, attached=bool(own))
+        self.reader = None if reader is None else Reader(reader, self._on_draw, inspector)
         self._settings = ModuleSettings(model)
         if optimizers:
             dense.use(self._state.dense_optimizers)

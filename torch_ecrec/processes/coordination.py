@@ -19,7 +19,7 @@ from torch_ecrec.coordinator.launches import RESTART_S
 from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.errors import CheckpointError, ClusterError, DataLoss, OtherCluster, StoreUnavailable
-from torch_ecrec.processes.leadership import Acting, Office
+from torch_ecrec.processes.leadership import LeaderGate, LeaderLease
 from torch_ecrec.processes.restoring import NEWEST, NONE, find_again
 from torch_ecrec.processes.restoring import find as find_checkpoint
 from torch_ecrec.processes.scribe import FileLedger
@@ -29,7 +29,7 @@ from torch_ecrec.runtime.lifetime import freeze, on_signals
 from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.storage.looks import LIMIT_S, Looks
+from torch_ecrec.storage.store_probe import LIMIT_S, StoreProbe
 from torch_ecrec.transport.control import TOLD_S, ControlServer, raise_descriptors
 from torch_ecrec.transport.etcd import View
 
@@ -57,7 +57,7 @@ class Coordination:
         alone: nobody but a person, or an init system, starts it again, with the same words: that members of one before
             come back is possible, though `again` is not said.
         elect: `etcd://...`, where it is decided which of several coordinators leads; "": it is the only one.
-        leader_lease_s: of the one that leads; see `Office`.
+        leader_lease_s: of the one that leads; see `LeaderLease`.
     """
 
     host: str
@@ -89,7 +89,7 @@ def run_coordinator(told: Coordination, out: IO[str]) -> int:
         DataLoss: more is lost than can be repaired, everybody who has asked knows, and nobody has for a while. Of one
             with a supervisor: else it stays, since whoever starts it again would begin anew.
         EtcdPutBack: etcd has lost what it knew of the cluster, or was put back to an earlier state.
-        ClusterError: as `Office`.
+        ClusterError: as `LeaderLease`.
     """
     raise_descriptors()
     known, ends = None, _Ends()
@@ -125,12 +125,12 @@ class _Coordinator:
             on_closed=lambda peer: self._do(lambda: self._router.on_closed(peer, time.monotonic())),
             on_bad_line=lambda peer, reason: self._do(lambda: self._router.refuse(peer, reason, time.monotonic())),
         )
-        self._office: Office | None = None
+        self._lease: LeaderLease | None = None
         if told.elect:
             begins = self._first_begins_with
-            self._office = Office(told.elect, self._server.address, told.leader_lease_s, begins, known)
-        office = self._office
-        self._acting = Acting(lambda: office is None or office.holds)
+            self._lease = LeaderLease(told.elect, self._server.address, told.leader_lease_s, begins, known)
+        office = self._lease
+        self._gate = LeaderGate(lambda: office is None or office.holds)
         self._router: Router
         self._ledger: FileLedger | None = None
         self._began_with = ""
@@ -140,7 +140,7 @@ class _Coordinator:
         self._fatal_s = math.inf  # since when the cluster has stopped
 
     def _do(self, action: Callable[[], None]) -> None:
-        self._acting.do(action)
+        self._gate.do(action)
 
     def _do_soon(self, action: Callable[[], None]) -> None:
         """Runs an action on the coordinator's thread. May be called from any thread."""
@@ -149,37 +149,37 @@ class _Coordinator:
     @property
     def known(self) -> View | None:
         """What etcd has said last."""
-        return None if self._office is None else self._office.candidate.view
+        return None if self._lease is None else self._lease.candidate.view
 
     def run(self) -> bool:
         """Until its end; returns whether it has lost its lease of the lead, and is to stand by again."""
         checkpoint, again, began_with = self._told.checkpoint, self._told.again, self._told.began_with
-        if self._office is not None:
-            if not self._stand(self._office):
+        if self._lease is not None:
+            if not self._stand(self._lease):
                 self._server.close()
                 return False
-            self._office.keep(lambda: self._server.call_soon(self._give_way), self._hangs)
-            checkpoint = dataclasses.replace(checkpoint, run=self._office.candidate.run)
-            again, began_with = again or self._office.candidate.again, self._office.candidate.began_with
+            self._lease.keep(lambda: self._server.call_soon(self._give_way), self._hangs)
+            checkpoint = dataclasses.replace(checkpoint, run=self._lease.candidate.run)
+            again, began_with = again or self._lease.candidate.again, self._lease.candidate.began_with
         try:
             self._begin(checkpoint, again, began_with)
             self._serve()
             if self._missing is not None and self._router.looks:
                 raise self._missing
             refuses = isinstance(self._ended, OtherCluster)
-            if self._over or (self._office is None and not self._fenced and not refuses):
+            if self._over or (self._lease is None and not self._fenced and not refuses):
                 self._tidy()
             if self._ended is not None:
                 raise self._ended
         finally:
-            if self._office is not None:
-                self._office.close(self._over)
-        if self._fenced and self._office is not None and self._office.candidate.standing is Standing.OVER:
+            if self._lease is not None:
+                self._lease.close(self._over)
+        if self._fenced and self._lease is not None and self._lease.candidate.standing is Standing.OVER:
             log.info("the run is over: another coordinator has led, and has said so")
             return False
         return self._fenced and not self._ends.told
 
-    def _stand(self, office: Office) -> bool:
+    def _stand(self, office: LeaderLease) -> bool:
         """Stands by until this process leads, and returns whether it does."""
 
         def end() -> None:
@@ -215,7 +215,7 @@ class _Coordinator:
         told = self._told
         where = url if told.restore == NEWEST else told.restore
         look = lambda: find_checkpoint(told.restore, url, began_with)  # noqa: E731
-        return Looks(look, where, min(told.checkpoint.timeout_s, LIMIT_S), log.warning).look()
+        return StoreProbe(look, where, min(told.checkpoint.timeout_s, LIMIT_S), log.warning).look()
 
     def _begins(self, url: str, began_with: str) -> Restorable | None:
         """What a new run begins with. Where that is not to be had, it may be no new run: a coordinator that is started
@@ -248,7 +248,7 @@ class _Coordinator:
                 transport,
                 checkpoint,
                 begins,
-                run_is_known=told.again and self._office is None,
+                run_is_known=told.again and self._lease is None,
                 drain_slow=told.drain_slow,
             ),
             ledger=self._ledger,
@@ -260,7 +260,7 @@ class _Coordinator:
             joins_from_s=time.monotonic() + JOINS_HELD_S,
             first_held_s=JOINS_HELD_S,
             looks=again or self._missing is not None,
-            led=0 if self._office is None else self._office.candidate.led,
+            led=0 if self._lease is None else self._lease.candidate.led,
         )
         if again:
             Worker(
@@ -272,7 +272,7 @@ class _Coordinator:
         trains. What cannot be read is tried again: training does not need it. What is not there, too, since somebody
         may bring it back; but who joins is told."""
         since_s, wanted = time.monotonic(), self._told.restore
-        looks = Looks(
+        looks = StoreProbe(
             lambda: find_again(checkpoint.run, checkpoint.url, checkpoint.beyond, wanted, began_with),
             checkpoint.url or wanted,
             min(checkpoint.timeout_s, LIMIT_S),
@@ -370,7 +370,7 @@ class _Coordinator:
         """This process is told to, by a signal: at once, unless trainers are there, which may have been told, too."""
         first, self._told_to_end = not self._told_to_end, True
         waits_for = ", ".join(self._trainers())
-        if first and number == signal.SIGTERM and self._office is None and waits_for:
+        if first and number == signal.SIGTERM and self._lease is None and waits_for:
             log.info(STAYS, waits_for, self._told.settings.grace_s)
             self._end_alone(time.monotonic() + self._told.settings.grace_s)
         else:
@@ -392,7 +392,7 @@ class _Coordinator:
     def _end_now(self) -> None:
         if self._router.core.fatal is not None:
             self._over = True
-        elif self._office is None:
+        elif self._lease is None:
             self._router.core.stop("the coordinator was told to end", "stopped")  # nobody waits for another then
         self._server.close()
 
@@ -401,7 +401,7 @@ class _Coordinator:
 
         def tick() -> None:
             self._ticked_s = time.monotonic()
-            if self._acting.go_on():
+            if self._gate.go_on():
                 self._router.on_tick(time.monotonic())
                 self._end_after_loss()
             server.call_later(self._told.settings.heartbeat_s / 4, tick)
@@ -415,7 +415,7 @@ class _Coordinator:
             server.call_soon(self._end_now)
         said = {"address": list(server.address), "began_with": self._began_with}
         print(json.dumps(said), file=self._out, flush=True)
-        if self._office is None:
+        if self._lease is None:
             freeze()
         server.call_later(0.0, tick)
         if self._missing is not None:

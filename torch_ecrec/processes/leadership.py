@@ -1,7 +1,7 @@
 """What lets a coordinator act: that it is the only one, or that it leads among several.
 
-`Office` stands for the lead of a cluster, in etcd, and keeps it on a thread of its own. `Acting` keeps what arrives
-while it is not certain that the process leads, and does it in order once it is.
+`LeaderLease` stands for the lead of a cluster, in etcd, and keeps it on a thread of its own. `LeaderGate` keeps what
+arrives while it is not certain that the process leads, and does it in order once it is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _elapsed() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-class Acting:
+class LeaderGate:
     """Does things, in order, while a condition holds. On one thread.
 
     Args:
@@ -55,7 +55,7 @@ class Acting:
         return not self._waiting and self._holds()
 
 
-class Office:
+class LeaderLease:
     """The lead of a cluster.
 
     Args:

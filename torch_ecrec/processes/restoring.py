@@ -15,9 +15,9 @@ from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Beyond
 from torch_ecrec.storage.catalog import Broken, Catalog
-from torch_ecrec.storage.looks import Looks
 from torch_ecrec.storage.manifest import Manifest
 from torch_ecrec.storage.restoring import dense_of
+from torch_ecrec.storage.store_probe import StoreProbe
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ def dense_model(restored: Restored) -> list[tuple[Tensor, list[int]]]:
         catalog = Catalog(restored.url)
         return dense_of(catalog, catalog.read(restored.folder))
 
-    parts = Looks(read, restored.url, DENSE_S, log.warning).look()
+    parts = StoreProbe(read, restored.url, DENSE_S, log.warning).look()
     if any(header[:1] != [restored.done] for header, _ in parts.values()):
         raise CheckpointError(f"{restored.folder}: the dense model is of another step than the tables")
     found = ((np.frombuffer(payload, np.uint8).copy(), header) for header, payload in parts.values())

@@ -49,7 +49,7 @@ def check(condition: bool, message: str) -> None:
         raise Fault(message)
 
 
-class Judge:
+class MessageValidator:
     """Judges the messages of one job: whether their values can be.
 
     Args:
@@ -356,29 +356,29 @@ def _check_shape(name: str, slab: int, tensor: Tensor, wanted: tuple[int, int]) 
 
 
 _REQUESTS: dict[type[Request[Any]], Callable[..., None]] = {
-    wire.Lookup: Judge._check_lookup,
-    wire.Push: Judge._check_push,
-    wire.Load: Judge._check_load,
-    wire.Pass: Judge._check_pass,
-    wire.Snapshot: Judge._check_snapshot,
-    wire.Export: Judge._check_export,
-    wire.Fold: Judge._check_fold,
-    wire.Fetch: Judge._check_fetch,
-    wire.FetchSeals: Judge._check_fetch_seals,
-    wire.FetchChanged: Judge._check_fetch_changed,
-    wire.Copy: Judge._check_copy,
+    wire.Lookup: MessageValidator._check_lookup,
+    wire.Push: MessageValidator._check_push,
+    wire.Load: MessageValidator._check_load,
+    wire.Pass: MessageValidator._check_pass,
+    wire.Snapshot: MessageValidator._check_snapshot,
+    wire.Export: MessageValidator._check_export,
+    wire.Fold: MessageValidator._check_fold,
+    wire.Fetch: MessageValidator._check_fetch,
+    wire.FetchSeals: MessageValidator._check_fetch_seals,
+    wire.FetchChanged: MessageValidator._check_fetch_changed,
+    wire.Copy: MessageValidator._check_copy,
 }
 _ANSWERS: dict[type[Answer], Callable[..., None]] = {
-    wire.Rows: Judge._check_rows,
-    wire.Records: Judge._check_records,
-    wire.Damaged: Judge._check_damaged,
-    wire.Awaited: Judge._check_awaited,
-    wire.Seals: Judge._check_seals,
-    wire.Acknowledged: Judge._check_acknowledged,
-    wire.Stored: Judge._check_stored,
-    wire.CutLog: Judge._check_cut_log,
-    wire.VersionsAre: Judge._check_versions,
-    wire.Snapshots: Judge._check_snapshots,
-    wire.Changed: Judge._check_changed,
-    wire.Handed: Judge._check_handed,
+    wire.Rows: MessageValidator._check_rows,
+    wire.Records: MessageValidator._check_records,
+    wire.Damaged: MessageValidator._check_damaged,
+    wire.Awaited: MessageValidator._check_awaited,
+    wire.Seals: MessageValidator._check_seals,
+    wire.Acknowledged: MessageValidator._check_acknowledged,
+    wire.Stored: MessageValidator._check_stored,
+    wire.CutLog: MessageValidator._check_cut_log,
+    wire.VersionsAre: MessageValidator._check_versions,
+    wire.Snapshots: MessageValidator._check_snapshots,
+    wire.Changed: MessageValidator._check_changed,
+    wire.Handed: MessageValidator._check_handed,
 }

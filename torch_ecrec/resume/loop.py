@@ -4,9 +4,9 @@ After a restart a loop runs again from its top. It goes on where it was if it be
 time, and trains by nothing that only its own variables know. The first two follow from what the loop asks `Reader` for
 and what is attached; a loop that asks for nothing is refused where that would matter.
 
-    judge.on_draw()          before each draw
-    judge.on_pass_over(...)  another pass begins
-    judge.on_forward()       a batch is trained on
+    inspector.on_draw()          before each draw
+    inspector.on_pass_over(...)  another pass begins
+    inspector.on_forward()       a batch is trained on
 
 Does not know how batches are brought back (`reader.py` does). Does not look at the loop's code or variables: what a
 loop keeps there `torch-ecrec rehearse` finds, by running the script.
@@ -31,7 +31,7 @@ _COUNT_PASSES = (
 )
 
 
-class Judge:
+class LoopInspector:
     """Judges one loop over a reader.
 
     Args:

@@ -18,7 +18,7 @@ of one: that is refused where it happens. And since nobody can know all that a r
 checksums of the batches that come next, and of those of the pass that are drawn again: other batches after a restart
 are an error, never another run.
 
-Does not decide when a snapshot is taken, and does not send it (`attachment.py` does); does not judge the loop that
+Does not decide when a snapshot is taken, and does not send it (`attachment.py` does); does not inspector the loop that
 draws (`loop.py` does).
 """
 
@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch_ecrec.compat.torch import next_index_of, set_next_index
 from torch_ecrec.resume.altered import Watched, may_give_again, watched
 from torch_ecrec.resume.checksum import checksum_of, checksum_of_sums
-from torch_ecrec.resume.loop import Judge
+from torch_ecrec.resume.loop import LoopInspector
 from torch_ecrec.resume.random_states import Generators, moved, random_states, set_random_states
 from torch_ecrec.resume.values import decode, encode
 from torch_ecrec.runtime.checks import take_int
@@ -85,7 +85,7 @@ class Position:
         began: random states with which the pass began; None for a reader that is put back by its state.
         state: the encoded state of a reader that has one; None: not asked for yet.
         random: random states with which the draw begins.
-        sum: the checksum of the pass so far, see `Pass.sum`.
+        sum: the checksum of the pass so far, see `EpochIterator.sum`.
     """
 
     epoch: int
@@ -114,7 +114,7 @@ class _Draw:
             self.watched.check(f"batch {self.position.drawn} of pass {self.position.epoch}", reader)
 
 
-class Pass(Iterator[Any]):
+class EpochIterator(Iterator[Any]):
     """One pass over a reader. It asks the reader for an iterator when its first batch is asked for."""
 
     def __init__(self, owner: Reader) -> None:
@@ -165,21 +165,21 @@ class Reader(Iterator[Any]):
         reader: an iterable.
         on_draw: called before each draw; what it returns, if anything, is called once there is a batch, with its
             checksum (None: it was drawn ahead before a restart, and has one already).
-        judge: of the loop that draws.
+        inspector: of the loop that draws.
     """
 
     def __init__(
         self,
         reader: Iterable[Any],
         on_draw: Callable[[], Callable[[int | None], None] | None] = lambda: None,
-        judge: Judge | None = None,
+        inspector: LoopInspector | None = None,
     ) -> None:
         self._reader, self._on_draw = reader, on_draw
-        self._judge = judge or Judge()
+        self._inspector = inspector or LoopInspector()
         self._kind, self._has_indices = kind_of(reader), has_indices(reader)
         self._generators = Generators.of(reader)
-        self._pass: Pass | None = None  # of `next`
-        self._current: Pass | None = None  # that has begun last
+        self._pass: EpochIterator | None = None  # of `next`
+        self._current: EpochIterator | None = None  # that has begun last
         self._passes = 0  # that have begun
         # of kind "all": drawn, whole, sum, began
         self._history: list[tuple[int, bool, int, dict[str, Any] | None]] = []
@@ -198,11 +198,11 @@ class Reader(Iterator[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """Returns an iterator over the batches of one pass."""
-        return Pass(self)
+        return EpochIterator(self)
 
     def __next__(self) -> Any:
         if self._pass is None:
-            self._pass = Pass(self)
+            self._pass = EpochIterator(self)
         try:
             return self.draw(self._pass)
         except StopIteration:
@@ -220,7 +220,7 @@ class Reader(Iterator[Any]):
     def enumerate(self, start: int = 0) -> Iterator[tuple[int, Any]]:
         """Iterates a pass with the number of each batch. Unlike `enumerate`, it counts batches before a restart."""
         start = take_int("start", start, -sys.maxsize)
-        batches = Pass(self)
+        batches = EpochIterator(self)
         while True:
             try:
                 batch = self.draw(batches)
@@ -231,26 +231,26 @@ class Reader(Iterator[Any]):
     @property
     def epoch(self) -> int:
         """The pass that is under way or comes next, from 0. After a restart it is the one in which training goes on."""
-        self._judge.on_epoch_asked()
+        self._inspector.on_epoch_asked()
         return self._target.epoch if self._target is not None else max(self._passes - 1, 0)
 
     @property
     def drawn(self) -> int:
         """The number of batches drawn in the present pass, those before a restart included."""
-        self._judge.on_count_asked()
+        self._inspector.on_count_asked()
         if self._target is not None:
             return self._target.drawn
         return 0 if self._current is None or self._current.whole else self._current.drawn
 
     def on_steps_done(self) -> None:
         """Called when the loop reads the number of steps done. Before its first draw, its passes may follow from it."""
-        self._judge.on_count_asked()
-        self._judge.on_epoch_asked()
+        self._inspector.on_count_asked()
+        self._inspector.on_epoch_asked()
 
     @property
     def pipelined(self) -> bool:
         """Whether one of TorchRec's pipelines draws batches, ahead of those that it trains on."""
-        return self._judge.pipelined
+        return self._inspector.pipelined
 
     @property
     def within_step(self) -> bool:
@@ -264,7 +264,7 @@ class Reader(Iterator[Any]):
 
     # draws ----------------------------------------------------------------------------------------
 
-    def draw(self, current: Pass) -> Any:
+    def draw(self, current: EpochIterator) -> Any:
         """Returns the next batch of a pass.
 
         Raises:
@@ -272,7 +272,7 @@ class Reader(Iterator[Any]):
             RuntimeError: the loop, or the reader, is one that could not be brought back after a restart; or it gives
                 other batches after a restart than before.
         """
-        self._judge.on_draw()
+        self._inspector.on_draw()
         if current.failed is not None:
             raise RuntimeError(
                 "a draw of this pass has failed before, and nobody knows how far the reader got: after a restart it"
@@ -319,12 +319,12 @@ class Reader(Iterator[Any]):
         """Returns a copy of the state of a reader that has one: what it returns may change later."""
         return encode(self._reader.state_dict(), "reader") if isinstance(self._reader, Stateful) else None
 
-    def _begin(self, current: Pass) -> None:
+    def _begin(self, current: EpochIterator) -> None:
         """Begins a pass, or the one in which training goes on."""
         target, self._target = self._target, None
         if self._current is not None and target is None:
             left = self._current
-            self._judge.on_pass_over(left.epoch, left.drawn, left.whole, _length(self._reader))
+            self._inspector.on_pass_over(left.epoch, left.drawn, left.whole, _length(self._reader))
             if self._kind == "all":
                 self._history.append((left.drawn, left.whole, left.sum, left.began if left.depends else None))
         if target is not None:
@@ -335,9 +335,9 @@ class Reader(Iterator[Any]):
             current.begin(self._reader)
             current.depends = bool(moved(began, random_states()))
         self._current, self._passes = current, current.epoch + 1
-        self._judge.on_pass_begun()
+        self._inspector.on_pass_begun()
 
-    def _next(self, current: Pass, begin: Mapping[str, Any]) -> Any:
+    def _next(self, current: EpochIterator, begin: Mapping[str, Any]) -> Any:
         """Draws a batch. Raises RuntimeError if the draw used the global generators later than at the first batch.
 
         Such a batch could not be drawn again after a restart.
@@ -365,8 +365,8 @@ class Reader(Iterator[Any]):
         return batch
 
     def on_forward(self) -> None:
-        """Called when a training forward begins on a batch drawn here. Raises as `Judge.on_forward` does."""
-        self._judge.on_forward()
+        """Called when a training forward begins on a batch drawn here. Raises as `LoopInspector.on_forward` does."""
+        self._inspector.on_forward()
         if self._then is not None:
             # of the reader's own generators, too, unless it will be drawn from with those of before
             set_random_states(self._then) if self._again else self._generators.set_(self._then)
@@ -377,7 +377,7 @@ class Reader(Iterator[Any]):
     def check_end(self) -> None:
         """Called when training is over. Warns of a pass that the loop may have left too late."""
         if self._current is not None:
-            self._judge.on_end(self._current.drawn, self._current.whole)
+            self._inspector.on_end(self._current.drawn, self._current.whole)
 
     # restarts -------------------------------------------------------------------------------------
 
@@ -424,9 +424,9 @@ class Reader(Iterator[Any]):
         self._again = deque(saved["again"])
         self._then, self._then_at_forward = saved["then"], saved["at_forward"]
         self._expected = checksum
-        self._judge.on_restored()
+        self._inspector.on_restored()
 
-    def _go_to(self, current: Pass, target: Position) -> None:
+    def _go_to(self, current: EpochIterator, target: Position) -> None:
         """Begins the pass in which training goes on, and skips the batches before its position."""
         current.epoch, current.drawn, current.began, current.depends = target.epoch, target.drawn, target.began, True
         if isinstance(self._reader, Stateful):
@@ -439,7 +439,7 @@ class Reader(Iterator[Any]):
         for drawn, whole, total, began in self._history:
             if began is not None:
                 self._generators.set_(began)
-            _draw_again(self._reader, Pass(self), drawn, whole, total)
+            _draw_again(self._reader, EpochIterator(self), drawn, whole, total)
         assert target.began is not None
         self._generators.set_(target.began)
         current.begin(self._reader)
@@ -473,7 +473,7 @@ def _other(reader: object, what: str) -> RuntimeError:
     )
 
 
-def _draw_again(reader: Iterable[Any], before: Pass, number: int, whole: bool, total: int) -> None:
+def _draw_again(reader: Iterable[Any], before: EpochIterator, number: int, whole: bool, total: int) -> None:
     """Draws the `number` batches of an earlier pass again; `whole`: it had no more."""
     before.begin(reader)
     _skip(reader, before, number, total)
@@ -482,7 +482,7 @@ def _draw_again(reader: Iterable[Any], before: Pass, number: int, whole: bool, t
         raise RuntimeError(f"a pass of the reader has more than the {number} batches that it had before")
 
 
-def _skip(reader: object, current: Pass, number: int, total: int) -> None:
+def _skip(reader: object, current: EpochIterator, number: int, total: int) -> None:
     """Draws `number` batches of a pass that were trained on before. Their checksum must be `total` again."""
     batches: Any = current.batches
     indices = has_indices(reader)

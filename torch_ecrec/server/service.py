@@ -17,10 +17,10 @@ from torch_ecrec.layout.stripes import Layout, layout_of
 from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.messages import Known, Placement
 from torch_ecrec.protocol.status import Report
-from torch_ecrec.protocol.wellformed import Judge
+from torch_ecrec.protocol.wellformed import MessageValidator
 from torch_ecrec.protocol.wire import Answer, Malformed, Refused
-from torch_ecrec.server.arriving import Arrival
 from torch_ecrec.server.flipping import flip
+from torch_ecrec.server.importing import SlotImport
 from torch_ecrec.server.process import CheckpointReader, Scribe, ServerProcess
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.spec.job import JobSpec
@@ -54,10 +54,10 @@ class Host(ServerProcess):
         self.job: JobSpec | None = None
         self.restored: messages.Restored | None = None  # the checkpoint that the cluster began with
         self.slots: dict[int, Slot] = {}
-        self.arrivals: dict[int, Arrival] = {}  # slots on their way here
+        self.arrivals: dict[int, SlotImport] = {}  # slots on their way here
         self.left: list[int] = []  # trainers that are done: for a coordinator that is started again
         self.layouts: tuple[Layout, ...] = ()
-        self.judge: Judge | None = None
+        self.validator: MessageValidator | None = None
 
     # from the coordinator -----------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class Host(ServerProcess):
                 arrival.cancel()
             lives = [place.incarnation for place in placement.slots]
             held = self._holdings(self.job, word.slot, word.incarnation, lives, fresh=False)
-            arrival = self.arrivals[word.slot] = Arrival(self, held, word, self.settings)
+            arrival = self.arrivals[word.slot] = SlotImport(self, held, word, self.settings)
         arrival.on_word(word)
 
     def _drop_arrivals(self) -> None:
@@ -206,7 +206,7 @@ class Host(ServerProcess):
         self.job, self.restored = job, restored
         self.code = LinearCode(job.code.k, job.code.parities)
         self.layouts = tuple(layout_of(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs)
-        self.judge = Judge(job, self.layouts, begins)
+        self.validator = MessageValidator(job, self.layouts, begins)
 
     def _take_placement(self, placement: Placement) -> None:
         if self.job is None or not self.place(placement):
@@ -223,7 +223,7 @@ class Host(ServerProcess):
                 del self.slots[index]
                 mine.die()
             if mine is not None and mine is self.slots.get(index):
-                mine.handing.end()
+                mine.slot_export.end()
             if place.server == self.name and index not in self.slots:
                 self._host(self.job, index, place.incarnation, incarnations)
         self._drop_arrivals()
@@ -281,18 +281,18 @@ class Host(ServerProcess):
             slot.handle(request, reply)
 
     def _fault_of(self, slot: Slot, request: wire.Request[Any]) -> str | None:
-        if self.judge is None:
+        if self.validator is None:
             return None
         applied = slot.rule.applied if slot.ready else None
-        return self.judge.fault_of_request(request, applied, self._life_of)
+        return self.validator.fault_of_request(request, applied, self._life_of)
 
     def _life_of(self, slot: int) -> int:
         return self.placement.slots[slot].incarnation if self.placement is not None else 0
 
     def fault_of_answer(self, request: wire.Request[Any], answer: Answer) -> str | None:
-        if self.judge is None:
+        if self.validator is None:
             return None
-        fault = self.judge.fault_of_answer(request, answer, self._life_of)
+        fault = self.validator.fault_of_answer(request, answer, self._life_of)
         if fault is None and isinstance(request, wire.Fold | wire.Attach) and isinstance(answer, FOLDED):
             source = self.slots.get(request.source)
             folded = answer.step if isinstance(answer, wire.Folded) else answer.folded

@@ -11,7 +11,7 @@ A slot runs inside its node (`Node.run`), so nothing here locks. It has
     snapshots     parts of the dense model (`snapshots.py`)
     checkpoints   its part in checkpoints (`checkpoints.py`)
     renewing      how it begins with its records of one, if it does (`renewing.py`)
-    handing       gives the slot to another server that copies it (`handing.py`)
+    slot_export   gives the slot to another server that copies it (`exporting.py`)
 
 Each of these is given the slot as a `SlotContext` (`durability/context.py`), and the parts above it that it needs. The
 slot alone assigns its fields: a part that has news calls a method.
@@ -41,9 +41,9 @@ from torch_ecrec.protocol.wire import Answer, Refused
 from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.records.positions import Positions
 from torch_ecrec.server.apply import Applier
-from torch_ecrec.server.arriving import Arrival
 from torch_ecrec.server.checkpoints import SlotCheckpoints
-from torch_ecrec.server.handing import Handing, MoveRequest
+from torch_ecrec.server.exporting import MoveRequest, SlotExport
+from torch_ecrec.server.importing import SlotImport
 from torch_ecrec.server.inbox import Inbox
 from torch_ecrec.server.process import ServerProcess
 from torch_ecrec.server.reads import Reads
@@ -76,7 +76,7 @@ class Slot(SlotContext):
         settings: Settings,
         fresh: bool,
         renewal: Renewal | None = None,
-        arrival: Arrival | None = None,
+        arrival: SlotImport | None = None,
     ) -> None:
         super().__init__(held, host, fresh)
         self.host: ServerProcess = host
@@ -95,7 +95,7 @@ class Slot(SlotContext):
         most_bytes = settings.checkpoint_memory_bytes
         self.checkpoints = SlotCheckpoints(self, host, self.snapshots, self.scrubber, most_bytes)
         self.renewing = Renewing(self, host, renewal) if renewal is not None else None
-        self.handing = Handing(self, host, self.scrubber, self.durability, self.snapshots)
+        self.slot_export = SlotExport(self, host, self.scrubber, self.durability, self.snapshots)
         if arrival is not None:
             self._take_over(arrival)
         elif self.renewing is not None:
@@ -113,8 +113,8 @@ class Slot(SlotContext):
     def handle(self, request: wire.Request[Any], reply: Reply[Answer]) -> None:
         """Answers a request; `reply` is called now, or when it can be answered."""
         match request:
-            case _ if isinstance(request, MoveRequest) or self.handing.stopped:
-                self.handing.handle(request, reply)
+            case _ if isinstance(request, MoveRequest) or self.slot_export.stopped:
+                self.slot_export.handle(request, reply)
             case wire.Lookup():
                 self.reads.on_lookup(request, reply)
             case wire.Push() | wire.Pass():
@@ -252,10 +252,10 @@ class Slot(SlotContext):
         self.going_back_to = cut  # if the others went back there, they wait until that is durable here, too
         self.become_ready(cut, floor, log)
 
-    def _take_over(self, arrival: Arrival) -> None:
+    def _take_over(self, arrival: SlotImport) -> None:
         """This life goes on as the one before, which has stopped, on another server."""
         assert arrival.handed is not None
-        self.handing.take_over(arrival)
+        self.slot_export.take_over(arrival)
         self.not_trained = arrival.handed.not_trained
         self.ready = self.reported = True
         self.durability.connect()
@@ -309,7 +309,7 @@ class Slot(SlotContext):
     def freeze(self) -> None:
         """The trainers are lost: nothing of theirs counts from now on, until it is known where they start again."""
         self.going_back_to = None
-        self.handing.end()
+        self.slot_export.end()
         self.inbox.clear()
         self.applier.forget()
         self._refuse_all("the trainers were lost")

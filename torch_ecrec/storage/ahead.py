@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator
 from typing import TypeVar
 
 from torch_ecrec.runtime.threads import Worker, log_error
-from torch_ecrec.storage.looks import LIMIT_S, answer_of
+from torch_ecrec.storage.store_probe import LIMIT_S, answer_of
 
 T = TypeVar("T")
 

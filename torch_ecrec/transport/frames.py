@@ -41,7 +41,7 @@ from torch_ecrec.transport.calls import first_line
 from torch_ecrec.transport.lending import FILES_MOST, Lending, Places, byte_view
 
 MAGIC = b"ECR7"  # another one for every change to what is said here
-OTHER_BUILD = b"ECR?"  # in its place: the message is the build of who listens, and nothing else comes (door.py)
+OTHER_BUILD = b"ECR?"  # in its place: the message is the build of who listens, and nothing else comes (acceptor.py)
 HEADER = struct.Struct("<4sIIIQ")  # magic, bytes of the notes, of the table and of the message, ticket
 CHECKSUM_BYTES = 8
 MESSAGE_MOST_BYTES = 64 << 20  # without tensors, and as much for notes and for the table

@@ -44,7 +44,7 @@ class Port(Protocol):
         """Sends a message to the coordinator."""
 
 
-class Exchange(Generic[A]):
+class RetryingCall(Generic[A]):
     """One request to a slot, wherever it lives, repeated until it is answered or cancelled.
 
     If it was made for one incarnation, it is not repeated to a later one: `lost` is called instead.
@@ -86,10 +86,10 @@ class Exchange(Generic[A]):
         self._end()
 
     def _end(self) -> None:
-        self.node.exchanges.pop(self, None)
+        self.node.calls.pop(self, None)
 
     def _on_outcome(self, attempt: int, incarnation: int, request: Request[A], outcome: Outcome[A]) -> None:
-        if self not in self.node.exchanges or incarnation != self.incarnation:
+        if self not in self.node.calls or incarnation != self.incarnation:
             return  # an incarnation that has been replaced cannot speak for the present one (rule 2)
         answer = outcome.answer if isinstance(outcome, Ok) else None
         if answer is not None and not isinstance(answer, Refused):
@@ -104,7 +104,7 @@ class Exchange(Generic[A]):
 
     def _retry_of(self, attempt: int) -> Callable[[], None]:
         def retry() -> None:
-            if self in self.node.exchanges and attempt == self.attempt:
+            if self in self.node.calls and attempt == self.attempt:
                 self.send()
 
         return retry
@@ -125,7 +125,7 @@ class Node:
         self.call_timeout_s = call_timeout_s
         self.era = 0  # which life of the trainers this node takes part in
         self.placement: Placement | None = None
-        self.exchanges: dict[Exchange[Any], None] = {}  # in order of creation
+        self.calls: dict[RetryingCall[Any], None] = {}  # in order of creation
         self.turn_of = 0  # the thread that is inside `run`, or was last, as the system numbers it
         self._lock = threading.Lock()
         self._answers: list[Callable[[], None]] = []
@@ -204,7 +204,7 @@ class Node:
         *,
         bound_to: int | None = None,
         lost: Callable[[], None] | None = None,
-    ) -> Exchange[A]:
+    ) -> RetryingCall[A]:
         """Asks a slot until it answers.
 
         Args:
@@ -213,10 +213,10 @@ class Node:
             done: called once, inside `run`, with an answer that is not `Refused`.
             bound_to: only this incarnation is meant; when it has been replaced, `lost` is called and nothing is sent.
         """
-        exchange = Exchange(self, slot, make, done, bound_to, lost)
-        self.exchanges[exchange] = None
-        exchange.send()
-        return exchange
+        call = RetryingCall(self, slot, make, done, bound_to, lost)
+        self.calls[call] = None
+        call.send()
+        return call
 
     def ask_once(self, slot: int, make: Callable[[int], Request[A]], done: Callable[[A | None], None]) -> None:
         """Asks a slot once; `done` gets its answer, or None if it refused or could not be reached."""
@@ -241,10 +241,10 @@ class Node:
         if old is not None and placement.epoch <= old.epoch:
             return False
         self.placement = placement
-        for exchange in list(self.exchanges):
-            if exchange in self.exchanges and exchange.incarnation != placement.slots[exchange.slot].incarnation:
-                exchange.failures = 0
-                exchange.send()
+        for call in list(self.calls):
+            if call in self.calls and call.incarnation != placement.slots[call.slot].incarnation:
+                call.failures = 0
+                call.send()
         return True
 
     # outside run --------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The data plane over sockets: for each pair of members that talk, one connection from caller to callee.
 
     caller                                   callee
-    hello, challenge, proof: each knows the cluster's secret, and the callee's key (door.py)
+    hello, challenge, proof: each knows the cluster's secret, and the callee's key (acceptor.py)
     frame: ticket, request          ------>  a reading thread runs `handle`
     a reading thread runs `done`    <------  frame: ticket, answer       (in any order)
 
@@ -15,7 +15,7 @@ abstract namespace, which leaves no file behind; large tensors then are read whe
 No thread outlives the interpreter: one that is inside torch when it ends aborts the process.
 
 Each process listens at the address from which it reaches the coordinator (loopback, if that is there). Its *key*, drawn
-at random and told through the coordinator, is what both sides must know, with the cluster's secret (door.py): an
+at random and told through the coordinator, is what both sides must know, with the cluster's secret (acceptor.py): an
 address may belong to somebody else meanwhile. A connection on which something arrives that is no frame is closed: that
 costs the calls under way on it, and nothing else.
 """
@@ -43,9 +43,9 @@ from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.addresses import family_of
 from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.runtime.threads import Worker
+from torch_ecrec.transport.acceptor import CHALLENGE, HELLO, KEY_BYTES, Acceptor
 from torch_ecrec.transport.calls import Back, Call, Handler, Transport, first_line
 from torch_ecrec.transport.control import tune
-from torch_ecrec.transport.door import CHALLENGE, HELLO, KEY_BYTES, Door
 from torch_ecrec.transport.frames import MAGIC, Frame, FrameReader, OtherBuild, is_between_hosts
 from torch_ecrec.transport.lending import Lending
 from torch_ecrec.transport.secret import CALLER, LISTENER, data_key, draw, is_proof, proof, secret_at
@@ -417,7 +417,7 @@ class SocketTransport(Transport):
         self._inbound: dict[FrameConnection, str] = {}  # with the caller's name
         self._sent: Counter[str] = Counter()  # on connections that are over
         self.sender = Sender(self._sweep, self._report)
-        self._door = Door(
+        self._acceptor = Acceptor(
             listeners,
             data_key(self.secret, self._address.key),
             self.build,
@@ -429,7 +429,7 @@ class SocketTransport(Transport):
         atexit.register(self._close)
         belongs_here(self)
         self._start(self.sender.run, "sender")  # last: these look at all of this
-        self._start(self._door.run, "door")
+        self._start(self._acceptor.run, "acceptor")
 
     def _start(self, action: Callable[[], None], name: str) -> None:
         def run() -> None:
@@ -587,7 +587,7 @@ class SocketTransport(Transport):
         for connection in inbound:
             connection.end()
         self.sender.close()
-        self._door.close()
+        self._acceptor.close()
         until_s = time.monotonic() + END_S
         with self._gate:
             threads = self._threads - {threading.current_thread()}

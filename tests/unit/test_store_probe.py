@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from torch_ecrec.errors import StoreUnavailable
-from torch_ecrec.storage import looks as module
-from torch_ecrec.storage.looks import MOST, Looks
+from torch_ecrec.storage import store_probe as module
+from torch_ecrec.storage.store_probe import MOST, StoreProbe
 
 LIMIT_S = 60.0
 
@@ -24,15 +24,15 @@ class Store:
 
 
 def test_an_answer_and_an_error_come_as_they_are() -> None:
-    assert Looks(lambda: 7, "there", LIMIT_S, print).look() == 7
+    assert StoreProbe(lambda: 7, "there", LIMIT_S, print).look() == 7
     with pytest.raises(ZeroDivisionError):
-        Looks(lambda: 1 // 0, "there", LIMIT_S, print).look()
+        StoreProbe(lambda: 1 // 0, "there", LIMIT_S, print).look()
 
 
 def test_a_store_that_hangs_is_told_from_one_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "QUIET_S", 0.05)
     store, told = Store(), []
-    looks = Looks(store.ask, "s3://there", 0.3, told.append)
+    looks = StoreProbe(store.ask, "s3://there", 0.3, told.append)
     for _ in range(MOST + 3):
         with pytest.raises(StoreUnavailable, match=r"s3://there has given no answer for 0\.3 s: it hangs"):
             looks.look()

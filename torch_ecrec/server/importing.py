@@ -1,9 +1,9 @@
-"""How a slot is copied to this server, and goes on here: the side that takes (`handing.py` has the words).
+"""How a slot is copied to this server, and goes on here: the side that takes (`exporting.py` has the words).
 
-One `Arrival` for each slot that the coordinator moves here. It reads everything once, in portions, then again what has
-changed, until that is little; then it says "level". Told to, it lets the slot stop there, takes the rest, copies the
-dense snapshots and says "arrived". The next placement says whether the slot is here from now on; any other placement,
-or an era, and what was copied goes.
+One `SlotImport` for each slot that the coordinator moves here. It reads everything once, in portions, then again what
+has changed, until that is little; then it says "level". Told to, it lets the slot stop there, takes the rest, copies
+the dense snapshots and says "arrived". The next placement says whether the slot is here from now on; any other
+placement, or an era, and what was copied goes.
 
 Shapes: U records, B record bytes.
 """
@@ -35,7 +35,7 @@ LITTLE_BYTES = 1 << 20  # of records that have changed: the rest is had at once
 TURNS_MOST = 8  # after which it is had at once in any case: what changes, changes as fast as it is copied
 
 
-class Arrival:
+class SlotImport:
     """A slot on its way here.
 
     Args:

@@ -26,14 +26,14 @@ from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.wire import Refused
 from torch_ecrec.records.positions import Positions
 from torch_ecrec.records.touched import Touched
-from torch_ecrec.server.arriving import Arrival
+from torch_ecrec.server.importing import SlotImport
 from torch_ecrec.server.process import ServerProcess
 from torch_ecrec.server.snapshots import SnapshotStore
 
 MoveRequest = wire.FetchChanged | wire.Copy | wire.HandOver
 
 
-class Handing:
+class SlotExport:
     """Gives one life of a slot to another server; idle while nobody copies it."""
 
     def __init__(
@@ -150,7 +150,7 @@ class Handing:
             parity_records=self._records(True, parities),
         )
 
-    def take_over(self, arrival: Arrival) -> None:
+    def take_over(self, arrival: SlotImport) -> None:
         """This life goes on as the one before, which has stopped, on another server: takes its logs and snapshots."""
         handed = arrival.handed
         assert handed is not None

@@ -47,7 +47,7 @@ class _Stranger:
     ours: bytes = b""  # nonce, once it has said hello
 
 
-class Door:
+class Acceptor:
     """Listens for connections, and hands over those of proven members.
 
     Args:
@@ -55,10 +55,10 @@ class Door:
         shared: what a member knows (`secret.data_key`).
         build: of this process.
         admit: `admit(sock, caller)` of who has said hello, by name; the socket blocks, and is the callee's. On the
-            door's thread: it must not wait.
+            acceptor's thread: it must not wait.
         visited: gets the host of everybody who connects from another one.
         complaints: told why a peer was refused.
-        on_error: gets what goes wrong here; the door stays open.
+        on_error: gets what goes wrong here; the acceptor stays open.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Door:
             self._ends = True
 
     def run(self) -> None:
-        """Accepts and checks connections until `close`. Runs on the door's own thread."""
+        """Accepts and checks connections until `close`. Runs on the acceptor's own thread."""
         try:
             while not self._ends:
                 try:

@@ -1,6 +1,6 @@
 """Looks at a store that may hang: a call that never returns keeps its thread, and nobody who waits for it for ever.
 
-Looks        the same question, asked until it is answered
+StoreProbe        the same question, asked until it is answered
 answer_of    what a thread that reads has found: `ahead.py`, too
 """
 
@@ -20,7 +20,7 @@ QUIET_S = 10.0  # without an answer, before somebody is told
 MOST = 4  # looks that hang: with more of them an answer of one is waited for
 
 
-class Looks(Generic[T]):
+class StoreProbe(Generic[T]):
     """The same question, asked until it is answered.
 
     Args:

@@ -27,7 +27,7 @@ from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.wire import Refused
 
 
-class Comparisons:
+class ParityAudit:
     """The comparisons of one life of a slot, as a holder and as a source."""
 
     def __init__(self, slot: SlotContext, host: HostContext, scrubber: Scrubber) -> None:
