@@ -135,6 +135,9 @@ class Session:
             log.warning("the cluster has not begun%s", lacking)
         elif isinstance(word, messages.Placed):
             self._waiting.hint = ""
+            before = self.client.placement
+            if word.placement.restoring and (before is None or not before.restoring):
+                log.warning("servers read the checkpoint to begin with: `torch-ecrec status` says how far they are")
         self.client.on_control(word)
 
     def look_out(self) -> None:
