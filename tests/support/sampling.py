@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-TURNS = 12
+TURNS = 10
 SLOW_TURNS = 32
 """So many visit all slow tests but those that may take longer than `SLOW_LIMIT_S` each."""
 SLOW_LIMIT_S = 1800.0

@@ -127,7 +127,9 @@ def renewing(renewal: Renewal, **host: Any) -> tuple[Renewing, Any, Any, Reader]
     slot = SimpleNamespace(held=held, ready=False, dead=False)
     slot.begin_anew = lambda cut, floor, log, done: ready.append((cut, floor))
     slot.give_up = lambda reason: None
-    told = SimpleNamespace(reader=reader, **{"frozen": True, "resume_step": 0, "done": 0, "floor": 0, **host})
+    told = SimpleNamespace(
+        reader=reader, placement=None, **{"frozen": True, "resume_step": 0, "done": 0, "floor": 0, **host}
+    )
     return Renewing(slot, told, renewal), told, ready, reader  # type: ignore[arg-type]
 
 
