@@ -39,7 +39,7 @@ class AskedMembers:
         self._asked: dict[str, Question] = {}
 
     def go_away(self, name: str, address: Address, now_s: float) -> None:
-        """Its connection has ended."""
+        """Asks whether a member lives whose connection has ended."""
         self._ask(name, address, now_s, away=True)
 
     def _ask(self, name: str, address: Address, now_s: float, away: bool) -> None:

@@ -65,7 +65,7 @@ class MemberRecord:
 
     @property
     def present(self) -> bool:
-        """Neither lost nor done."""
+        """Whether it is neither lost nor done."""
         return self.alive and not self.left
 
     def silent_s(self, now_s: float) -> float:
@@ -109,7 +109,7 @@ class Members:
         return name in self.by_name and self.by_name[name].draining
 
     def present(self, role: str | None = None) -> list[MemberRecord]:
-        """Members that are neither lost nor done. `role`: of this role only."""
+        """Returns the members that are neither lost nor done. `role`: of this role only."""
         return [member for member in self.by_name.values() if member.present and role in (None, member.role)]
 
     def domains(self) -> dict[str, domains.Domain]:

@@ -29,7 +29,7 @@ from torch_ecrec.spec.job import CodeSpec, JobSpec
 
 
 def layouts_of(code: CodeSpec, job: JobSpec) -> list[Layout]:
-    """Of each slab."""
+    """Returns where the records of each slab lie."""
     return [layout_of(code.slots, code.k, code.parities, slab.rows) for slab in job.slabs]
 
 
@@ -61,7 +61,7 @@ def beyond_repair(layouts: Iterable[Layout], gone: Collection[int], lost: Collec
 
 
 def lost_steps(renewals: Sequence[Renewal], slots: int) -> list[int]:
-    """Of each slot, how many steps of training its records lack.
+    """Returns by slot how many steps of training its records lack.
 
     A step that a slot lacks counts once, also if the slot was lost again before the next checkpoint; what a checkpoint
     lacks, a slot that begins with it lacks, too.
@@ -117,7 +117,7 @@ class PartialRecovery:
     why: str = ""
 
     def on_lost(self, slots: Collection[int]) -> None:
-        """Their hosts are gone."""
+        """Notes that the hosts of these slots are gone."""
         for known in (self.reading, self.intact, self.dense):
             known.difference_update(slots)
 
@@ -136,7 +136,7 @@ class PartialRecovery:
         self.dense -= slots
 
     def on_ready(self, slot: int, incarnation: int, at: int | None) -> None:
-        """A slot serves."""
+        """Notes that a slot serves."""
         if slot not in self.reading:
             return
         self.reading.discard(slot)

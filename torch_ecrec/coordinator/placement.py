@@ -101,7 +101,7 @@ class SlotTable:
         return bool(self.slots)
 
     def hosted_by(self, server: str) -> list[int]:
-        """Its slots."""
+        """Returns the slots that a server hosts."""
         return [slot for slot, place in enumerate(self.slots) if place.server == server]
 
     def hosted_by_others(self, servers: Collection[str]) -> list[int]:
@@ -217,7 +217,7 @@ class SlotTable:
         ]
 
     def leave(self, slots: Collection[int]) -> None:
-        """These get other hosts."""
+        """Gives these slots other hosts, with their next incarnations."""
         for i in slots:
             self._place_anew(i)
         self.new_epoch(events.PlacedAnew)

@@ -33,7 +33,7 @@ class MemberReports:
 
     @property
     def placement(self) -> messages.Placement | None:
-        """The newest."""
+        """The newest placement that anybody knows."""
         known = (one.known.placement for one in self.said.values())
         return max((p for p in known if p is not None), key=lambda p: p.epoch, default=None)
 
@@ -54,7 +54,7 @@ class MemberReports:
 
     @property
     def trainers(self) -> int:
-        """Of how many trainers it is known where they are: they spoke, or had left."""
+        """For how many trainers it is known where they are: they spoke, or had left."""
         return len({one.rank for one in self.said.values() if one.role == "trainer"} | self.done)
 
     @property

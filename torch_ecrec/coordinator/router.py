@@ -277,7 +277,7 @@ class Router:
         self._forget_members()
 
     def on_closed(self, peer: Peer, now_s: float) -> None:
-        """A connection has ended."""
+        """Called when a connection has ended."""
         self._held.pop(peer, None)
         self._blocked.pop(peer, None)
         self._watchers.pop(peer, None)

@@ -77,7 +77,7 @@ class Saving:
         self._wait(now_s)
 
     def on_begun(self, folder: str, done: int) -> None:
-        """One is being written."""
+        """Notes that a save is being written."""
         self._under_way = folder, done
 
     def on_written(self, now_s: float) -> bool:
@@ -90,7 +90,7 @@ class Saving:
         return True
 
     def on_void(self, reason: str, now_s: float) -> None:
-        """One came to nothing."""
+        """Notes that a save came to nothing: the next attempt waits."""
         again_s = self._settings.again_s
         self._void += 1
         self._not_before_s = now_s + again_s[min(self._void, len(again_s)) - 1]

@@ -125,7 +125,7 @@ class Silence:
 
     @property
     def stands(self) -> bool:
-        """Training stands for somebody."""
+        """Whether training stands still and waits for somebody."""
         return bool(self._awaited)
 
     def stand(self, over: dict[str, str], now_s: float) -> bool:

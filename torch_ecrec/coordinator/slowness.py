@@ -162,7 +162,7 @@ class Slowness:
         return found
 
     def _behind(self, server: str, of: dict[str, float]) -> float:
-        """Of their time, 0 to 1, how much most other servers have waited for this one's folds."""
+        """Returns the part of their time, 0 to 1, that most other servers have waited for this one's folds."""
         others = [
             of.get(name, 0.0) / sums.over_s
             for name, sums in self._servers.items()

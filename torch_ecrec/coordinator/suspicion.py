@@ -194,7 +194,7 @@ class Suspicion:
         return now_s >= self._next_s
 
     def fenced(self, now_s: float) -> None:
-        """Somebody is."""
+        """Notes that somebody was given up: the next one not before a pause, which grows."""
         self._next_s, self._pause_s = now_s + self._pause_s, min(2 * self._pause_s, PAUSE_MOST_S)
 
 

@@ -121,7 +121,7 @@ class SlotContext(ABC):
         return self.held.index, self.held.incarnation
 
     def known_incarnations(self) -> list[int]:
-        """Of every slot, the life that this one listens to."""
+        """The incarnation of every slot that this one listens to."""
         held = self.held
         lives = {**held.rule.incarnations, held.index: held.incarnation}
         return [lives.get(i, 0) for i in range(held.job.code.slots)]

@@ -128,7 +128,7 @@ class Folds:
             reply(Refused(f"fold of slot {source} is void"))
 
     def drop_all_early(self) -> None:
-        """Likewise of all sources."""
+        """Drops the folds of all sources that came before their turn."""
         for source in list(self.early):
             self.drop_early(source)
 

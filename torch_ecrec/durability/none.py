@@ -57,7 +57,7 @@ class Unprotected(Durability):
         return "there is no protection"
 
     def compare(self, slab: int, first: int, end: int) -> None:
-        """There are no parities."""
+        """Does nothing: there are no parities."""
 
     def meet(self, slot: int, incarnation: int) -> None:
         self.held.rule.learn(slot, incarnation, self.held.log.floor)

@@ -46,7 +46,7 @@ class Kept:
 
     @property
     def bytes(self) -> int:
-        """Memory of the logs."""
+        """Bytes of memory that the logs take."""
         return sum(log.bytes for log in self.logs.values())
 
     @property

@@ -93,7 +93,7 @@ class Scrubber:
                 self._used[slab][positions_U] = not looked  # what is whole now was whole whenever it was used before
 
     def look(self, slab: int, parity: bool, positions_U: Positions) -> None:
-        """Of these records (or parities), (U,) int64, those that are damaged become missing, and are repaired."""
+        """Checks these records (or parities), (U,) int64: those that are damaged become missing, and are repaired."""
         places_M = self._held.shards[slab].broken(positions_U, parity)
         if len(places_M):
             self._on_found(slab, parity, np.unique(positions_U[places_M]))

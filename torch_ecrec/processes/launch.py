@@ -247,7 +247,7 @@ class _Trainer:
         self._ending = _exit_with_reason()
 
     def join(self) -> Session:
-        """Raises what `Member` raises."""
+        """Joins the cluster. Raises what `Member` raises."""
         Member(
             self._settings,
             self._join(),

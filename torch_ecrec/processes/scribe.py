@@ -233,7 +233,7 @@ class _Looking:
         self._beat_s = time.monotonic()
 
     def end(self, found: Restorable | None, why: str) -> None:
-        """Counts the first time."""
+        """Ends it; only the first call counts."""
         with self._lock:
             ended = self._ended.is_set()
             self._ended.set()
@@ -372,7 +372,7 @@ class FileLedger:
         Worker(looking.watch, "ledger's watch", log_error).start()
 
     def _candidates(self, run: str, began_with: messages.Restored | None) -> Iterator[tuple[Catalog, Manifest]]:
-        """Newest first; see `newest`."""
+        """Lists the checkpoints that `newest` may take, the newest first."""
         for manifest in self._catalog.checkpoints():
             if run_of(manifest.id) == run:
                 yield self._catalog, manifest
@@ -414,7 +414,7 @@ class FileLedger:
             runs, mine, last = self._lineage(finished), run_of(finished.folder), attempt_of(finished.folder)
 
             def may_run(folder: str) -> bool:
-                """Of another history; or an attempt after this one, which may be under way."""
+                """Whether a folder is of another history, or of an attempt after this one, which may be under way."""
                 return run_of(folder) not in runs or (run_of(folder) == mine and attempt_of(folder) > last)
 
             kept = self._catalog.keep(self._settings.keep, lambda folder: run_of(folder) in runs)

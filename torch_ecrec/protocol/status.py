@@ -413,12 +413,12 @@ class Status(Struct, frozen=True, kw_only=True, tag_field="type", tag="status"):
 
     @property
     def servers(self) -> list[MemberStatus]:
-        """Those that are there."""
+        """The servers that are there."""
         return [one for one in self.members if one.role == "server" and one.present]
 
     @property
     def trainers(self) -> list[MemberStatus]:
-        """Those that are there."""
+        """The trainers that are there."""
         return [one for one in self.members if one.role == "trainer" and one.present]
 
     def member(self, name: str) -> MemberStatus:

@@ -48,7 +48,7 @@ def all_marked(held: Holdings) -> Marks:
 
 
 def none_marked(held: Holdings) -> Marks:
-    """Marks of none."""
+    """Returns marks that mark no record."""
     return [np.zeros(shard.data_rows, np.uint8) for shard in held.shards]
 
 

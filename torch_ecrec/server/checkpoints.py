@@ -133,7 +133,7 @@ class SlotCheckpoints:
     # from the coordinator -----------------------------------------------------------------------
 
     def on_word(self, word: messages.FromCoordinator) -> None:
-        """One of those below."""
+        """Handles a message of the coordinator about checkpoints."""
         match word:
             case messages.Survey():
                 self.on_survey(word.checkpoint)
@@ -193,7 +193,7 @@ class SlotCheckpoints:
         return found if len(found) == self._held.job.trainers else None
 
     def _marks_of(self, order: messages.Capture) -> Marks:
-        """Of the records that go into a checkpoint, or into a prioritised save."""
+        """Returns the marks of the records that go into a checkpoint, or into a prioritised save."""
         some = order.portion < 1
         if self._savers is None:
             return none_marked(self._held) if some else self._take_marks(order)  # nobody has noted anything yet
@@ -201,7 +201,7 @@ class SlotCheckpoints:
         return picked if some else self._take_marks(order)
 
     def _take_marks(self, order: messages.Capture) -> Marks:
-        """Of the records that go into it; changes after its step are marked anew."""
+        """Takes the marks of the records that go into it; changes after its step are marked anew."""
         held = self._held
         taken = self._marks if self._marks is not None and order.base == self._since != "" else None
         if not self._host.checkpointing.marks:

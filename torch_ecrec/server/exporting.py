@@ -95,7 +95,7 @@ class SlotExport:
         reply(self._changed)
 
     def _touched(self, parity: bool, take: bool) -> list[Positions]:
-        """Of each slab, ascending."""
+        """Returns the positions of each slab that have changed, ascending."""
         found = []
         for shard in self.held.shards:
             assert shard.touched is not None

@@ -49,7 +49,7 @@ class SlotSavers:
 
     @property
     def memory_bytes(self) -> int:
-        """What they keep."""
+        """Bytes of memory that the savers keep."""
         return sum(saver.memory_bytes for saver in self._savers)
 
     def _weights(self, slab: int, positions_N: Positions) -> Floats:

@@ -57,7 +57,7 @@ class Encoding(Struct, frozen=True, forbid_unknown_fields=True):
 
     @staticmethod
     def of(said: dict[str, Any]) -> Encoding:
-        """Of names and values. Raises ValueError for others than those above."""
+        """Makes one of names and values. Raises ValueError for what is no encoding."""
         try:
             return msgspec.convert(said, Encoding)
         except msgspec.ValidationError as error:
@@ -122,7 +122,7 @@ class PartEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
     @staticmethod
     def of(said: Any) -> PartEntry:
-        """Of builtins, as they come from another process. Raises CheckpointError for anything else."""
+        """Makes one of builtins, as they come from another process. Raises CheckpointError for what is none."""
         try:
             return msgspec.convert(said, PartEntry)
         except msgspec.ValidationError as error:

@@ -31,7 +31,7 @@ def opened(interface: str) -> socket.socket:
 
 
 def main() -> None:
-    """The process."""
+    """Runs the process."""
     options = json.loads(sys.argv[1])
     one, other = (opened(interface) for interface in options["interfaces"])
     opposite = {one: other, other: one}
