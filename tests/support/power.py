@@ -9,6 +9,8 @@ power.after_power_loss(elsewhere)       # what was synced, and nothing else
 import os
 import shutil
 import stat
+import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,9 @@ class Power:
         self.folder, self.calls, self.fail_at = folder, 0, 0
         self._names: dict[int, dict[str, int]] = {}  # of a folder's inode: what its last sync has made durable
         self._bytes: dict[int, bytes] = {}
+        # What is open is not freed: no later file gets the inode of one that was synced and then removed.
+        self._held: dict[int, int] = {}
+        weakref.finalize(self, _close, self._held)
         for path in [folder, *folder.rglob("*")]:
             self._keep(path)
 
@@ -67,6 +72,8 @@ class Power:
 
     def _keep(self, path: Path) -> None:
         info = path.stat()
+        if info.st_ino not in self._held:
+            self._held[info.st_ino] = os.open(path, os.O_PATH | os.O_CLOEXEC)
         if stat.S_ISDIR(info.st_mode):
             self._names[info.st_ino] = {entry.name: entry.inode() for entry in os.scandir(path)}
         else:
@@ -84,3 +91,8 @@ class Power:
                 self._copy(inner, into / name)
             else:
                 (into / name).write_bytes(self._bytes[inner])
+
+
+def _close(held: Mapping[int, int]) -> None:
+    for descriptor in held.values():
+        os.close(descriptor)
