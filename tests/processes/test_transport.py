@@ -259,7 +259,7 @@ def test_every_message_crosses(cluster: Cluster) -> None:
         assert result["through"] == sorted(cls.__name__ for cls in [*REQUEST_CLASSES, *ANSWER_CLASSES])
     status = a.ask("status")
     assert set(status["bytes_sent"]) == set(result["through"])
-    assert status["bytes_sent"]["Push"] > 0 == status["bytes_sent"]["Acknowledged"]
+    assert status["bytes_sent"]["Push"] > 0 == status["bytes_sent"]["Stored"]
 
 
 # outcomes -------------------------------------------------------------------------------------------

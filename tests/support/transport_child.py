@@ -66,6 +66,9 @@ def _fill(hint: Any, seed: int) -> Any:
         return {i: _fill(parts[1], seed + i) for i in range(4)}
     if type(None) in parts:
         return None if seed % 2 else _fill(parts[0], seed)
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        hints = typing.get_type_hints(hint, include_extras=True)
+        return hint(*(_fill(hints[name], seed + i) for i, name in enumerate(hint.__struct_fields__)))
     raise TypeError(f"no sample of {hint}")
 
 
@@ -182,8 +185,17 @@ class Child:
         return world is not None and world.generation.startswith(f"{version}-")
 
     def do_die_at(self, place: str, before: bool) -> Any:
-        """The next time that this process is to say something at `place`, it dies: before it has, or right after."""
-        meet = rpc.meet
+        """The next time that this process is to say something at `place`, it dies: before it has, or right after.
+
+        At "arrived", which is where members gather, it does so once all are there.
+        """
+        meet, gather = rpc.meet, rpc.gather
+
+        def gather_and_die(*all_of: Any) -> Any:
+            found = gather(*all_of)
+            if place == "arrived":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return found
 
         def meet_and_die(shared: Any, here: str, *rest: Any) -> Any:
             if here == place:
@@ -192,7 +204,7 @@ class Child:
                 os.kill(os.getpid(), signal.SIGKILL)
             return meet(shared, here, *rest)
 
-        rpc.meet = meet_and_die
+        rpc.meet, rpc.gather = meet_and_die, gather_and_die
 
     def do_cannot_open(self, times: int) -> Any:
         """So many of the next worlds cannot be opened here."""

@@ -5,10 +5,10 @@ the processes live through it. A world is known to torch by names that carry the
 of an old world can be taken for the new one. torch's own way to form one (`init_rpc`) goes through a gloo group, and
 RPCs that wait without a limit when a member dies; it is not used, and neither is the program's default process group.
 
-Forming has rounds over the store of the roster's first member (`rendezvous.py`): all have *arrived* (until then the
-world before goes on, and nothing has a limit: who does not come is given up by the coordinator, and there is another
-roster), each leaves it and opens the way into the new one, all are *ready*. Where one of them cannot, all try again. A
-newer roster ends all of it.
+Forming has rounds over a store of a member that all can reach (`rendezvous.py`): all are *there* (until then the world
+before goes on, and nothing has a limit: who does not come is given up by the coordinator, and there is another roster),
+each leaves it and opens the way into the new one, all are *ready*. Where one of them cannot, all try again. A newer
+roster ends all of it.
 
 Nothing is shut while a thread of ours sends through it (`_inside`). Answers to a world that has ended are dropped.
 
@@ -49,7 +49,7 @@ from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.spec.settings import insecure_rpc, set_unless_set
 from torch_ecrec.transport.calls import Call, Handler, Transport, first_line
 from torch_ecrec.transport.reachability import open_sockets, refusing
-from torch_ecrec.transport.rendezvous import GOES_ON, POLL_LEAST_S, POLL_MOST_S, meet, own_store, store_of
+from torch_ecrec.transport.rendezvous import GOES_ON, POLL_LEAST_S, POLL_MOST_S, gather, meet, own_store, store_of
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class _Overtaken(Exception):
 class Endpoint:
     """The address of a member, as text `HOST PORT PORT`: where others try to reach it, and the port of its store.
 
-    A world's members meet at the store of its first member.
+    A world's members meet at the store of one of them.
     """
 
     host: str
@@ -345,19 +345,12 @@ class RpcTransport(Transport):
             raise _Overtaken
 
     def _form(self, version: int, members: Mapping[str, Endpoint]) -> None:
-        names, attempt = list(members), 0
+        names, attempt, at = list(members), 0, ""
         check = lambda: self._check(version)  # noqa: E731
         while True:
             check()
-            generation, shared = f"{version}-{attempt}", None
-            try:
-                shared = PrefixStore(f"generation-{generation}", self._store_of(members[names[0]]))
-                meet(shared, "arrived", self.name, names, GOES_ON, check)
-            except (RuntimeError, OSError) as error:  # the first member cannot be reached: perhaps it is gone
-                log.warning("%s: generation %s is not formed yet: %s", self.name, generation, first_line(error))
-                self._stores.pop(members[names[0]], None)
-                self._ended.wait(AGAIN_S)
-                continue
+            generation = f"{version}-{attempt}"
+            at, shared = self._gather(generation, members, at or names[0], check)
             self._leave()
             world, trouble = self._open(generation, names, shared, check)
             if trouble:
@@ -373,20 +366,31 @@ class RpcTransport(Transport):
             self._ended.wait(min(AGAIN_S * 2**attempt, AGAIN_MOST_S))
             attempt += 1
 
-    def _store_of(self, first: Endpoint) -> TCPStore:
-        """Returns the store of a world's first member, at which its members meet."""
-        if first == self._own:
-            return self._store
-        if first not in self._stores:
-            self._stores[first] = store_of(first.host, first.store_port)
-        return self._stores[first]
+    def _gather(
+        self, generation: str, members: Mapping[str, Endpoint], first: str, check: Callable[[], None]
+    ) -> tuple[str, Store]:
+        """Waits until all members are at one store; returns whose it is, and what is of this generation in it."""
+
+        def store_at(member: str) -> Store:
+            endpoint = members[member]
+            if endpoint != self._own and endpoint not in self._stores:
+                self._stores[endpoint] = store_of(endpoint.host, endpoint.store_port)
+            store = self._store if endpoint == self._own else self._stores[endpoint]
+            return PrefixStore(f"generation-{generation}", store)
+
+        def lost(member: str, error: Exception) -> None:  # perhaps it is gone
+            log.warning("%s: generation %s is not formed yet: %s", self.name, generation, first_line(error))
+            self._stores.pop(members[member], None)
+            self._ended.wait(AGAIN_S)
+
+        return gather(self.name, list(members), first, store_at, lost, check)
 
     def _give_up(self, shared: Store, trouble: str) -> None:
         """Tells the members that open the same world that this one cannot, so that none waits for it."""
         try:
             shared.set(TROUBLE, trouble)
         except (RuntimeError, OSError) as error:  # the others wait for `FORMING_S`
-            log.warning("%s: the first member cannot be told: %s", self.name, first_line(error))
+            log.warning("%s: the others cannot be told: %s", self.name, first_line(error))
 
     def _ready(self, shared: Store, names: list[str], trouble: str, check: Callable[[], None]) -> str:
         """Says that this member is ready, or why not, and returns the verdict that all members get.
@@ -397,7 +401,7 @@ class RpcTransport(Transport):
             try:
                 return meet(shared, "ready", self.name, names, trouble, check, FORMING_S)
             except (RuntimeError, OSError) as error:
-                log.warning("%s: the first member cannot be reached: %s", self.name, first_line(error))
+                log.warning("%s: the store at which all meet cannot be reached: %s", self.name, first_line(error))
                 self._ended.wait(AGAIN_S)
                 check()
 
