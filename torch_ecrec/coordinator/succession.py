@@ -64,11 +64,12 @@ def _send_rivals_away(state: ClusterState, known: MemberReports) -> None:
 
 
 def _dismiss(state: ClusterState, known: MemberReports, dead: Set[str], now_s: float) -> None:
-    """Trainers are missing: they are given up, and may live."""
+    """Trainers are missing: they are given up, and may live. Those who are back are told to end."""
     missing = sorted(known.world - known.said.keys() - known.hosts - dead)
-    launches = {one.launch for one in known.said.values() if one.role == "trainer"}
-    if missing:
-        named = f"a trainer that has not come back ({' or '.join(missing)})"
+    back = sorted(name for name, one in known.said.items() if one.role == "trainer")
+    launches = {known.said[name].launch for name in back}
+    if missing or back:
+        named = f"a trainer that has not come back ({' or '.join(missing)})" if missing else back[0]
         state.launches.dismiss(launches.pop() if launches else None, named, now_s)
 
 
@@ -90,7 +91,7 @@ def _awaited(state: ClusterState, known: MemberReports) -> dict[str, str]:
 
     def are_too_many(servers: Collection[str], more: Collection[int]) -> bool:
         gone = {i for i, place in enumerate(slots) if place.server in servers}.union(unhealthy, more)
-        return data_loss(state.job.code, job, gone) is not None
+        return data_loss(job, gone) is not None
 
     if not are_too_many(missing | silent, lost) or are_too_many(missing & dead, ()):
         return {}
