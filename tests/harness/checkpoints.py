@@ -20,7 +20,6 @@ import torch
 
 from harness.network import VirtualClock
 from torch_ecrec.coordinator.checkpointing import Finished, Restorable, run_of
-from torch_ecrec.coordinator.partial import layouts_of
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.records.positions import Bytes, Positions
@@ -169,7 +168,7 @@ class _VirtualReader:
         self._shelf.begun[slot, life] = names
         if (records := self._shelf.others.get(renewal.folder, [])) == []:
             records = self._shelf.records(job, self._shelf.find(renewal.folder), names)
-        slabs = list(enumerate(layouts_of(job.code, job)))
+        slabs = list(enumerate(job.layouts))
 
         def go_on(reason: str) -> None:
             if self._alive() and not reading.cancelled:
@@ -182,7 +181,7 @@ class _VirtualReader:
                 done()
             else:
                 slab, layout = slabs.pop()
-                positions_N = np.arange(layout.data_rows(slot))[::-1].copy()
+                positions_N = np.arange(layout.rows_on(slot))[::-1].copy()
                 take(slab, positions_N, records[slab].numpy()[layout.row_at(slot, positions_N)])
                 self._shelf.later(WRITE_S, f"read of slot {slot}", go_on)
 

@@ -40,7 +40,7 @@ IGNORED: Mapping[str, frozenset[str]] = {
     # pauses between attempts grow with failures, but time is not measured here
     "RetryingCall": frozenset({"node", "attempt", "failures"}),
     # for whom it waits: told to people, and time is not measured here
-    "SlotReads": frozenset({"waits", "_rounds", "awaited", "_stale"}),
+    "SlotReads": frozenset({"waits", "awaited", "_stale"}),
     "Host": frozenset({"waits"}),
     "Parity": frozenset({"_rounds"}),
     "Round": frozenset({"out", "others", "since_s", "usual"}),

@@ -34,11 +34,12 @@ from harness.scenario import (
     load_all,
     loss_of,
     payload_of,
-    touched,
 )
 from harness.simulation import simulate
+from harness.trainer_scripts import Looked, asks_ahead, routes_of
 from harness.verification import BOUNDS, parity_of, steps_kept
 from torch_ecrec.client.client import Client
+from torch_ecrec.client.reads import LookUp
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.suspicion import CUT_S
 from torch_ecrec.layout.stripes import Layout
@@ -219,8 +220,14 @@ class Server(Process):
             positions = np.flatnonzero(present).astype(np.int64)
         rows = layout.row_at(slot.index, positions)
         for step in range(min(slot.log.floor, slot.rule.applied), slot.rule.applied + 1):
-            here, right = slot.held.records_as_of(slab, positions, step), self._oracle.records[step][slab][rows]
+            here, right = slot.held.records_as_of(slab, positions, step), self._right(step, slab, rows)
             assert np.array_equal(here, right), f"slot {slot.index}: records as of step {step} are wrong"
+
+    def _right(self, step: int, slab: int, rows_U: np.ndarray) -> np.ndarray:
+        """(U, B) uint8, what these rows are after a step; -1 is padding, which is zeros."""
+        records_UB: np.ndarray = self._oracle.records[step][slab][rows_U]  # fresh
+        records_UB[rows_U < 0] = 0
+        return records_UB
 
     def _check_parities(self, slot: Slot, slab: int, layout: Layout) -> None:
         code, shard = slot.code, slot.shards[slab]
@@ -233,8 +240,8 @@ class Server(Process):
             records = []
             for member, source in enumerate(sources):
                 rotations = group.rotations[layout.exists(group.base, member, group.rotations)]
-                rows = (rotations * layout.slots + group.base) * code.k + member
-                records.append(self._oracle.records[slot.rule.folded[source]][slab][rows])
+                rows = layout.rows_of(group.base, member, rotations)
+                records.append(self._right(slot.rule.folded[source], slab, rows))
             right = (parity_of(slot, slab, group, records) == shard.gather(every[group.where], parity=True)).all(axis=1)
             if present is not None:
                 right |= ~present
@@ -252,6 +259,7 @@ class Trainer(Process):
         self.node: Client = Client(name, self, scenario.job, rank, settings, scenario.snapshot_every)
         self._scenario, self._oracle = scenario, oracle
         self.got: list[Any] = []
+        self.rows: list[Looked] = []  # that were looked up for this step
         self.losses: dict[int, dict[int, float]] = {}
         self.dense = 1.0
         self.phase: tuple[str, int] = "placement", 0
@@ -295,12 +303,15 @@ class Trainer(Process):
             yield lambda: bool(self.got)
             stored = self.got[0]
             self.dense = float(stored.payloads[stored.trainers.index(rank)].view(torch.float64))
+        asked = False  # with the push before
         for step in range(done + 1, self._scenario.steps + 1):
             self.phase, self.got = ("look up", step), []
-            routes = [client.route(s, torch.from_numpy(r)) for s, r in enumerate(touched(self._scenario, step, rank))]
-            client.run(client.lookup, routes, self.got.append)
-            yield lambda: bool(self.got)
-            weights = [torch.cat(parts) for parts in self.got[0]]
+            routes, bags = routes_of(self._scenario, step, rank, client)
+            if not asked:
+                self.rows = []
+                client.run(client.lookup_bags, routes, bags, lambda *looked: self.rows.append(looked))
+            yield lambda: bool(self.rows)
+            weights = [*(torch.cat(parts) for parts in self.rows[0][0]), *self.rows[0][1]]
             for slab, (mine, right) in enumerate(zip(weights, known.lookups[step, rank], strict=True)):
                 assert torch.equal(mine, right), f"trainer {rank}: lookup of step {step} is wrong in slab {slab}"
             loss = loss_of(weights, self.dense)
@@ -308,7 +319,12 @@ class Trainer(Process):
             self.phase = "push", step
             yield client.may_push
             gradients = gradients_of(weights, step, rank, self.dense)
-            client.run(client.push, routes, gradients, [slab.optimizer.lr for slab in job.slabs])
+            rates, slabs = [slab.optimizer.lr for slab in job.slabs], len(job.slabs)
+            self.rows, then = [], list[LookUp]()
+            if asked := step < self._scenario.steps and asks_ahead(step, rank):
+                coming = routes_of(self._scenario, step + 1, rank, client)
+                then.append(client.ahead(*coming, lambda *looked: self.rows.append(looked)))
+            client.run(client.push, routes, gradients[:slabs], rates, bags, gradients[slabs:], then)
             self.phase, self.got = ("exchange losses", step), []
             for other in range(job.trainers):
                 if other != rank:

@@ -33,6 +33,7 @@ class SimulationResult:
     control_messages: int = 0
     fenced: int = 0
     resumed: list[int] = field(default_factory=list)  # steps of training after which new trainers went on
+    asked_ahead: int = 0  # lookups that travelled with the push of the step before
     loaded_again: int = 0  # how often new trainers took back what lost ones had loaded
     fatal: str | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -67,7 +68,9 @@ class SimulationResult:
             records = np.zeros((slab.rows, slab.schema.nbytes // 4), dtype=np.float32)
             for slot in slots:
                 layout = slot.layouts[s]
-                positions = np.arange(layout.data_rows(slot.index), dtype=np.int64)
+                positions = np.arange(layout.rows_on(slot.index), dtype=np.int64)
+                padding = np.arange(layout.rows_on(slot.index), layout.data_rows(slot.index), dtype=np.int64)
+                assert not slot.shards[s].gather(padding).any(), f"padding of slot {slot.index} was written to"
                 records[layout.row_at(slot.index, positions)] = slot.shards[s].gather(positions).view(np.float32)
             self.records.append(torch.from_numpy(records))
         for index in range(min(self.scenario.code.parities + 1, len(slots))):

@@ -21,14 +21,16 @@ from torch_ecrec.records.schema import Schema
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
 
 NO_LEASE_S = 1e9
+BAGS = 4  # of a slab, a trainer and a step, that slots pool
 
 
 def small_tables() -> tuple[TableSpec, ...]:
-    """Two slabs: one with state, one without; row counts that leave partial stripes and rotations."""
+    """Two slabs: one with state, that is placed, a table of it whole on one slot, and one without; row counts that
+    leave padding, or partial stripes and rotations."""
     adagrad = OptimizerSpec("rowwise_adagrad", lr=0.1)
     return (
         TableSpec("a", rows=17, dim=3, low=-1.0, high=1.0, optimizer=adagrad),
-        TableSpec("b", rows=8, dim=3, low=-0.5, high=0.5, optimizer=adagrad),
+        TableSpec("b", rows=8, dim=3, low=-0.5, high=0.5, optimizer=adagrad, sharding="table_wise"),
         TableSpec("c", rows=13, dim=2, low=-1.0, high=1.0, optimizer=OptimizerSpec("sgd", lr=0.1)),
     )
 
@@ -122,6 +124,8 @@ class Scenario:
         noise: how often a request is dropped, its answer lost, or it arrives twice: a probability for each.
         late: how often a request or an answer takes much longer than others.
         touch: how many of all rows a trainer touches in a step, as a share.
+        pooled: whether trainers have bags pooled by the slots, too (`bags_of`).
+        asks_ahead: whether lookups of the next step travel with some pushes (`trainer_scripts.asks_ahead`).
         verify_every: how many events lie between two looks of the verifiers.
         checkpoint: which checkpoints are written (`tests/harness/checkpoints.py`).
         domains: failure domains of server processes, in the order in which they start, again and again.
@@ -158,6 +162,8 @@ class Scenario:
     call_timeout_s: float = 0.25
     wire: str = "float32"
     touch: float = 0.4
+    pooled: bool = True
+    asks_ahead: bool = True
     snapshot_every: int = 1
     loads: tuple[Load, ...] = ()
     loads_before: tuple[Load, ...] | None = None
@@ -192,6 +198,22 @@ def touched(scenario: Scenario, step: int, trainer: int) -> list[np.ndarray]:
     """Rows of each slab that a trainer touches in a step: a function of nothing but its arguments."""
     rng = np.random.default_rng([scenario.seed, step, trainer])
     return [np.flatnonzero(rng.random(slab.rows) < scenario.touch).astype(np.int64) for slab in scenario.job.slabs]
+
+
+def bags_of(
+    scenario: Scenario, step: int, trainer: int
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Bags of each slab that a trainer has pooled in a step: rows (N,), lengths (G,), in every other step weights (N,).
+
+    A function of nothing but its arguments. Some bags are empty, and some rows come twice.
+    """
+    rng, found = np.random.default_rng([scenario.seed, step, trainer, 1]), []
+    for slab in scenario.job.slabs:
+        lengths = torch.from_numpy(rng.integers(0, 5, BAGS).astype(np.int32))
+        rows = torch.from_numpy(rng.integers(0, slab.rows, int(lengths.sum())))
+        factors = torch.from_numpy(rng.random(len(rows), dtype=np.float32))
+        found.append((rows, lengths, factors if step % 2 else None))
+    return found
 
 
 def loss_of(weights: Sequence[torch.Tensor], dense: float) -> float:

@@ -35,7 +35,6 @@ from torch_ecrec.client.client import Client
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.errors import Fenced, TrainersLost
 from torch_ecrec.layout import repair
-from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import SlotPlace
 from torch_ecrec.server.service import Host
@@ -70,8 +69,7 @@ class SimulatedCluster:
             noise=scenario.noise,
             late=scenario.late,
         )
-        code, slabs = scenario.code, scenario.job.slabs
-        self.layouts = [layout_of(code.slots, code.k, code.parities, slab.rows) for slab in slabs]
+        self.layouts = scenario.job.layouts
         self.shelf = Shelf(self.network.clock, scenario.network_seed, scenario.job)
         kind = StandbyPlane if scenario.coordinators > 1 else ControlPlane
         self.plane: ControlPlane = kind(
@@ -260,7 +258,7 @@ class SimulatedCluster:
 
     def settled(self) -> bool:
         """Nothing is under way: every step applied everywhere, folded everywhere and acknowledged."""
-        if not self.whole() or any(client.calls for client in self.clients.values()):
+        if not self.whole() or not all(client.all_survive for client in self.clients.values()):
             return False
         slots, scenario = self.slots(), self.scenario
         last = self.origin + scenario.steps + len(scenario.overwrites)

@@ -11,6 +11,7 @@ from harness.result import SimulationResult
 from harness.scenario import (
     Load,
     Scenario,
+    bags_of,
     dense_after,
     gradients_of,
     load_all,
@@ -20,8 +21,24 @@ from harness.scenario import (
     touched,
 )
 from torch_ecrec.client.client import Client
-from torch_ecrec.layout.routing import Parts, Route
+from torch_ecrec.client.reads import LookUp
+from torch_ecrec.layout.routing import BagRoute, Parts, Route
 from torch_ecrec.protocol import wire
+
+Looked = tuple[list[Parts], list[torch.Tensor]]
+
+
+def asks_ahead(step: int, trainer: int) -> bool:
+    """Whether a trainer sends its lookups of the next step with the push of this one, as those with a pipeline do."""
+    return (step + trainer) % 3 != 0
+
+
+def routes_of(scenario: Scenario, step: int, trainer: int, client: Client) -> tuple[list[Route], list[BagRoute]]:
+    """What a trainer looks up and pushes in a step."""
+    rows = [torch.from_numpy(r) for r in touched(scenario, step, trainer)]
+    pooled = bags_of(scenario, step, trainer) if scenario.pooled else []
+    bags = [client.route_bags(slab, *of_slab) for slab, of_slab in enumerate(pooled)]
+    return [client.route(s, r) for s, r in enumerate(rows)], bags
 
 
 class TrainerScripts:
@@ -90,13 +107,14 @@ class TrainerScripts:
             payload = stored[0].payloads[stored[0].trainers.index(i)]
             self._dense_of[i] = float(payload.view(torch.float64))
         yield from self._overwrite(i, client, done, ended=True)
+        ahead: LookUp | None = None
         for step in range(done + 1, scenario.steps + 1):
-            rows = [torch.from_numpy(r) for r in touched(scenario, step, i)]
-            routes: list[Route] = [client.route(s, r) for s, r in enumerate(rows)]
-            got: list[list[Parts]] = []
-            client.run(client.lookup, routes, got.append)
+            if ahead is None or ahead.over:  # not asked for with the push before, or overwritten since
+                routes, bags = routes_of(scenario, step, i, client)
+                got: list[Looked] = []
+                client.run(client.lookup_bags, routes, bags, lambda *looked, got=got: got.append(looked))
             yield lambda got=got: bool(got)  # type: ignore[misc]
-            weights = [torch.cat(parts) for parts in got[0]]
+            weights = [*(torch.cat(parts) for parts in got[0][0]), *got[0][1]]
             self._same(self._result.lookups, (step, i), weights)
             loss = loss_of(weights, self._dense_of[i])
             self._same(self._result.losses, (step, i), loss)
@@ -105,7 +123,15 @@ class TrainerScripts:
                 client.run(client.waits.held, True)
                 yield client.may_push
                 client.run(client.waits.held, False)
-            client.run(client.push, routes, gradients, [slab.optimizer.lr for slab in job.slabs])
+            rates, slabs = [slab.optimizer.lr for slab in job.slabs], len(job.slabs)
+            before, ahead = (routes, bags), None
+            if scenario.asks_ahead and step < scenario.steps and asks_ahead(step, i):
+                routes, bags = routes_of(scenario, step + 1, i, client)
+                got = []
+                ahead = client.ahead(routes, bags, lambda *looked, got=got: got.append(looked))
+                self._result.asked_ahead += 1
+            then = [] if ahead is None else [ahead]
+            client.run(client.push, before[0], gradients[:slabs], rates, before[1], gradients[slabs:], then)
             self._contributions.setdefault(step, {})[i] = loss
             yield lambda step=step: len(self._contributions[step]) == scenario.trainers  # type: ignore[misc]
             self._dense_of[i] = dense_after(self._dense_of[i], self._contributions[step])

@@ -189,7 +189,7 @@ def check_parity(slots: Sequence[Slot]) -> None:
         base, rotation = stripes % layout.slots, stripes // layout.slots
         data = np.zeros((code.k, layout.stripes, width), dtype=np.uint8)
         for member in range(code.k):
-            for stripe in np.flatnonzero(stripes * code.k + member < layout.rows):
+            for stripe in np.flatnonzero(stripes * code.k + member < layout.cells):
                 holder = slots[int(layout.member_slot[base[stripe], member])]
                 position = layout.first_position(int(base[stripe]), member) + rotation[stripe]
                 data[member, stripe] = holder.shards[s].gather(np.array([position]))[0]

@@ -366,7 +366,7 @@ def ask(join: str, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_status(join: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "--join", join]) == 0
+    assert main(["status", "--join", join, "--tables"]) == 0
     text = capsys.readouterr().out
     assert "(k, r) = (2, 1) on 3 slots, 0 tables" in text.splitlines()[0]
     assert "no slots placed yet" in text and all(f"server-{i}" in text for i in range(3))

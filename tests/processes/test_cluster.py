@@ -120,6 +120,9 @@ def run_undisturbed(logs: Path) -> list[dict[str, Any]]:
         results = [child.result() for child in running.children]
         status = running.supervisor.status()
     assert status.era == 0 and not any(place.incarnation for place in status.slots), "undisturbed"
+    assert {member.report.wire for member in status.members} == {"float32", None}, "trainers say it, servers do not"
+    assert status.spread is not None and [table.name for table in status.spread.tables] == ["a", "b", "c", "d"]
+    assert all(table.slots == [(0, 2)] and not table.pooled for table in status.spread.tables), "dealt out"
     return results
 
 

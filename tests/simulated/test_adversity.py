@@ -38,6 +38,18 @@ FOUND = {
         ),
         3,
     ),
+    "a second launch comes while trainers are away": Schedule(
+        "a spare",
+        True,
+        60,
+        (
+            Trouble(0.6, "second launch", (4,), 6.01),
+            Trouble(0.1, "reset", (2,), 3.04),
+            Trouble(6.0, "unplug", (5,), 5.56),
+            Trouble(2.5, "kill coordinator", (4,), 0.1),
+        ),
+        5,
+    ),
     "a second launch comes to a coordinator that stood still before it heard of anybody": Schedule(
         "slow rebuilds",
         False,
@@ -72,7 +84,7 @@ def test_what_was_found(name: str) -> None:
 def test_without_the_rule_a_second_launch_takes_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Launches, "dismiss", lambda *_: None)
     with pytest.raises(AssertionError, match="the second launch is let in"):
-        run_schedule(FOUND["a second launch comes as trainers do not come back to the next coordinator"])
+        run_schedule(FOUND["a second launch comes while trainers are away"])
 
 
 def test_some_schedules() -> None:

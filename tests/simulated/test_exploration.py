@@ -13,6 +13,8 @@ SMALL = {
     "nobody dies": Exploration(1, Budget(), frozenset({"Push of trainer 1", "Fold", "Snapshot of trainer 1"})),
     "a server": Exploration(1, Budget(servers=1), FOLDS),
     "a server, pushes late": Exploration(1, Budget(servers=1), PUSHES),
+    "a server, in two steps": Exploration(2, Budget(servers=1), frozenset()),  # rows travel with the first's pushes
+    "a server, in two steps, pushes late": Exploration(2, Budget(servers=1), frozenset({"Push of trainer 0"})),
     "the trainers, in one step": Exploration(1, Budget(trainers=1), FOLDS),
     "the trainers": Exploration(2, Budget(trainers=1), FOLDS),
     "a zombie": Exploration(1, Budget(leases=1), FOLDS | {"fatal", "Push of trainer 1"}),
@@ -27,7 +29,13 @@ SMALL = {
 HEARD_LATE = Exploration(1, Budget(leases=1), frozenset({"Folded", "placement to server"}))
 
 
-LONG = ("a server, pushes late", "a zombie", "the trainers", "a server and the coordinator")  # half a minute
+LONG = (  # half a minute
+    "a server, pushes late",
+    "a server, in two steps, pushes late",
+    "a zombie",
+    "the trainers",
+    "a server and the coordinator",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else []) for name in SMALL])

@@ -25,7 +25,6 @@ from torch_ecrec.client.client import Client
 from torch_ecrec.client.session import Beginning
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.checkpointing import Restorable
-from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.processes.restoring import dense_model
 from torch_ecrec.processes.scribe import FileLedger
 from torch_ecrec.protocol.messages import Restored
@@ -74,7 +73,7 @@ class Imported:
 @functools.cache
 def imported() -> Imported:
     url = "memory://imported"
-    layouts = [layout_of(JOB.code.slots, JOB.code.k, JOB.code.parities, slab.rows) for slab in JOB.slabs]
+    layouts = JOB.layouts
     dense = np.frombuffer(np.float64(DENSE).tobytes(), np.uint8)
     parts = [([0], dense)] * TRAINERS
     manifest = importing.write(Catalog(url), JOB, FromMemory(), parts, lambda slab, rows: layouts[slab].locate(rows)[0])
@@ -172,7 +171,7 @@ WITHIN_S = 300.0  # for the ledger's thread: only a hang reaches it
 def somebody_elses() -> str:
     """The newest at the place: another import, of other numbers, which this run has not begun with."""
     imported()
-    layouts = [layout_of(JOB.code.slots, JOB.code.k, JOB.code.parities, slab.rows) for slab in JOB.slabs]
+    layouts = JOB.layouts
     parts = [([0], np.zeros(8, np.uint8))] * TRAINERS
     catalog = Catalog("memory://imported")
     other = importing.write(catalog, JOB, Nothing(), parts, lambda slab, rows: layouts[slab].locate(rows)[0])
@@ -258,11 +257,11 @@ def sweep_beyond(every: int, *more: tuple[str, int], later: int = 40, own_after:
     return fired
 
 
-@in_turns("every", 43, 23)
+@in_turns("every", 35, 19)
 @pytest.mark.parametrize("who", LATER)
 def test_when_all_is_lost_before_the_first_own_checkpoint_all_go_back_to_the_imported_one(who: str, every: int) -> None:
     """To that one: not to the newest at the place, which is another's."""
-    fired, least = sweep_beyond(every, *LATER[who]), 6 if every == 23 else 3
+    fired, least = sweep_beyond(every, *LATER[who]), 6 if every == 19 else 3
     print(fired)
     assert fired["to the imported one"] == fired["beyond"] >= least
     assert all(fired[name] >= least for name, _ in LATER[who])

@@ -38,7 +38,7 @@ from torch import Tensor
 from unsharded import Unsharded
 from virtual_trainers import Kill, Trainers
 
-from torch_ecrec.nn import tables_state
+from torch_ecrec.nn import slices, tables_state
 from torch_ecrec.nn.managed import ManagedModule
 from torch_ecrec.nn.module_settings import ModuleSettings
 from torch_ecrec.nn.slices import Slice
@@ -95,6 +95,8 @@ def run(model: Model, life: Life, messages: int = 0, looks: bool = False) -> tup
     COUNTED["lives"] += 1
     COUNTED.update(f"{who}s lost" for who in fired.elements())
     COUNTED["steps made again"] += cluster.told.again
+    COUNTED["bags pooled by slots"] += cluster.pooled
+    COUNTED["lookups with a push"] += cluster.asked_ahead
     return ends, cluster
 
 
@@ -109,7 +111,19 @@ def same(a: Any, b: Any) -> bool:
 
 
 def check(model: Model, lives: list[Life]) -> None:
-    """The undisturbed run against unsharded TorchRec; the plain loop's, and each life, against the undisturbed run."""
+    """The undisturbed run against unsharded TorchRec; the plain loop's, and each life, against the undisturbed run.
+
+    Slots pool bags of any length; where they pool some, the run is also compared with one in which they pool none.
+    """
+    with mock.patch.object(slices, "LONG_BAG", 0.0):
+        healthy = _check(model, lives)
+    if healthy.pooled:
+        with mock.patch.object(slices, "LONG_BAG", 1e9):
+            COUNTED["of rows alone"] += 1
+            assert not _check(model, [], healthy).pooled
+
+
+def _check(model: Model, lives: list[Life], pooled: Trainers | None = None) -> Trainers:
     first, healthy = run(model, Life(), looks=True)
     oracle = Unsharded(model, job_for(model), first, healthy.told)
     oracle.check()
@@ -128,6 +142,10 @@ def check(model: Model, lives: list[Life]) -> None:
                 assert same(getattr(ends[rank], name), getattr(end, name)), what
         assert same(cluster.told.sorted_pushes(), healthy.told.sorted_pushes())
         assert same(cluster.run.records, healthy.run.records)
+    if pooled is not None:
+        assert same(pooled.told.sorted_pushes(), healthy.told.sorted_pushes())
+        assert same(pooled.run.records, healthy.run.records)
+    return healthy
 
 
 # what is drawn ------------------------------------------------------------------------------------
@@ -183,6 +201,7 @@ def parts(draw: Any, most_tables: int, exact: bool, once: bool) -> Part:
                 start=draw(starts),
                 optimized=one if fused or draw(st.booleans()) else draw(optimizers(sure)),
                 frozen=draw(st.sampled_from(FROZEN)),
+                sharding=draw(st.sampled_from(["auto", "table_wise"])),
             )
         )
     asks = 1 if once else draw(st.sampled_from([1, 1, 2, 3]))
@@ -348,16 +367,18 @@ def test_mutation_is_found(mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None
         check(model, lives)
 
 
+@pytest.mark.parametrize("sharding", ["auto", "table_wise"])
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_every_kind_of_module_in_every_pipeline(driver: str) -> None:
+def test_every_kind_of_module_in_every_pipeline(driver: str, sharding: str) -> None:
     """In one model, with loads and an evaluation between two steps, and everybody lost."""
     optimized = {kind: Optimized("rowwise_adagrad" if kind.startswith("fused") else "adam") for kind in KINDS}
-    parts = [Part(kind, (Tables(6, 4, ("f0",), optimized=optimized[kind]),)) for kind in KINDS]
+    parts = [Part(kind, (Tables(6, 4, ("f0",), optimized=optimized[kind], sharding=sharding),)) for kind in KINDS]
     model = Model(tuple(parts), trainers=2, looks=frozenset({2}), loads=((1, "weights"), (3, "written")), driver=driver)
     lost = ("server", 0, 0.3), ("coordinator", 0, 0.6), ("trainer", 1, 0.65), ("trainer", 0, 0.8)
-    before = COUNTED["steps made again"]
+    before = COUNTED.copy()
     check(model, [Life(lost=lost, reborn=True)])
-    assert COUNTED["steps made again"] > before
+    assert COUNTED["steps made again"] > before["steps made again"]
+    assert (COUNTED["lookups with a push"] > before["lookups with a push"]) == (driver == "sparse")
 
 
 @pytest.mark.parametrize("driver", TRACING)

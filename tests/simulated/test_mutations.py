@@ -9,6 +9,7 @@ import pytest
 from faults import THREE_TWO, found, hunt, hunt_at
 from mutations import (
     acknowledged_again,
+    ahead_not_sent_again,
     cut_again,
     decode_newest,
     early_ack,
@@ -18,6 +19,7 @@ from mutations import (
     forget_everything,
     forget_nothing,
     merge_as_they_come,
+    never_settled,
     no_era,
     no_fence,
     no_freeze,
@@ -29,6 +31,7 @@ from mutations import (
     parities_not_undone,
     rebuilt_too_early,
     records_not_undone,
+    rows_acknowledge,
     short_log,
     snapshots_from_an_empty_holder,
     snapshots_not_copied,
@@ -57,6 +60,9 @@ MUTATIONS = {
     fold_unordered: hunt(),
     merge_as_they_come: hunt(trainers=3),
     no_window: hunt(),
+    ahead_not_sent_again: hunt(),
+    never_settled: hunt(),
+    rows_acknowledge: hunt(),
     forget_everything: hunt(begin=9),
     forget_nothing: hunt(steps=12),
     cut_again: hunt_at("Cut", "duplicate", kills=((0, 1),)),

@@ -38,7 +38,7 @@ def scenario_of(kind, dtypes="float32", **more):
         TableSpec("c", rows=13, dim=2, low=-1.0, high=1.0, optimizer=OptimizerSpec(kind, lr=0.1), weights=second),
         TableSpec("d", rows=13, dim=2, low=-1.0, high=1.0, optimizer=OptimizerSpec(kind, lr=0.02)),
     )
-    return Scenario(tables=tables, steps=STEPS, loads=LOADS, overwrites=OVERWRITES, **more)
+    return Scenario(tables=tables, pooled=False, steps=STEPS, loads=LOADS, overwrites=OVERWRITES, **more)
 
 
 @functools.cache

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from harness import Scenario, SimulatedCluster
-from torch import Tensor
+from models import CPU, META, collection, job_of, table
+from torch import Tensor, nn
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.feature_processor_ import PositionWeightedModule
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from virtual_session import VirtualSession
+from virtual_trainers import Trainers, TurnsSession
 
+from torch_ecrec import DistributedModelParallel
+from torch_ecrec.planner import EmbeddingShardingPlanner, ParameterConstraints, Report, Topology
 from torch_ecrec.planner.estimates import Cost, Servers, cost_of, largest_slot, slot_bytes
 from torch_ecrec.processes.member import KINDS
 from torch_ecrec.protocol.status import SlotReport
@@ -36,28 +47,12 @@ class Measured:
         self.log_bytes = 0
         handlers = self.cluster.network.handlers
         for name in list(handlers):
-            handlers[name] = self._counting(handlers[name])
+            handlers[name] = counting(handlers[name], self.sent)
         self.sessions = []
         for client in sorted(self.cluster.clients.values(), key=lambda client: client.trainer):
             session = VirtualSession(client, lambda message: None, lambda: None, False)
             session.cluster = self.cluster
             self.sessions.append(session)
-
-    def _counting(self, handler: Any) -> Any:
-        def count(message: Any) -> None:
-            kind = KINDS.get(type(message).__name__, "other")
-            self.sent[kind] += sum(tensor.nbytes for tensor in tensors(message))
-
-        def handle(request: Any, answer: Any) -> Any:
-            count(request)
-
-            def answered(message: Any) -> None:
-                count(message)
-                answer(message)
-
-            return handler(request, answered)
-
-        return handle
 
     def slots(self) -> list[SlotReport]:
         found = {}
@@ -86,6 +81,25 @@ class Measured:
             self.log_bytes = max(self.log_bytes, sum(slot.log_bytes for slot in self.slots()))
         for session in self.sessions:
             session.flush()
+
+
+def counting(handler: Any, sent: Counter[str]) -> Any:
+    """A handler of requests that counts the bytes of tensors of what it is asked and answers, by kind."""
+
+    def count(message: Any) -> None:
+        kind = KINDS.get(type(message).__name__, "other")
+        sent[kind] += sum(tensor.nbytes for tensor in tensors(message))
+
+    def handle(request: Any, answer: Any) -> Any:
+        count(request)
+
+        def answered(message: Any) -> None:
+            count(message)
+            answer(message)
+
+        return handler(request, answered)
+
+    return handle
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -135,3 +149,131 @@ def test_snapshots_now_and_then_lengthen_the_logs() -> None:
 def test_servers_refuse_what_cannot_be(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"`{name}`"):
         Servers(**{name: value})
+
+
+# --- models whose bags slots pool ------------------------------------------------------------------------------------
+
+BATCH = 64
+LARGE = {"large": (9000, {"l": 1})}  # it is dealt out, and leaves room for the others, which are whole
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Tables, by name (rows, ids of a bag by feature), and how bags of their whole tables travel.
+
+    Args:
+        weighted: ids have weights, "given" with the batch or "learned".
+        samples: of each table's features, where they have batch sizes of their own.
+    """
+
+    tables: Mapping[str, tuple[int, Mapping[str, int]]]
+    pooled: bool
+    weighted: str = ""
+    samples: Mapping[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def bags(self) -> dict[str, tuple[str, int, int]]:
+        """By feature: its table, the ids of a bag, and how many bags a batch has."""
+        return {
+            feature: (name, ids, self.samples.get(name, [BATCH] * len(bags))[i])
+            for name, (_, bags) in self.tables.items()
+            for i, (feature, ids) in enumerate(bags.items())
+        }
+
+    def module(self) -> nn.Module:
+        configs = [table(name, rows, 16, *bags) for name, (rows, bags) in self.tables.items()]
+        bags = collection("rowwise_adagrad", configs, META, is_weighted=bool(self.weighted))
+        if self.weighted != "learned":
+            return Embedded(bags)
+        positions = {feature: PositionWeightedModule(ids) for feature, (_, ids, _) in self.bags.items()}
+        return Embedded(FeatureProcessedEmbeddingBagCollection(bags, positions))  # type: ignore[arg-type]
+
+    def batch(self, seed: int) -> KeyedJaggedTensor:
+        random = torch.Generator().manual_seed(seed)
+        ids = [
+            torch.randint(0, self.tables[name][0], (many * samples,), generator=random)
+            for name, many, samples in self.bags.values()
+        ]
+        lengths = [torch.full((samples,), many, dtype=torch.int32) for _, many, samples in self.bags.values()]
+        values = torch.cat(ids)
+        weights = torch.rand(len(values), generator=random) if self.weighted else None
+        if not self.samples:
+            return KeyedJaggedTensor.from_lengths_sync(list(self.bags), values, torch.cat(lengths), weights)
+        most = max(samples for _, _, samples in self.bags.values())
+        own = [torch.arange(most) % samples for _, _, samples in self.bags.values()]
+        return KeyedJaggedTensor(
+            keys=list(self.bags),
+            values=values,
+            lengths=torch.cat(lengths),
+            weights=weights,
+            stride_per_key_per_rank=[[samples] for _, _, samples in self.bags.values()],
+            inverse_indices=(list(self.bags), torch.stack(own)),
+        )
+
+
+class Embedded(nn.Module):
+    def __init__(self, bags: nn.Module) -> None:
+        super().__init__()
+        self.bags, self.scale = bags, nn.Parameter(torch.ones(()))
+
+    def forward(self, batch: KeyedJaggedTensor) -> Tensor:
+        return self.scale * self.bags(batch).values().square().mean()
+
+
+CASES = {
+    "long bags": Pools({"a": (1000, {"f": 20}), "b": (1000, {"g": 5}), **LARGE}, True),
+    "short ones beside them": Pools({"a": (1000, {"f": 20}), "b": (50, {"g": 1}), **LARGE}, True),
+    "long ones beside many short": Pools({"a": (1000, {"f": 2}), "b": (50, {"g": 1, "h": 1}), **LARGE}, False),
+    "two features of a table": Pools({"a": (1000, {"f": 20, "g": 3}), **LARGE}, True),
+    "fewer bags of one": Pools({"a": (1000, {"f": 20, "g": 3}), **LARGE}, True, samples={"a": [BATCH, 8]}),
+    "given weights": Pools({"a": (1000, {"f": 20}), **LARGE}, True, "given"),
+    "learned weights": Pools({"a": (1000, {"f": 20}), **LARGE}, False, "learned"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_costs_of_pooled_bags_are_what_models_send(name: str) -> None:
+    case, code = CASES[name], CodeSpec(3, 2, 1)
+    report = Report()
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=TRAINERS, compute_device="cpu"),
+        batch_size=BATCH,
+        servers=Servers(code),
+        stats=report,
+        constraints={
+            name: ParameterConstraints(
+                sharding_types=["erasure_coded_row_wise" if name in LARGE else "erasure_coded_table_wise"],
+                pooling_factors=[float(ids) for ids in bags.values()],
+                batch_sizes=case.samples.get(name),
+            )
+            for name, (_, bags) in case.tables.items()
+        },
+    )
+    module = case.module()
+    plan = planner.plan(module, get_default_sharders())
+    job = dataclasses.replace(job_of(module, TRAINERS, plan=plan), code=code)
+    assert [table.name for table in job.tables if job.home_of(table.name) is None] == ["large"]
+    sent, run = send(case, plan, job)
+    assert (run.pooled > 0) == case.pooled
+    (of_all,) = (line.split() for line in report.servers if line.split()[0] == "all")
+    for kind, said in zip(("lookup", "push", "fold"), of_all[-3:], strict=True):
+        assert float(said) == pytest.approx(sent[kind] / STEPS / 1e6, rel=0.03, abs=5e-4), kind
+
+
+def send(case: Pools, plan: ShardingPlan, job: Any) -> tuple[Counter[str], Trainers]:
+    """What trainers of the model send and are sent, in bytes of tensors by kind."""
+    sent: Counter[str] = Counter()
+
+    class Counting(dict[str, Any]):
+        def __setitem__(self, name: str, handler: Any) -> None:
+            super().__setitem__(name, counting(handler, sent))
+
+    def script(rank: int, session: TurnsSession) -> None:
+        model = DistributedModelParallel(case.module(), device=CPU, session=session, plan=plan)
+        for step in range(STEPS):
+            model(case.batch(TRAINERS * step + rank)).backward()
+        session.flush()
+
+    run = Trainers(job, script)
+    run.network.handlers = Counting(run.network.handlers)
+    return sent, run.go()

@@ -88,7 +88,7 @@ class Watched(SimulatedCluster):
         return [event["member"] for event in self.run.events if event["event"] == kind]
 
 
-SMALL = Scenario(steps=1000, call_timeout_s=10.0)
+SMALL = Scenario(steps=1000, call_timeout_s=10.0, asks_ahead=False)  # who limps does so by the message
 FOUR = replace(SMALL, code=CodeSpec(4, 2, 2))
 
 

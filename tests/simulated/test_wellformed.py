@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from harness import Scenario, SimulatedCluster
@@ -22,6 +23,15 @@ from torch_ecrec.transport import complaints
 from torch_ecrec.transport.node import Node
 
 SLOT, SOURCE = 1, 0
+
+
+def bags(positions: list[int], lengths: list[int], factors: list[float] | None = None) -> wire.Bags:
+    """Bags of some positions."""
+    weights = None if factors is None else torch.tensor(factors)
+    return wire.Bags(torch.tensor(positions, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), weights)
+
+
+BAGS = [bags([0, 2, 2], [2, 1]), bags([1], [1], [0.5])]
 
 
 def training() -> SimulatedCluster:
@@ -53,14 +63,29 @@ def valid(cluster: SimulatedCluster) -> dict[str, wire.Request]:
     step = slot.rule.applied + 1
     positions = [ones(0, 2), ones(1)]
     gradients = [torch.zeros(len(p), slab.dim) for p, slab in zip(positions, job.slabs, strict=True)]
+    of_bags = [torch.zeros(len(bags.lengths), slab.dim) for bags, slab in zip(BAGS, job.slabs, strict=True)]
     runs = [(slab, run) for slab, layout in enumerate(host.layouts) for run in layout.runs(SOURCE, SLOT)]
     parts = [torch.arange(run.first, run.end) for _, run in runs]
     widths = [job.slabs[slab].schema.nbytes for slab, _ in runs]
     deltas = [torch.zeros((len(p), width), dtype=torch.uint8) for p, width in zip(parts, widths, strict=True)]
     sources = {source: step for source in range(3)}
     return {
-        "Lookup": wire.Lookup(SLOT, 0, step + 5, positions),
-        "Push": wire.Push(SLOT, 0, step + 5, 0, positions, gradients, [0.1, 0.1], 1, 0),
+        "Lookup": wire.Lookup(SLOT, 0, step + 5, positions, bags=BAGS),
+        "Push": wire.Push(
+            SLOT,
+            0,
+            step + 5,
+            0,
+            positions,
+            gradients,
+            [0.1, 0.1],
+            1,
+            0,
+            BAGS,
+            of_bags,
+            [wire.Ask(positions, False, BAGS)],
+        ),
+        "WhenAcknowledged": wire.WhenAcknowledged(SLOT, 0, step + 5),
         "Load": wire.Load(SLOT, 0, step + 5, 1, 0, ones(0, 2), 0, None, 0, False),
         "Pass": wire.Pass(SLOT, 0, step + 5, 1, 0),
         "Snapshot": wire.Snapshot(SLOT, 0, step, 0, torch.zeros(3, dtype=torch.uint8), [step]),
@@ -90,6 +115,16 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("Lookup", {"positions": [ones(0)]}, "`positions` must be one of each of 2 slabs, got 1"),
     ("Lookup", {"positions": [ones(0, -1), ones()]}, "position -1 of slab 0"),
     ("Lookup", {"positions": [ones(0), ones(HUGE)]}, f"position {HUGE} of slab 1: slot 1 has"),
+    ("Lookup", {"bags": BAGS[:1]}, "`bags` must be one of each of 2 slabs, got 1"),
+    ("Lookup", {"int8": True}, "`int8` must not be asked for with `bags`"),
+    ("Lookup", {"bags": [BAGS[0], bags([99], [1])]}, "`bags` of slab 1: .*99"),
+    ("Lookup", {"bags": [BAGS[0], bags([-1], [1])]}, "`bags` of slab 1: .*-1"),
+    ("Lookup", {"bags": [BAGS[0], bags([0, 1], [2, 0])]}, "`bags` of slab 1: lengths must be at least 1, got 0"),
+    ("Lookup", {"bags": [BAGS[0], bags([0, 1], [1])]}, "`bags` of slab 1: lengths must sum to 2 positions, got 1"),
+    ("Lookup", {"bags": [BAGS[0], bags([0, 1], [2], [1.0])]}, "`bags` of slab 1: weights must be 2"),
+    ("Push", {"bags": [BAGS[0], bags([99], [1])]}, "`bags` of slab 1: .*99"),
+    ("Push", {"bag_gradients": [torch.zeros(2, 3)]}, "`bag_gradients` must be 2, got 1"),
+    ("Push", {"bag_gradients": [torch.zeros(1, 3), torch.zeros(1, 2)]}, r"must have shape \(2, 3\), got \(1, 3\)"),
     ("Push", {"step": 0, "resumable": -1}, "`resumable` must not be negative"),
     ("Push", {"step": HUGE}, "`step` must be at most"),
     ("Push", {"resumable": -1}, "`resumable` must not be negative"),
@@ -104,6 +139,12 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("Push", {"rates": [0.1]}, "`rates` must be one of each"),
     ("Push", {"iteration": 0}, r"`iteration` must be in 1\.\."),
     ("Push", {"iteration": HUGE}, r"`iteration` must be in 1\.\."),
+    ("Push", {"then": [wire.Ask([ones(0)])]}, "`positions` must be one of each of 2 slabs, got 1"),
+    ("Push", {"then": [wire.Ask([ones(0), ones()]), wire.Ask([ones(), ones(HUGE)])]}, f"position {HUGE} of slab 1"),
+    ("Push", {"then": [wire.Ask([ones(), ones()], False, BAGS[:1])]}, "`bags` must be one of each of 2 slabs, got 1"),
+    ("Push", {"then": [wire.Ask([ones(), ones()])] * 1025}, "`then` must be at most 1024 lookups, got 1025"),
+    ("WhenAcknowledged", {"step": 0}, "`step` must be at least 1"),
+    ("WhenAcknowledged", {"step": HUGE}, "`step` must be at most"),
     ("Load", {"step": HUGE}, "`step` must be at most"),
     ("Load", {"slab": 2}, "`slab` must be in"),
     ("Load", {"positions": ones(0, HUGE)}, r"positions must be in 0\.\."),
@@ -128,7 +169,7 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("Export", {"slab": -1}, "`slab` must be"),
     ("Export", {"step": -1}, "`step` must not be negative"),
     ("Export", {"positions": ones(HUGE)}, "position"),
-    ("Export", {"parity": True, "positions": ones(99)}, "position 99 of slab 0: slot 1 has 4 parities"),
+    ("Export", {"parity": True, "positions": ones(99)}, "position 99 of slab 0: slot 1 has 5 parities"),
     ("Export", {"step": 0}, "cannot show step 0"),
     ("Fold", {"source": SLOT}, "`source` must be another slot, got 1"),
     ("Fold", {"source": 3}, "`source` must be another slot"),
@@ -158,7 +199,7 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("FetchChanged", {"epoch": 7}, "this move is over, or not known yet"),
     ("FetchChanged", {"epoch": 1, "turn": 3}, "turn 3 does not follow on -1"),
     ("Copy", {"slab": 5}, "`slab` must be"),
-    ("Copy", {"positions": ones(77)}, "position 77 of slab 0: slot 1 has 4 parities"),
+    ("Copy", {"positions": ones(77)}, "position 77 of slab 0: slot 1 has 5 parities"),
     ("Copy", {"epoch": 1}, "nobody has begun to copy this slot"),
     ("HandOver", {"epoch": 1}, "nobody has begun to copy this slot"),
     ("FetchSnapshots", {"holder": 3}, "`holder` must be another slot"),
@@ -286,10 +327,8 @@ def trainer() -> tuple[Client, Calls]:
 def test_an_answer_that_is_none_is_asked_for_again(answer: wire.Answer) -> None:
     client, calls = trainer()
     got: list[Any] = []
-    row = torch.zeros(1, dtype=torch.int64)
-    routes = [client.route(slab, row) for slab in range(2)]
-    slot = next(slot for slot in range(3) if len(routes[0].positions[slot]))
-    assert len(routes[1].positions[slot]), "both lie on one slot"
+    first = [torch.from_numpy(layout.row_at(SLOT, np.zeros(1, np.int64))) for layout in client.layouts]
+    routes = [client.route(slab, row) for slab, row in enumerate(first)]
     client.run(client.lookup, routes, got.append)
     ((request, done),) = calls.under_way
     done(Ok(answer))
@@ -299,6 +338,30 @@ def test_an_answer_that_is_none_is_asked_for_again(answer: wire.Answer) -> None:
     done(Ok(wire.Rows([torch.ones(1, 3), torch.ones(1, 2)])))
     assert len(got) == 1 and bool((got[0][0][0] == 1).all())
     assert isinstance(client._believed("s0", request, Ok(answer)), Unknown)
+
+
+ROWS = wire.Rows([torch.ones(1, 3), torch.ones(1, 2)])
+
+
+@pytest.mark.parametrize(
+    ("answer", "good"),
+    [
+        (wire.Acknowledged(5), True),
+        (wire.Acknowledged(4), False),
+        (wire.Acknowledged(4, [ROWS]), True),
+        (wire.Acknowledged(5, [ROWS]), True),
+        (wire.Acknowledged(6, [ROWS]), False),
+        (wire.Acknowledged(-1, [ROWS]), False),
+        (wire.Acknowledged(4, [ROWS, ROWS]), False),
+        (wire.Acknowledged(4, [wire.Rows([torch.ones(2, 3), torch.ones(1, 2)])]), False),
+        (wire.Acknowledged(4, [wire.Rows([torch.ones(1, 3), torch.ones(1, 2).bfloat16()])]), False),
+    ],
+)
+def test_what_a_push_is_answered_with(answer: wire.Acknowledged, good: bool) -> None:
+    client, _ = trainer()
+    nothing = [torch.zeros(0, slab.dim) for slab in client.job.slabs]
+    push = wire.Push(0, 0, 5, 0, [ones(), ones()], nothing, [0.1, 0.1], 5, 0, then=[wire.Ask([ones(0), ones(0)])])
+    assert isinstance(client._believed("s0", push, Ok(answer)), Ok if good else Unknown)
 
 
 @pytest.mark.parametrize(

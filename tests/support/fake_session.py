@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from pooled import as_rows, sums_of
 from torch import Tensor
 
+from torch_ecrec.layout.routing import BagRoute
 from torch_ecrec.records.halves import numbers_of, records_of
 from torch_ecrec.records.merge import Merged
 from torch_ecrec.spec.job import JobSpec
@@ -66,7 +70,17 @@ class FakeSession:
     def not_exact(self, what: str) -> None:
         self.inexact.append(what)
 
-    def look_ahead(self, rows: list[Tensor]) -> None:
+    def pools(self, evaluation: bool) -> bool:
+        return True
+
+    def lookup_bags(self, rows: list[Tensor], bags: Sequence[BagRoute]) -> tuple[list[list[Tensor]], list[Tensor]]:
+        sums = [
+            sums_of(self.job.layouts[s], route, functools.partial(self._weights, s), self.job.slabs[s].dim)
+            for s, route in enumerate(bags)
+        ]
+        return self.lookup_parts(rows), sums
+
+    def look_ahead(self, rows: list[Tensor], bags: Sequence[BagRoute] = ()) -> None:
         self._check_training()
         self.ahead.append((self.step, rows))
 
@@ -90,13 +104,23 @@ class FakeSession:
     def _weights(self, slab: int, rows: Tensor) -> Tensor:
         return self._numbers(slab, rows)[:, : self.job.slabs[slab].dim].contiguous()
 
-    def push(self, rows: list[Tensor], gradients: list[Tensor], rates: list[float]) -> None:
+    def push(
+        self,
+        rows: list[Tensor],
+        gradients: list[Tensor],
+        rates: list[float],
+        bags: Sequence[BagRoute] = (),
+        bag_gradients: Sequence[Tensor] = (),
+        ahead: Sequence[tuple[Sequence[Tensor], Sequence[BagRoute]]] = (),
+    ) -> None:
         self._check_training()
+        rows, gradients = as_rows(self.job.layouts, rows, gradients, bags, bag_gradients)
         parts: list[Any] = [(rows, gradients)]
         if self.trainers > 1:
             parts = [None] * self.trainers
             dist.all_gather_object(parts, (rows, gradients), group=self.group)
         self.pushed.append((rows, gradients))
+        self.ahead += [(self.step + 1, list(its_rows)) for its_rows, _ in ahead]
         self.rates.append(rates)
         for s, (slab, records) in enumerate(zip(self.job.slabs, self.records, strict=True)):
             for part_rows, part_gradients in parts:

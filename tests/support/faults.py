@@ -26,9 +26,16 @@ def undisturbed(
     loads: tuple = (),
     overwrites: tuple = (),
     tables: tuple = small_tables(),
+    pooled: bool = True,
 ) -> SimulationResult:
     """The oracle. Computed before anything is taken out of the protocol."""
-    more = {"snapshot_every": snapshot_every, "loads": loads, "overwrites": overwrites, "tables": tables}
+    more = {
+        "snapshot_every": snapshot_every,
+        "loads": loads,
+        "overwrites": overwrites,
+        "tables": tables,
+        "pooled": pooled,
+    }
     run = simulate(Scenario(code=code, steps=steps, trainers=trainers, **more))
     run.check_against(run)
     assert run.kills == 0
@@ -42,7 +49,12 @@ def check(scenario: Scenario, *faults: Fault) -> SimulationResult:
 
 
 def oracle(scenario: Scenario) -> SimulationResult:
-    more = {"loads": scenario.loads, "overwrites": scenario.overwrites, "tables": scenario.tables}
+    more = {
+        "loads": scenario.loads,
+        "overwrites": scenario.overwrites,
+        "tables": scenario.tables,
+        "pooled": scenario.pooled,
+    }
     return undisturbed(scenario.code, scenario.steps, scenario.trainers, scenario.snapshot_every, **more)
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.processes.part_reader import slot_records
 from torch_ecrec.protocol.messages import Renewal, Restored
 from torch_ecrec.records.halves import numbers_of, records_of
@@ -125,7 +124,7 @@ def read_by_slots(restored: Restored, job: JobSpec) -> tuple[list[Any], list[Any
     Returns:
         Of each slab the records, (R, B) uint8, 255 where none is given; and how often each row was, (R,) int64.
     """
-    layouts = [layout_of(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs]
+    layouts = job.layouts
     found = [np.full((slab.rows, slab.schema.nbytes), 255, np.uint8) for slab in job.slabs]
     times = [np.zeros(slab.rows, np.int64) for slab in job.slabs]
     for slot in range(job.code.slots):

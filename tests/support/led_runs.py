@@ -145,7 +145,9 @@ class LedRun(SimulatedCluster):
         trained = len(self._steps) == self.scenario.trainers and all(self._holds(i) for i in self._steps)
         if not trained or not self._led or self.coordinator.regathering or not self.whole():
             return False
-        return not any(client.calls for client in self.clients.values())
+        for client in self.clients.values():
+            client.run(client.settle)  # who waits here asked for rows ahead, perhaps, and sends nothing more
+        return all(client.all_survive for client in self.clients.values())
 
     def _holds(self, trainer: int) -> bool:
         return self._steps.get(trainer, 0) >= min(1 + self._next, self.scenario.steps)

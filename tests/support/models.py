@@ -103,11 +103,11 @@ def collection(
     return made
 
 
-def job_of(module: nn.Module, trainers: int = 1, seed: int = 0, sharders: Any = ()) -> JobSpec:
+def job_of(module: nn.Module, trainers: int = 1, seed: int = 0, sharders: Any = (), plan: Any = None) -> JobSpec:
     collections = {p: m for p, m in module.named_modules() if type(m) in COLLECTIONS}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of tables without an optimizer, which the model tells again
-        specs = all_table_specs(module, collections, job_names(collections), sharders or ())
+        specs = all_table_specs(module, collections, job_names(collections), sharders or (), plan)
     return JobSpec(tables=specs, code=CodeSpec(), trainers=trainers, seed=seed)
 
 

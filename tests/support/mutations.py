@@ -3,6 +3,7 @@
 import numpy as np
 
 from torch_ecrec.client import client as client_module
+from torch_ecrec.client import reads
 from torch_ecrec.durability import adoption, folding, rebuild, streams
 from torch_ecrec.durability.parity import Parity
 from torch_ecrec.layout import repair
@@ -141,6 +142,33 @@ def merge_as_they_come(patch):
 
 def no_window(patch):
     patch.setattr(client_module.Client, "may_push", lambda self: True)
+
+
+def ahead_not_sent_again(patch):
+    """A push that was answered with rows, and is not acknowledged yet, is not sent to the next life of its slot."""
+
+    def place(self, placement):
+        newer = reads.SlotReads.place(self, placement)
+        self.on_change()
+        return newer
+
+    patch.setattr(client_module.Client, "place", place)
+
+
+def never_settled(patch):
+    """Nobody asks for the acknowledgement of a push that was answered with rows."""
+    patch.setattr(client_module.Client, "_settle", lambda self, slot: None)
+
+
+def rows_acknowledge(patch):
+    """An answer with rows counts as an acknowledgement of the step."""
+    acknowledge = client_module.Client._acknowledge
+
+    def all_of_it(self, slot, through):
+        steps = [step for step, state in self.open.items() if slot in state.ran_ahead]
+        acknowledge(self, slot, max([through, *steps]))
+
+    patch.setattr(client_module.Client, "_acknowledge", all_of_it)
 
 
 def forget_everything(patch):

@@ -21,7 +21,6 @@ from harness.scenario import small_tables
 from virtual_trainers import Kill, Told, Trainers, TurnsSession
 
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
-from torch_ecrec.coordinator.partial import layouts_of
 from torch_ecrec.records import merge
 from torch_ecrec.records.shard import Shard
 from torch_ecrec.spec.job import CodeSpec, JobSpec
@@ -172,7 +171,7 @@ class Oracle:
 
     def __init__(self, run: Partial) -> None:
         self.run, self.pushes = run, run.told.pushes
-        self.layouts = layouts_of(run.scenario.code, JOB)
+        self.layouts = dataclasses.replace(JOB, code=run.scenario.code).layouts
         self.renewals = run.coordinator._state.partial.renewals
 
     def saves(self, slot: int, life: int) -> list[str]:
@@ -202,7 +201,7 @@ class Oracle:
             at, records = self.began(slot, then)
             after = replay(records, self.pushes, at, through)
             for slab, layout in enumerate(self.layouts):
-                mine = layout.row_at(slot, np.arange(layout.data_rows(slot)))
+                mine = layout.row_at(slot, np.arange(layout.rows_on(slot)))
                 found[slab][mine] = after[slab][mine]
         return found
 

@@ -78,6 +78,7 @@ class Tables:
 
     Args:
         frozen: steps in which it gets no gradients.
+        sharding: how it is placed (`layout/placing.py`).
     """
 
     rows: int
@@ -88,6 +89,7 @@ class Tables:
     start: str = "drawn"
     optimized: Optimized = Optimized()
     frozen: frozenset[int] = frozenset()
+    sharding: str = "auto"
 
 
 @dataclass(frozen=True)

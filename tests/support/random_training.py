@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.optim.lr_scheduler import StepLR
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSparseDist, TrainPipelineSparseDistLite
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from torch_ecrec import checkpoint
+from torch_ecrec.nn.coverage import OURS
 from torch_ecrec.nn.dense import Replicated
 from torch_ecrec.nn.parallel import DistributedModelParallel
 from torch_ecrec.nn.placeholder import TableParameter
@@ -51,7 +53,7 @@ def bytes_in(values: Sequence[Tensor]) -> list[Any]:
 
 
 def job_for(model: Model) -> JobSpec:
-    made = job_of(Net(model), model.trainers, sharders=model.sharders)
+    made = job_of(Net(model), model.trainers, sharders=model.sharders, plan=plan_of(model))
     return dataclasses.replace(made, seed=model.seed)
 
 
@@ -250,7 +252,25 @@ def restore(model: Model, session: Any, folder: str, way: str, on_end: Callable[
 
 def how(model: Model) -> dict[str, Any]:
     """What a model is made with."""
-    return {"snapshot_every": model.snapshot_every, "sharders": model.sharders or None}
+    return {"snapshot_every": model.snapshot_every, "sharders": model.sharders or None, "plan": plan_of(model)}
+
+
+def plan_of(model: Model) -> ShardingPlan | None:
+    """What a user's plan says of the tables; None where it has nothing to say."""
+    if all(table.sharding == "auto" for part in model.parts for table in part.tables):
+        return None
+    kinds = {placed: kind for kind, placed in OURS.items()}
+    return ShardingPlan(
+        {
+            f"parts.{i}": EmbeddingModuleShardingPlan(
+                {
+                    f"t{j}": ParameterSharding(kinds[table.sharding], "parameter_server")
+                    for j, table in enumerate(part.tables)
+                }
+            )
+            for i, part in enumerate(model.parts)
+        }
+    )
 
 
 def records_of_all(model: DistributedModelParallel) -> list[Tensor]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 TURNS = 10
-SLOW_TURNS = 32
+SLOW_TURNS = 48
 """So many visit all slow tests but those that may take longer than `SLOW_LIMIT_S` each."""
 SLOW_LIMIT_S = 1800.0
 
@@ -30,7 +30,7 @@ SWEEPS = (  # runs of the simulated cluster, hundreds of them
     *("restores_early", "scrubbing", "silence", "simulation", "slow", "warmed"),
 )
 PROCESSES = (  # clusters of real processes, or many of them
-    *("bench_runs", "chaos_hosts", "checkpointing", "checkpoints", "clean_end"),
+    *("bench_gpu", "bench_runs", "chaos_hosts", "checkpointing", "checkpoints", "clean_end"),
     *("cli", "cluster", "columns", "coordinator_end", "drain", "exit_codes", "flips", "fork_server"),
     *("given_numbers_run", "hanging_store", "hangs", "heartbeats", "held_lock", "host_clusters", "hostile", "hosts"),
     *("ipv6", "killed_early", "lifetime", "membership", "oracle_model_parallel", "oracle_optim", "oracle_pipelines"),

@@ -16,12 +16,14 @@ import torch
 from harness import Scenario, SimulatedCluster, check_parity
 from harness.checkpoints import Shelf
 from harness.membership import VirtualProcess
+from pooled import as_rows
 from torch import Tensor
 from turns import Turns, one_process
 
 from torch_ecrec.client.client import Client
 from torch_ecrec.client.session import Beginning, Session
 from torch_ecrec.coordinator.checkpointing import Finished
+from torch_ecrec.layout.routing import BagRoute
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.protocol.wire import Snapshot
 from torch_ecrec.spec.job import CodeSpec, JobSpec
@@ -81,10 +83,20 @@ class TurnsSession(Session):
         if self._waiting.failed:
             self._waiting.until(condition, what)  # raises it
 
-    def push(self, rows: Sequence[Tensor], gradients: Sequence[Tensor], rates: Sequence[float]) -> None:
-        told = [r.clone() for r in rows], [g.clone() for g in gradients], list(rates)
-        self.cluster.told.push((self.step, self.trainer), told)
-        super().push(rows, gradients, rates)
+    def push(
+        self,
+        rows: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        rates: Sequence[float],
+        bags: Sequence[BagRoute] = (),
+        bag_gradients: Sequence[Tensor] = (),
+        ahead: Sequence[tuple[Sequence[Tensor], Sequence[BagRoute]]] = (),
+    ) -> None:
+        all_rows, of_rows = as_rows(self.job.layouts, rows, gradients, bags, bag_gradients)
+        self.cluster.told.push((self.step, self.trainer), ([r.clone() for r in all_rows], of_rows, list(rates)))
+        self.cluster.pooled += sum(route.bags for route in bags)
+        self.cluster.asked_ahead += len(ahead)
+        super().push(rows, gradients, rates, bags, bag_gradients, ahead)
 
     def overwrite(self, slab: int, rows: Tensor, values: Tensor | None, first_byte: int = 0) -> None:
         told = (slab, rows.clone(), None if values is None else values.clone(), first_byte)
@@ -127,6 +139,7 @@ class Trainers(SimulatedCluster):
     Attributes:
         fired: who was, in order.
         lives: how often all trainers were started.
+        pooled: bags that slots have pooled, in all pushes.
     """
 
     def __init__(
@@ -143,7 +156,7 @@ class Trainers(SimulatedCluster):
         if begins is not None:
             scenario["restore"] = Restored("memory://shelf", OTHERS, begins.done), job
         self.turns, self.told, self.script = Turns(self._idle), Told(), script
-        self.lives, self.finished, self.fired = 0, 0, []
+        self.lives, self.finished, self.pooled, self.asked_ahead, self.fired = 0, 0, 0, 0, []
         self.kills_to_come = sorted(kills, key=lambda kill: kill.at)
         self.events, self._life = 0, -1
         super().__init__(
@@ -220,7 +233,7 @@ class Trainers(SimulatedCluster):
 
     def all_settled(self) -> bool:
         """Whole, and every step applied, folded and acknowledged."""
-        if not self.whole() or any(client.calls for client in self.clients.values()):
+        if not self.whole() or not all(client.all_survive for client in self.clients.values()):
             return False
         slots = self.slots()
         return len(slots) == self.scenario.code.slots and all(

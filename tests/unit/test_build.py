@@ -45,7 +45,10 @@ def test_a_declaration_says_all_that_the_bytes_depend_on() -> None:
         f"Ask(slot: {count}, incarnation: {count}, names: list[str], of: dict[int, int ge=0 le=9] | NoneType,"
         f" era: {count}) -> Forgotten | Rows"
     )
-    assert declaration(wire.Rows) == "Rows(weights: list[2-D float32 or bfloat16 or uint8])"
+    values = "2-D float32 or bfloat16"
+    assert declaration(wire.Rows) == f"Rows(weights: list[{values} or uint8], pooled: list[{values}])"
+    bags = "Bags(positions: 1-D int32, lengths: 1-D int32, factors: 1-D float32 | NoneType)"
+    assert f"bags: list[{bags}]" in declaration(wire.Push), "what is within a message, too"
     assert declaration(variant()) == declaration(Ask)
 
 

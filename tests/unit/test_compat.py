@@ -243,7 +243,7 @@ def test_nothing_of_an_unsharded_model_has_a_sharded_name() -> None:
 def test_a_short_name_holds_within() -> None:
     known = ShardingType.ROW_WISE.value
     before = stats._get_sharding_type_abbr(known)
-    with of_torchrec.short_name("erasure_coded", "EC"):
+    with of_torchrec.short_names({"erasure_coded": "EC"}):
         assert stats._get_sharding_type_abbr("erasure_coded") == "EC"
         assert stats._get_sharding_type_abbr(known) == before
     with pytest.raises(ValueError, match="erasure_coded"):

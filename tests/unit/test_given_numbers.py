@@ -130,6 +130,7 @@ _INNER = {
     "Shape",
     "Layout",
     "Nodes",
+    "Piece",
     "InitialRecords",
     "Merged",
     "Field",

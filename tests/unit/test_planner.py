@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import Any
 
 import pytest
+from fake_session import FakeSession
 from models import CPU, META, Net, batch_of, collection, job_of, shard, table, train
 from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig
@@ -16,9 +18,12 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.feature_processor_ import PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
+from torch_ecrec import DistributedModelParallel
 from torch_ecrec.planner import EmbeddingShardingPlanner, ParameterConstraints, Report, Servers, Topology
 from torch_ecrec.planner.estimates import cost_of
+from torch_ecrec.spec import spread
 from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.spec.spread import said_of_padding
 
 pytestmark = pytest.mark.usefixtures("process_group")
 OURS, WHOLE = (ParameterConstraints(sharding_types=[kind]) for kind in ("erasure_coded", "table_wise"))
@@ -150,6 +155,25 @@ def test_its_report_has_our_tables_and_what_the_servers_hold_and_carry(caplog: p
             pytest.approx(getattr(cost, name) / 1e6, abs=1e-3) for name in names
         ]
     assert rows[2].split()[:2] == ["all", "5000000"] and "of 8589.9 MB" in last
+
+
+@pytest.mark.parametrize("kind", ["erasure_coded", "erasure_coded_table_wise"])
+def test_padding_of_a_table_that_must_be_whole_is_reported_and_the_model_warns_once(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """50 of the 80 rows of its slab, on 3 slots."""
+    monkeypatch.setattr(spread, "PADDING_LEAST_BYTES", 1)
+    report, module = Report(), Net(collection())
+    constraints = {"wide": ParameterConstraints(sharding_types=[kind])}
+    planner = planner_of(world_size=1, servers=Servers(CodeSpec(3, 2, 1)), constraints=constraints, stats=report)
+    plan = planner.plan(module, get_default_sharders())
+    padding = said_of_padding(job := job_of(module, plan=plan))
+    assert report.servers[8:] == ([f"padding: {padding}"] if padding else [])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        DistributedModelParallel(module, device=CPU, session=FakeSession(job), plan=plan)
+    assert [str(one.message) for one in caught if "table_wise" in str(one.message)] == [padding] * bool(padding)
+    assert padding.startswith("table wide is whole") == kind.endswith("table_wise") == bool(padding)
 
 
 def test_a_plan_without_servers_is_reported_as_such() -> None:

@@ -242,8 +242,8 @@ def test_initial_weights_are_these_and_no_others():
 def test_initialise_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="must have 3 columns, got 4"):
         InitialRecords(Schema.of(3), 0, (0,), (0.0,), (1.0,), (0,)).fill_(np.zeros((1, 4), F32), np.zeros(1, np.int64))
-    with pytest.raises(ValueError, match="negative"):
-        initial([-1])
+    with pytest.raises(ValueError, match="less than -1"):
+        initial([-2])
     with pytest.raises(ValueError, match="low"):
         initial([0], low=np.zeros(2))
     with pytest.raises(ValueError, match="start with 0"):

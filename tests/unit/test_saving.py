@@ -120,6 +120,7 @@ def renewing(renewal: Renewal, **host: Any) -> tuple[Renewing, Any, Any, Reader]
         job=small_job(),
         index=1,
         shards=[shard],
+        layouts=[SimpleNamespace(rows_on=lambda slot: 3)],
         missing=SimpleNamespace(find=lambda: None),
         new_log=lambda floor: SimpleNamespace(append=lambda *entry: None),
     )

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+from typing import Any, get_args
 
 import coordinator_words
 import pytest
-from coordinator_harness import Harness
+from coordinator_harness import TABLES, Harness
 from coordinator_words import healthy, member, slot_report
 
 import torch_ecrec
-from torch_ecrec.protocol import messages
+from torch_ecrec.observe.text import TABLES_SHOWN, format_status
+from torch_ecrec.protocol import bounds, messages
 from torch_ecrec.protocol.messages import BadMessage
-from torch_ecrec.protocol.status import Complaint, Connections, Late, Report, json_of, of_message
+from torch_ecrec.protocol.status import (
+    Complaint,
+    Connections,
+    Late,
+    Report,
+    SpreadStatus,
+    Status,
+    TableStatus,
+    json_of,
+    of_message,
+)
+from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
+from torch_ecrec.spec.settings import WIRES
 
 REPORT = Report([slot_report(1, 0)], {"push": 3}, Connections(tcp=2))
 SLOW = member("server-1", slow=Late(0.9, 0.5, 0.01), report=REPORT)
@@ -76,3 +90,60 @@ def test_what_a_member_reports_is_strict(change: dict[str, Any]) -> None:
     beat["report"]["slots"][0] |= change
     with pytest.raises(BadMessage, match="beat"):
         messages.from_member(beat)
+
+
+def started(*tables: TableSpec, wire: str | None = None) -> Status:
+    """What a coordinator says of three slots and these tables, once a trainer has reported that wire."""
+    h = Harness(trainers=1)
+    h.job = JobSpec(tables or TABLES, CodeSpec(3, 2, 1), 1)
+    h.start()
+    report = {} if wire is None else {"wire": wire}
+    h.say("trainer-0", type="beat", report=report)
+    said = h.core.status(h.now_s)
+    assert of_message(json.loads(json.dumps(json_of(said)))) == said
+    return said
+
+
+WHOLE = TableSpec("whole", 60, 4, -1.0, 1.0, sharding="table_wise", pooling_factor=10.0)
+DEALT = TableSpec("dealt", 90, 4, -1.0, 1.0, sharding="auto")
+
+
+def test_a_status_says_where_tables_lie_and_whether_their_bags_are_pooled() -> None:
+    spread = started(WHOLE, DEALT).spread
+    assert spread is not None and spread.tables == [
+        TableStatus(name="whole", rows=60, dim=4, slots=[(0, 0)], pooled=True),
+        TableStatus(name="dealt", rows=90, dim=4, slots=[(1, 2)], pooled=False),
+    ]
+    assert sum(spread.load) == pytest.approx(3, abs=1e-3) and spread.load[0] > 2.9, "long bags of one table"
+    assert sum(spread.records) == pytest.approx(3, abs=1e-3) and max(spread.records) < 1.25
+    assert Harness().core.status(0.0).spread is None, "no trainer has come"
+
+
+@pytest.mark.parametrize(("wire", "pooled"), [(None, True), ("float32", True), ("bfloat16", False)])
+def test_bags_are_not_pooled_where_a_trainer_says_that_rows_are_rounded(wire: str | None, pooled: bool) -> None:
+    spread = started(WHOLE, DEALT, wire=wire).spread
+    assert spread is not None and [table.pooled for table in spread.tables] == [pooled, False]
+    assert get_args(bounds.WireName) == WIRES
+
+
+def test_tables_of_a_status_as_text() -> None:
+    lines = format_status(started(WHOLE, DEALT)).splitlines()
+    at = next(i for i, line in enumerate(lines) if "lies on" in line)
+    assert [re.split("  +", line.strip()) for line in lines[at : at + 4]] == [
+        ["table", "rows", "dim", "lies on", "long bags"],
+        ["whole", "60", "4", "slot 0", "pooled there"],
+        ["dealt", "90", "4", "slots 1-2", "as rows"],
+        [""],
+    ]
+    assert lines[1].endswith("  records/mean  load/mean") and re.search(r"  1\.\d\d +2\.9\d$", lines[2])
+    two = TableStatus(name="t", rows=2, dim=4, slots=[(0, 1), (4, 4)], pooled=False)
+    runs = coordinator_words.status(spread=SpreadStatus([two], [], []))
+    assert "slots 0-1, 4" in format_status(runs)
+
+
+@pytest.mark.parametrize(("more", "shown"), [(0, True), (1, False)])
+def test_many_tables_are_shown_when_asked_for(more: int, shown: bool) -> None:
+    said = started(*(TableSpec(f"t{i}", 40, 4, -1.0, 1.0, sharding="auto") for i in range(TABLES_SHOWN + more)))
+    text = format_status(said)
+    assert ("t0 " in text) == shown and ("torch-ecrec status --tables" in text) != shown
+    assert "t0 " in format_status(said, tables=True) and "--tables" not in format_status(said, tables=True)

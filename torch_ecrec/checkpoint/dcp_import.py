@@ -36,7 +36,6 @@ from torch_ecrec.checkpoint.dcp_export import DESCRIPTION
 from torch_ecrec.checkpoint.dcp_metadata import place_within, read_metadata
 from torch_ecrec.compat.torch import FakeTensorMode, place_in_file
 from torch_ecrec.errors import CheckpointError
-from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.nn import imported
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.records.schema import Field
@@ -111,7 +110,7 @@ def import_(catalog: Catalog, source: Path, wanted: Wanted) -> Imported:
         columns = {} if found.model is None else folder.columns(found.model, described)
     job = described.job
     parts = imported.packed(job.trainers, dense.tensors, dense.state, described.tables, columns)
-    layouts = [layout_of(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs]
+    layouts = job.layouts
 
     def slots_of(slab: int, rows_N: Positions) -> NDArray[np.int64]:
         slot_N: NDArray[np.int64] = layouts[slab].locate(rows_N)[0]

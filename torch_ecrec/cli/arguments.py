@@ -298,6 +298,12 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     """Adds how the demonstration's model is trained, except for the batch size."""
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="rowwise_adagrad", help="of the tables")
     parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="of the dense layers; cuda: trainers take the GPUs in turn, servers stay on the CPU (default cpu)",
+    )
+    parser.add_argument(
         "--snapshot-every",
         type=int,
         default=1,

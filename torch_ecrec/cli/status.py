@@ -8,13 +8,14 @@ import json
 from torch_ecrec.cli.arguments import add_join
 from torch_ecrec.spec.settings import Settings
 
-HELP = "slots, servers, epoch, step, watermark, rebuild progress, memory"
+HELP = "slots, servers, epoch, step, watermark, rebuild progress, memory, where tables lie"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `status`."""
     add_join(parser)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--tables", action="store_true", help="say where each table lies, however many there are")
+    parser.add_argument("--json", action="store_true", help="everything, as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -27,5 +28,5 @@ def run(arguments: argparse.Namespace) -> int:
     if settings.join is None:
         raise ValueError("name the coordinator: --join HOST:PORT, or --join etcd://HOST:PORT/NAME")
     answer = status_of(settings.join, settings.give_up_s)
-    print(json.dumps(json_of(answer), indent=2) if arguments.json else format_status(answer))
+    print(json.dumps(json_of(answer), indent=2) if arguments.json else format_status(answer, arguments.tables))
     return 0

@@ -6,7 +6,9 @@ in the simulated cluster. `session.py` waits for it, on the user's thread.
 A step t of one trainer:
     lookup(rows)   asks every slot concerned for the weights after t - 1 (`reads.py`)
     push(...)      gradients to every slot, empty ones included; ends the step. Not waited for: a trainer may run
-                   `window_steps` ahead of what is acknowledged, and keeps what is not
+                   `window_steps` ahead of what is acknowledged, and keeps what is not. Lookups of the next step, where
+                   they are known, travel with it, and their rows come with its answer, perhaps before it is
+                   acknowledged: later answers say so, or whoever waits for it asks (`settle`)
     snapshot(...)  the dense model after t, to the r + 1 snapshot slots
 
 Values are loaded in steps, too. Before training, `load` on trainer 0 is to the slots what `push` is of all trainers;
@@ -30,8 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ecrec.client.reads import SlotReads
-from torch_ecrec.layout.routing import Route
+from torch_ecrec.client.reads import LookUp, SlotReads, bags_at
+from torch_ecrec.layout.routing import BagRoute, Parts, Route
 from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.bounds import TEXT_MOST
 from torch_ecrec.protocol.messages import Placement
@@ -45,9 +47,11 @@ LOOK_MOST_S = 5.0  # between two looks at whether others are waited for
 
 @dataclass
 class _StepState:
-    """What is not confirmed yet of one step of this trainer."""
+    """What is not confirmed yet of one step of this trainer. Slots that have acknowledged it are in neither of the two
+    that come first."""
 
-    unacknowledged: set[int]  # slots
+    calls: dict[int, RetryingCall[wire.Acknowledged]] = field(default_factory=dict)  # slot -> its part, under way
+    ran_ahead: dict[int, int] = field(default_factory=dict)  # slot -> incarnation that has applied it, and no more yet
     unstored: set[int] | None = None  # snapshot slots; None: its snapshot was not taken yet
     snapshot: tuple[Tensor, list[int]] | None = None
     make: Callable[[int, int], wire.Part] | None = None  # of a slot and its incarnation; kept for slots that begin anew
@@ -83,6 +87,8 @@ class Client(SlotReads):
         self.left: list[int] = []  # trainers that are done: for a coordinator that is started again
         self.ended_loading = False  # trainer 0: the coordinator was told
         self.snapshot_every = snapshot_every
+        self._settles = False  # somebody waits until all is acknowledged
+        self._settling: dict[int, tuple[int, RetryingCall[wire.Acknowledged]]] = {}  # slot -> step, and who asks
         self._owed = False  # a snapshot was due after the step before, and is due after one that loads behind it
         self.open: dict[int, _StepState] = {}
         self.renewals: list[messages.Renewal] = []  # slots that began anew, in this run
@@ -112,6 +118,10 @@ class Client(SlotReads):
 
     def place(self, placement: Placement) -> bool:
         newer = super().place(placement)
+        for state in self.open.values() if newer else ():
+            for slot, incarnation in list(state.ran_ahead.items()):
+                if incarnation != placement.slots[slot].incarnation:  # only what is acknowledged is there for certain
+                    self._send_to(slot, state)
         self.on_change()
         return newer
 
@@ -149,7 +159,7 @@ class Client(SlotReads):
         anew = sorted({slot for renewal in news for slot, _, _ in renewal.lives})
         for step, state in self.open.items():
             for slot in anew:
-                if slot not in state.unacknowledged:
+                if slot not in state.calls:
                     self._send_to(slot, state)
                 if state.snapshot is not None and state.unstored is not None and slot in self.snapshot_slots:
                     if slot not in state.unstored:
@@ -311,11 +321,27 @@ class Client(SlotReads):
             state.unstored, self._owed = set(), True
             self._advance()
 
-    def push(self, routes: Sequence[Route], gradients: Sequence[Tensor], rates: Sequence[float]) -> None:
-        """Sends the gradients (U, D) of this step to every slot and ends the step.
+    def ahead(
+        self, routes: Sequence[Route], bags: Sequence[BagRoute], done: Callable[[list[Parts], list[Tensor]], None]
+    ) -> LookUp:
+        """A lookup of the step after this one, to travel with the push of this one; else as `lookup_bags`."""
+        return LookUp(self.job, self.step + 1, routes, bags, done, self.bfloat16)
 
-        Lookups of it that are under way are given up: nobody waits for them, and once later steps are applied they
-        could not be answered any more.
+    def push(
+        self,
+        routes: Sequence[Route],
+        gradients: Sequence[Tensor],
+        rates: Sequence[float],
+        bags: Sequence[BagRoute] = (),
+        bag_gradients: Sequence[Tensor] = (),
+        then: Sequence[LookUp] = (),
+    ) -> None:
+        """Sends the gradients (U, D) of rows, and (G, D) of bags, of this step to every slot and ends the step.
+
+        With it go the lookups `then`, which `ahead` has made.
+
+        Lookups of this step that are under way are given up: nobody waits for them, and once later steps are applied
+        they could not be answered any more.
         """
         self.end_lookups()
         self.without_snapshot()
@@ -323,37 +349,113 @@ class Client(SlotReads):
         if self.bfloat16:
             gradients = [gradient_UD.bfloat16() for gradient_UD in gradients]
         parts = [route.split(gradient) for route, gradient in zip(routes, gradients, strict=True)]
+        of_bags = [there.split(gradient) for there, gradient in zip(bags, bag_gradients, strict=True)]
+        if self.bfloat16:
+            of_bags = [[part.bfloat16() for part in of_slab] for of_slab in of_bags]
 
         def make(slot: int, incarnation: int) -> wire.Push:
             positions = [route.positions[slot] for route in routes]
             mine = [part[slot] for part in parts]
+            told = bags_at(bags, slot)
+            told_gradients = [of_slab[slot] for of_slab in of_bags] if told else []
             return wire.Push(
-                slot, incarnation, step, self.trainer, positions, mine, list(rates), iteration, self.resumable
+                slot=slot,
+                incarnation=incarnation,
+                step=step,
+                trainer=self.trainer,
+                positions=positions,
+                gradients=mine,
+                rates=list(rates),
+                iteration=iteration,
+                resumable=self.resumable,
+                bags=told,
+                bag_gradients=told_gradients,
             )
 
         self.done, self._owed = iteration, False
         self.first_trained = step if self.first_trained is None else self.first_trained
-        self._send_step(make, self.snapshot_due)
+        self._send_step(make, self.snapshot_due, then)
 
-    def _send_step(self, make: Callable[[int, int], wire.Part], snapshot_due: bool) -> None:
+    def _send_step(
+        self, make: Callable[[int, int], wire.Part], snapshot_due: bool, then: Sequence[LookUp] = ()
+    ) -> None:
         """Sends what `make` gives for each slot and incarnation until all have acknowledged it; ends the step."""
-        state = self.open[self.step] = _StepState(unacknowledged=set(), make=make)
+        state = self.open[self.step] = _StepState(make=make)
         if not snapshot_due:
             state.unstored = set()
         self.step += 1
+        self._settles = False
+        for one in then:
+            self._begin(one)
         for slot in range(self.slots):
-            self._send_to(slot, state)
+            self._send_to(slot, state, [one for one in then if slot in one.asked])
 
-    def _send_to(self, slot: int, state: _StepState) -> None:
-        make = state.make
-        assert make is not None
-        state.unacknowledged.add(slot)
+    def _send_to(self, slot: int, state: _StepState, then: Sequence[LookUp] = ()) -> None:
+        make_part = state.make
+        assert make_part is not None
+        state.ran_ahead.pop(slot, None)
 
-        def on_answer(_: wire.Acknowledged) -> None:
-            state.unacknowledged.discard(slot)
+        def make(incarnation: int) -> wire.Part:
+            part = make_part(slot, incarnation)
+            if isinstance(part, wire.Push):
+                part.then = [one.ask_of(slot) for one in then if not one.over]
+            return part
+
+        def on_answer(answer: wire.Acknowledged) -> None:
+            state.ran_ahead[slot] = state.calls.pop(slot).incarnation
+            for one, rows in zip(then, answer.rows, strict=False):  # none of those that are over
+                self._take_rows(one, slot, rows)
+            if then and not answer.rows and not all(one.over for one in then):
+                self.on_error(LookupError(f"slot {slot} cannot show step {answer.step} any more"))
+            self._acknowledge(slot, answer.step)
+            if self._settles or self._is_late(slot):
+                self._settle(slot)
             self._advance()
 
-        self.ask(slot, lambda incarnation: make(slot, incarnation), on_answer)
+        state.calls[slot] = self.ask(slot, make, on_answer)
+
+    def _acknowledge(self, slot: int, through: int) -> None:
+        """A slot has said that every step up to `through` survives."""
+        for state in [state for step, state in self.open.items() if step <= through]:
+            state.ran_ahead.pop(slot, None)
+            if (call := state.calls.pop(slot, None)) is not None:
+                call.cancel()
+
+    def _is_late(self, slot: int) -> bool:
+        """Whether the next push would have to wait for what a slot has not acknowledged.
+
+        Every answer looks: so whoever waits until it may push need not ask.
+        """
+        last = self.step - self.settings.window_steps
+        due = (state for step, state in self.open.items() if step <= last)
+        return any(slot in state.calls or slot in state.ran_ahead for state in due)
+
+    def settle(self) -> None:
+        """Somebody waits until all that was sent is acknowledged: asks the slots that said so of a part only."""
+        self._settles = True
+        for slot in range(self.slots):
+            self._settle(slot)
+
+    def _settle(self, slot: int) -> None:
+        steps = [step for step, state in self.open.items() if slot in state.ran_ahead]
+        asked, call = self._settling.get(slot, (0, None))
+        if not steps or asked >= steps[-1]:
+            return
+        if call is not None:
+            call.cancel()
+        last = steps[-1]
+
+        def on_answer(answer: wire.Acknowledged) -> None:
+            self._settling.pop(slot, None)
+            self._acknowledge(slot, answer.step)
+            self._advance()
+
+        self._settling[slot] = last, self.ask(slot, lambda life: wire.WhenAcknowledged(slot, life, last), on_answer)
+
+    @property
+    def all_survive(self) -> bool:
+        """Whether nothing is under way, and nothing that ran ahead is left to be acknowledged."""
+        return not self.calls and not any(state.ran_ahead for state in self.open.values())
 
     def snapshot(self, payload: Tensor, header: list[int]) -> None:
         """Sends this trainer's part of the dense model after step - 1 to the snapshot slots."""
@@ -394,7 +496,7 @@ class Client(SlotReads):
     def _advance(self) -> None:
         """Moves `complete` over the steps of which nothing is open, and lets go of what they kept."""
         while (state := self.open.get(self.complete + 1)) is not None:
-            if state.unacknowledged or state.unstored or state.unstored is None:
+            if state.calls or state.ran_ahead or state.unstored or state.unstored is None:
                 break
             self.complete += 1
             del self.open[self.complete]

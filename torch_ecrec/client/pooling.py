@@ -125,7 +125,7 @@ def _pool(
             else:
                 for i in range(n + ahead, min(n + length + ahead, count)):
                     prefetch(address_U[inverse_N[i]], row_bytes)
-                out = row_address(out_BFD, b, f)
+                out = row_address(out_BFD, b * out_BFD.shape[1] + f)
                 sum_rows(out, dim, address_U, kind, inverse_N, per_id_N, weighted, n, n + length)
                 if mean_F[f]:
                     divisor = np.float32(length)
@@ -204,6 +204,50 @@ def per_id_backward(grad_BFD: Any, weight_UD: Any, inverse_N: Any, lengths_FB: A
             n += length
 
 
+@kernel(error_model="numpy")
+def place_bags(pooled_GD: Any, feature_P: Any, lengths_PB: Any, mean_F: Any, out_BFD: Any) -> None:
+    """out[b, f] = the sum of bag (p, b) that a slot has made, f being feature[p], over its length where f is averaged.
+
+    Bags go feature by feature: G = P * B.
+    """
+    batch = lengths_PB.shape[1]
+    for p in range(feature_P.shape[0]):
+        f = feature_P[p]
+        for b in range(batch):
+            g = p * batch + b
+            if mean_F[f] and lengths_PB[p, b] > 1:
+                divisor = np.float32(lengths_PB[p, b])
+                for j in range(out_BFD.shape[2]):
+                    out_BFD[b, f, j] = pooled_GD[g, j] / divisor
+            else:
+                for j in range(out_BFD.shape[2]):
+                    out_BFD[b, f, j] = pooled_GD[g, j]
+
+
+@kernel(error_model="numpy")
+def bags_backward(grad_BFD: Any, feature_P: Any, lengths_PB: Any, mean_F: Any, divisor: Any, out_GD: Any) -> Any:
+    """Gradients of the sums that `place_bags` was given: those of the bags over `divisor`, and averaged likewise.
+
+    Returns:
+        The greatest size of a number among them, NaN if one is.
+    """
+    batch, bits_GD, most = lengths_PB.shape[1], out_GD.view(np.uint32), np.uint32(0)
+    for p in range(feature_P.shape[0]):
+        f = feature_P[p]
+        for b in range(batch):
+            g = p * batch + b
+            for j in range(grad_BFD.shape[2]):
+                out_GD[g, j] = grad_BFD[b, f, j] / divisor
+            if mean_F[f] and lengths_PB[p, b] > 1:
+                length = np.float32(lengths_PB[p, b])
+                for j in range(grad_BFD.shape[2]):
+                    out_GD[g, j] /= length
+            if lengths_PB[p, b] > 0:
+                for j in range(grad_BFD.shape[2]):  # sizes are ordered as their bits are, NaN last
+                    most = max(most, bits_GD[g, j] & np.uint32(0x7FFFFFFF))
+    return np.array([most], np.uint32).view(np.float32)[0]
+
+
 @kernel()
 def repeat_bags(pooled_BFD: Any, index_FN: Any, out_NFD: Any) -> None:
     """out[n, f] = pooled[index[f, n], f]: for each sample its bag. Not checked: that there are such bags."""
@@ -235,5 +279,7 @@ def warm() -> None:
             pool([rows], index, lengths, floats[0, 0], False, flags, floats)
             per_id_backward(floats, rows, index, lengths, flags, floats[0, 0].copy())
         pool_backward(floats, index, lengths, floats[0, 0], False, flags, np.float32(1), flags.copy(), floats[0].copy())
+    place_bags(floats[0], index, np.ones((1, 1), np.int32), flags, floats.copy())
+    bags_backward(floats, index, np.ones((1, 1), np.int32), flags, np.float32(1), floats[0].copy())
     repeat_bags(floats, index[None], floats.copy())
     sum_repeats(floats, index[None], floats.copy())

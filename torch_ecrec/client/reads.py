@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ecrec.layout.routing import Parts, Route, route
-from torch_ecrec.layout.stripes import layout_of
+from torch_ecrec.layout.routing import BagRoute, Parts, Route, route, route_bags
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.encoding import WIRE
 from torch_ecrec.protocol.messages import Placement
@@ -32,6 +31,91 @@ from torch_ecrec.records.quantised import MORE_BYTES
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.node import Node, Port, RetryingCall
+
+
+def bags_at(bags: Sequence[BagRoute], slot: int) -> list[wire.Bags]:
+    """What a slot is told of bags, one of each slab; nothing if none of them has an id there."""
+    if not any(len(there.lengths[slot]) for there in bags):
+        return []
+    return [
+        wire.Bags(there.positions[slot], there.lengths[slot], None if there.factors is None else there.factors[slot])
+        for there in bags
+    ]
+
+
+class LookUp:
+    """A lookup under way: what is asked of which slots, and what has come of it.
+
+    Args:
+        job: what is trained.
+        step: the rows are as of the step before.
+        routes, bags: per slab; no bags at all where none are to be pooled.
+        done: called once, with the weights and the sums of bags per slab, when all slots have answered.
+        bfloat16, int8: how the weights travel.
+    """
+
+    def __init__(
+        self,
+        job: JobSpec,
+        step: int,
+        routes: Sequence[Route],
+        bags: Sequence[BagRoute],
+        done: Callable[[list[Parts], list[Tensor]], None],
+        bfloat16: bool,
+        int8: bool = False,
+    ) -> None:
+        self.job, self.step, self.routes, self.bags, self.done = job, step, routes, bags, done
+        self.bfloat16, self.int8 = bfloat16 and not int8, int8
+        self.round: Round | None = None  # from when it is on its way
+        self.over = False  # nobody waits for it any more
+        self.asked = [slot for slot in range(job.code.slots) if self._is_asked(slot)]
+        self._answers: dict[int, wire.Rows] = {}
+
+    def _is_asked(self, slot: int) -> bool:
+        some_rows = any(len(route.positions[slot]) for route in self.routes)
+        return some_rows or any(len(there.lengths[slot]) for there in self.bags)
+
+    def ask_of(self, slot: int) -> wire.Ask:
+        """What a slot is asked, with the push of the step before."""
+        positions = [route.positions[slot] for route in self.routes]
+        return wire.Ask(positions, self.bfloat16, bags_at(self.bags, slot))
+
+    def request_to(self, slot: int, incarnation: int) -> wire.Lookup:
+        """What a slot is asked, in a message of its own."""
+        ask = self.ask_of(slot)
+        return wire.Lookup(slot, incarnation, self.step, ask.positions, ask.bfloat16, self.int8, ask.bags)
+
+    def take(self, slot: int, answer: wire.Rows) -> None:
+        """A slot has answered."""
+        self._answers[slot] = answer
+        if len(self._answers) == len(self.asked):
+            self.finish()
+
+    def finish(self) -> None:
+        """All that were asked have answered, if any were."""
+        self.done(self._in_order(), self._pooled())
+
+    def _in_order(self) -> list[Parts]:
+        answers, weights = self._answers, []
+        for s, (slab, there) in enumerate(zip(self.job.slabs, self.routes, strict=True)):
+            parts = [answers[slot].weights[s] for slot in sorted(answers)]
+            if there.rank is not None or not parts:
+                dtype = torch.uint8 if self.int8 else torch.bfloat16 if self.bfloat16 else torch.float32
+                width = slab.dim + MORE_BYTES if self.int8 else slab.dim
+                out_UD = torch.empty((len(there.rows), width), dtype=dtype, device="cpu")
+                parts = [there.join(parts, out_UD) if parts else out_UD]
+            weights.append(parts)
+        return weights
+
+    def _pooled(self) -> list[Tensor]:
+        """Returns the bags (G, D) of each slab, from what slots have pooled."""
+        found = []
+        for s, (slab, there) in enumerate(zip(self.job.slabs, self.bags, strict=True) if self.bags else ()):
+            nothing = torch.empty((0, slab.dim), dtype=torch.float32, device="cpu")
+            answers = (self._answers.get(slot) for slot in range(self.job.code.slots))
+            parts = [answer.pooled[s] if answer is not None and answer.pooled else nothing for answer in answers]
+            found.append(there.join(parts, slab.dim))
+        return found
 
 
 def _raise(error: BaseException) -> None:
@@ -51,13 +135,13 @@ class SlotReads(Node):
         super().__init__(name, port, settings.call_timeout_s)
         self.job, self.settings = job, settings
         self.slots = job.code.slots
-        self.layouts = [layout_of(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs]
+        self.layouts = job.layouts
         self.validator = MessageValidator(job, self.layouts)
         self.bfloat16 = settings.wire == "bfloat16"
         self.step = 1  # the one being worked on, as the messages count
-        self._lookups: list[RetryingCall[Any]] = []  # of this step
+        self._lookups: list[LookUp] = []  # of this step
+        self._lookup_calls: list[RetryingCall[Any]] = []  # likewise
         self.waits = SlotWaits(port.now_s, self.host_of)
-        self._rounds: list[Round] = []  # of this step
         self.on_error: Callable[[BaseException], None] = _raise  # called, inside run, with what cannot be answered
 
     def fault_of_answer(self, request: wire.Request[Any], answer: Answer) -> str | None:
@@ -82,60 +166,60 @@ class SlotReads(Node):
         """Where different rows (U,) int64 of a slab live."""
         return route(self.layouts[slab], rows_U)
 
+    def route_bags(self, slab: int, rows_N: Tensor, lengths_G: Tensor, factors_N: Tensor | None = None) -> BagRoute:
+        """Where the rows (N,) int64 of bags live; see `layout.routing.route_bags`."""
+        return route_bags(self.layouts[slab], rows_N, lengths_G, factors_N)
+
     def lookup(self, routes: Sequence[Route], done: Callable[[list[Parts]], None], int8: bool = False) -> None:
         """Weights of the routed rows after step - 1, per slab, to `done`.
 
         Args:
             int8: they come as (U, D + 8) uint8, quantised row by row (`records/quantised.py`).
         """
-        bfloat16 = self.bfloat16 and not int8
-        step = self.step
-        asked = [slot for slot in range(self.slots) if any(len(route.positions[slot]) for route in routes)]
-        answers: dict[int, wire.Rows] = {}
-        begun = self.waits.begin(asked)
-        self._rounds.append(begun)
+        self._look_up(LookUp(self.job, self.step, routes, [], lambda weights, _: done(weights), self.bfloat16, int8))
 
+    def lookup_bags(
+        self, routes: Sequence[Route], bags: Sequence[BagRoute], done: Callable[[list[Parts], list[Tensor]], None]
+    ) -> None:
+        """As `lookup`, and the sums (G, D) float32 of bags of each slab, which slots pool."""
+        self._look_up(LookUp(self.job, self.step, routes, bags, done, self.bfloat16))
+
+    def _look_up(self, one: LookUp) -> None:
         def ask(slot: int) -> None:
-            positions = [route.positions[slot] for route in routes]
-
             def on_answer(answer: wire.Rows | wire.Forgotten) -> None:
-                if isinstance(answer, wire.Forgotten):
-                    if step == self.step:  # else it was asked ahead for nothing, and nobody waits for it
-                        self.on_error(LookupError(answer.reason))
-                    return
-                answers[slot] = answer
-                self.waits.answered(begun, slot)
-                if len(answers) == len(asked):
-                    done(self._in_order(routes, answers, int8))
+                if isinstance(answer, wire.Rows):
+                    self._take_rows(one, slot, answer)
+                elif not one.over:  # else it was asked ahead for nothing, and nobody waits for it
+                    self.on_error(LookupError(answer.reason))
 
-            self._lookups.append(
-                self.ask(slot, lambda i: wire.Lookup(slot, i, step, positions, bfloat16, int8), on_answer)
-            )
+            self._lookup_calls.append(self.ask(slot, lambda life: one.request_to(slot, life), on_answer))
 
-        if not asked:
-            done(self._in_order(routes, answers, int8))
-        for slot in asked:
+        self._begin(one)
+        for slot in one.asked:
             ask(slot)
 
-    def _in_order(self, routes: Sequence[Route], answers: dict[int, wire.Rows], int8: bool) -> list[Parts]:
-        weights = []
-        for s, (slab, there) in enumerate(zip(self.job.slabs, routes, strict=True)):
-            parts = [answers[slot].weights[s] for slot in sorted(answers)]
-            if there.rank is not None or not parts:
-                dtype = torch.uint8 if int8 else torch.bfloat16 if self.bfloat16 else torch.float32
-                width = slab.dim + MORE_BYTES if int8 else slab.dim
-                out_UD = torch.empty((len(there.rows), width), dtype=dtype, device="cpu")
-                parts = [there.join(parts, out_UD) if parts else out_UD]
-            weights.append(parts)
-        return weights
+    def _begin(self, one: LookUp) -> None:
+        """A lookup is on its way."""
+        one.round = self.waits.begin(one.asked)
+        self._lookups.append(one)
+        if not one.asked:
+            one.finish()
+
+    def _take_rows(self, one: LookUp, slot: int, answer: wire.Rows) -> None:
+        assert one.round is not None, "it was asked for"
+        self.waits.answered(one.round, slot)
+        if not one.over:
+            one.take(slot, answer)
 
     def end_lookups(self) -> None:
         """Gives up the lookups of this step that are under way: later they could not be answered any more."""
-        for lookup in self._lookups:
-            lookup.cancel()
-        for one in self._rounds:
-            self.waits.end(one)
-        self._lookups, self._rounds = [], []
+        for call in self._lookup_calls:
+            call.cancel()
+        for one in self._lookups:
+            assert one.round is not None, "it is on its way"
+            one.over = True
+            self.waits.end(one.round)
+        self._lookups, self._lookup_calls = [], []
 
     def place(self, placement: Placement) -> bool:
         newer = super().place(placement)

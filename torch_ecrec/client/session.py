@@ -27,7 +27,7 @@ from torch import Tensor
 from torch_ecrec.client.client import Client
 from torch_ecrec.client.loading import Loading
 from torch_ecrec.client.waiting import Waiting
-from torch_ecrec.layout.routing import Parts, Route, arrange
+from torch_ecrec.layout.routing import BagRoute, Parts, Route, arrange
 from torch_ecrec.observe.text import format_gathering, trainers_named
 from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.status import Gathering, Report, WaitedFor
@@ -37,7 +37,7 @@ from torch_ecrec.runtime.lifetime import belongs_here
 log = logging.getLogger(__name__)
 
 AWAITED_SAID_S = 30.0  # between two words of others that are waited for
-ROUTES_KEPT = 64  # from `arrange` to the push: as many lookups may be made in a step
+ROUTES_KEPT = 128  # from `arrange` to the push: as many lookups may be made in a step, and for the next
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Beginning:
 
 @dataclass(eq=False)
 class _Ahead:
-    """A lookup made ahead of its time: of the step it belongs to, and the weights once they are here."""
+    """A lookup made ahead of its time: of the step it belongs to, and the weights and bags once they are here."""
 
     step: int
     rows: list[Tensor]
-    answer: list[list[Parts]] = field(default_factory=list)
+    answer: list[tuple[list[Parts], list[Tensor]]] = field(default_factory=list)
 
     def is_of(self, rows: Sequence[Tensor]) -> bool:
         return all(a is b for a, b in zip(self.rows, rows, strict=True))
@@ -180,7 +180,7 @@ class Session:
     @property
     def over(self) -> bool:
         """Whether there is nothing to wait for: it is closed, something went wrong, or all that was sent survives."""
-        return self._closed or self._waiting.failed or not self.client.calls
+        return self._closed or self._waiting.failed or self.client.all_survive
 
     @property
     def restarted(self) -> bool:
@@ -239,41 +239,99 @@ class Session:
         """
         self._check_training()
         what = f"lookup of step {self.step}"
-        ahead = next((a for a in self._ahead if a.step == self.step and a.is_of(rows)), None)
+        ahead = self._taken_ahead(rows)
         if ahead is not None:
-            self._ahead.remove(ahead)
-            self._wait(lambda: bool(ahead.answer), what)
-            return ahead.answer[0]
-        int8 = evaluation and self.client.settings.evaluation_wire == "int8"
+            return ahead[0]
+        int8 = self._as_int8(evaluation)
         lookup = functools.partial(self.client.lookup, int8=int8)
         weights: list[Parts] = self._run_and_wait(lookup, self._route(rows), what=what)
         if int8:
             return [[torch.from_numpy(unpack(part_UB.numpy())) for part_UB in parts] for parts in weights]
         return weights
 
-    def look_ahead(self, rows: Sequence[Tensor]) -> None:
-        """Asks for rows that a `lookup_parts` of this step will ask for; does not wait.
+    def _taken_ahead(self, rows: Sequence[Tensor]) -> tuple[list[Parts], list[Tensor]] | None:
+        """Waits for the lookup of these rows that was made ahead; None if there was none."""
+        ahead = next((a for a in self._ahead if a.step == self.step and a.is_of(rows)), None)
+        if ahead is None:
+            return None
+        self._ahead.remove(ahead)
+        self._wait(lambda: bool(ahead.answer), f"lookup of step {self.step}")
+        return ahead.answer[0]
+
+    def pools(self, evaluation: bool) -> bool:
+        """Whether bags that a slot pools are, bit for bit, those that a trainer pools of its rows.
 
         Args:
-            rows: the very tensors that `lookup_parts` will be called with. If it is not, the answer is dropped.
+            evaluation: of a model in evaluation, whose rows may come as 8 bits a weight.
+        """
+        return not self.client.bfloat16 and not self._as_int8(evaluation)
+
+    def _as_int8(self, evaluation: bool) -> bool:
+        return evaluation and self.client.settings.evaluation_wire == "int8"
+
+    def lookup_bags(self, rows: Sequence[Tensor], bags: Sequence[BagRoute]) -> tuple[list[Parts], list[Tensor]]:
+        """Weights of rows as `lookup_parts`, and the sums of bags that the slots pool.
+
+        Args:
+            rows: as for `lookup_parts`.
+            bags: per slab.
+
+        Returns:
+            The weights, and per slab (G, D) float32, the sums.
         """
         self._check_training()
-        ahead = _Ahead(self.step, list(rows))
+        ahead = self._taken_ahead(rows)
+        if ahead is not None:
+            return ahead
 
-        def done(weights: list[Parts]) -> None:
-            ahead.answer.append(weights)
+        def look_up(done: Callable[[tuple[list[Parts], list[Tensor]]], None]) -> None:
+            self.client.lookup_bags(self._route(rows), bags, lambda *looked: done(looked))
+
+        found: tuple[list[Parts], list[Tensor]] = self._run_and_wait(look_up, what=f"lookup of step {self.step}")
+        return found
+
+    def look_ahead(self, rows: Sequence[Tensor], bags: Sequence[BagRoute] = ()) -> None:
+        """Asks for what a `lookup_parts` or `lookup_bags` of this step will ask for; does not wait.
+
+        Args:
+            rows: the very tensors that it will be called with. If it is not, the answer is dropped.
+            bags: those of `lookup_bags`.
+        """
+        self._check_training()
+        ahead, done = self._ahead_of(self.step, rows)
+        self._ahead.append(ahead)
+        self.client.run(self.client.lookup_bags, self._route(rows), bags, done)
+
+    def _ahead_of(
+        self, step: int, rows: Sequence[Tensor]
+    ) -> tuple[_Ahead, Callable[[list[Parts], list[Tensor]], None]]:
+        """Returns a lookup ahead of its time, and what is called with its answer."""
+        ahead = _Ahead(step, list(rows))
+
+        def done(weights: list[Parts], pooled: list[Tensor]) -> None:
+            ahead.answer.append((weights, pooled))
             self._waiting.notify()
 
-        self._ahead.append(ahead)
-        self.client.run(self.client.lookup, self._route(rows), done)
+        return ahead, done
 
-    def push(self, rows: Sequence[Tensor], gradients: Sequence[Tensor], rates: Sequence[float]) -> None:
+    def push(
+        self,
+        rows: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        rates: Sequence[float],
+        bags: Sequence[BagRoute] = (),
+        bag_gradients: Sequence[Tensor] = (),
+        ahead: Sequence[tuple[Sequence[Tensor], Sequence[BagRoute]]] = (),
+    ) -> None:
         """Sends this trainer's gradients and ends the step.
 
         Args:
             rows: per slab, (U,) int64, unique; in the order that `arrange` gave them, they cost least.
             gradients: per slab, (U, D) float32, summed over this trainer's batch.
             rates: learning rate per slab.
+            bags, bag_gradients: per slab, bags of other rows, and the gradients (G, D) float32 of their sums.
+            ahead: what lookups of the next step will ask for, where that is known: rows and bags as for `look_ahead`.
+                It is asked for in the same messages.
 
         Waits only if `window_steps` steps are not acknowledged yet.
         """
@@ -284,9 +342,14 @@ class Session:
             self.client.run(self.client.waits.held, True)
             self._wait(self.client.may_push, f"push of step {self.step}: earlier steps are not acknowledged")
             self.client.run(self.client.waits.held, False)
-        self.client.run(self.client.push, routes, list(gradients), list(rates))
+        coming = [
+            (self._route(its_rows), its_bags, *self._ahead_of(self.step + 1, its_rows)) for its_rows, its_bags in ahead
+        ]
+        then = [self.client.ahead(its_routes, its_bags, done) for its_routes, its_bags, _, done in coming]
+        self.client.run(self.client.push, routes, list(gradients), list(rates), bags, bag_gradients, then)
         self._routes.clear()
-        self._ahead.clear()
+        self._routes.extend(route for its_routes, *_ in coming for route in its_routes)
+        self._ahead = [one for _, _, one, _ in coming]
 
     @property
     def snapshot_every(self) -> int:
@@ -327,7 +390,8 @@ class Session:
 
     def flush(self) -> None:
         """Waits until everything sent is acknowledged: survives r losses."""
-        self._wait(lambda: not self.client.calls, f"flush after step {self.step - 1}")
+        self.client.run(self.client.settle)
+        self._wait(lambda: self.client.all_survive, f"flush after step {self.step - 1}")
 
     # whole records, and initial values ------------------------------------------------------------
 

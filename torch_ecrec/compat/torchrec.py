@@ -42,7 +42,7 @@ __all__ = [
     "returns_remapped",
     "set_parts",
     "sharded_names",
-    "short_name",
+    "short_names",
     "state_of_map",
     "threshold_filter_of",
     "topology_of",
@@ -321,10 +321,10 @@ class ReportedStats(stats.EmbeddingStats):
 
 
 @contextlib.contextmanager
-def short_name(kind: str, name: str) -> Iterator[None]:
-    """Gives TorchRec's report of a plan the short name of one more sharding type, within the block."""
+def short_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Gives TorchRec's report of a plan the short names of more sharding types, within the block."""
     theirs = stats._get_sharding_type_abbr
-    stats._get_sharding_type_abbr = lambda one: name if one == kind else theirs(one)
+    stats._get_sharding_type_abbr = lambda one: names[one] if one in names else theirs(one)
     try:
         yield
     finally:

@@ -73,12 +73,13 @@ class RunningJob:
         if spec is not None and self.spec is None:
             self.spec = replace(spec, code=self.code)
 
-    def refusal(self, spec: JobSpec | None) -> str | None:
-        """Why somebody who brings this job cannot take part, or None."""
+    def refusal(self, spec: JobSpec | None, placed: bool = True) -> str | None:
+        """Why somebody who brings this job cannot take part, or None. Without `placed` its rows may lie elsewhere."""
         ours, whose = self.spec, "this cluster trains another job"
         if ours is None and self.restored is not None:
             ours, whose = self._restored_job, f"the checkpoint {self.restored.folder} is of another job"
-        difference = "" if spec is None or ours is None else ours.difference(spec)
+        placed = placed and ours is self.spec
+        difference = "" if spec is None or ours is None else ours.difference(spec, placed)
         return f"{whose}: {difference}" if difference else None
 
     def on_loaded(self, origin: int) -> None:

@@ -23,14 +23,8 @@ import msgspec
 import numpy as np
 
 from torch_ecrec.layout import repair
-from torch_ecrec.layout.stripes import Layout, layout_of
+from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.protocol.messages import Renewal
-from torch_ecrec.spec.job import CodeSpec, JobSpec
-
-
-def layouts_of(code: CodeSpec, job: JobSpec) -> list[Layout]:
-    """Returns where the records of each slab lie."""
-    return [layout_of(code.slots, code.k, code.parities, slab.rows) for slab in job.slabs]
 
 
 def beyond_repair(layouts: Iterable[Layout], gone: Collection[int], lost: Collection[int]) -> set[int]:

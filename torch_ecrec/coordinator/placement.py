@@ -26,7 +26,7 @@ from torch_ecrec.coordinator.checkpointing import Checkpointing, Restorable
 from torch_ecrec.coordinator.going_back import Eras
 from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.members import Members
-from torch_ecrec.coordinator.partial import PartialRecovery, beyond_repair, layouts_of
+from torch_ecrec.coordinator.partial import PartialRecovery, beyond_repair
 from torch_ecrec.coordinator.roster import Roster
 from torch_ecrec.coordinator.silence import Silence
 from torch_ecrec.coordinator.suspicion import Suspicion
@@ -36,20 +36,20 @@ from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import NO_HOST, SlotPlace
-from torch_ecrec.spec.job import CodeSpec, JobSpec
+from torch_ecrec.spec.job import JobSpec
 
 
-def data_loss(code: CodeSpec, job: JobSpec, gone: Collection[int]) -> str | None:
+def data_loss(job: JobSpec, gone: Collection[int]) -> str | None:
     """What is lost with these slots that the code cannot repair, for people; None: nothing."""
     lost: dict[str, int] = {}  # table -> rows; a stripe that nothing lies on is no loss
-    for slab in job.slabs:
-        layout = layout_of(code.slots, code.k, code.parities, slab.rows)
+    for slab, layout in zip(job.slabs, job.layouts, strict=True):
         if repair.rows_lost(layout, gone):
             for table, first in zip(slab.tables, slab.first_rows, strict=True):
                 lost[table.name] = repair.rows_lost(layout, gone, first, first + table.rows)
     tables, rows = [name for name in lost if lost[name]], sum(lost.values())
     if not tables:
         return None
+    code = job.code
     words = f"(k, r) = ({code.k}, {code.r})" if code.parities else "no protection"
     return (
         f"slots {sorted(gone)} are lost together, which {words} cannot repair: {rows} rows of {len(tables)} tables"
@@ -157,7 +157,7 @@ class SlotTable:
         if not self.placed or spec is None or not job.code.parities:
             return {}
         servers, where = [place.server for place in self.slots], self._members.domains()
-        return self._risks.look(self.epoch, servers, where, lambda slots: data_loss(job.code, spec, slots))
+        return self._risks.look(self.epoch, servers, where, lambda slots: data_loss(spec, slots))
 
     def troubles_of(self, server: str) -> int:
         """How many of those that it needs it could lately not reach."""
@@ -179,7 +179,7 @@ class SlotTable:
         if self._job.spec is None or self._job.restoring:  # who is lost then reads the checkpoint elsewhere
             return self._job.restoring
         slots = {slot for server in servers for slot in self.hosted_by(server)}
-        return data_loss(self._job.code, self._job.spec, self.unhealthy() | slots) is None
+        return data_loss(self._job.spec, self.unhealthy() | slots) is None
 
     # slots find a host --------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class SlotTable:
     def _stop_if_lost(self, gone: Collection[int], lost: Collection[int]) -> bool:
         """Whether the code cannot repair these slots, `lost` the last of them: then follows what is to follow."""
         assert self._job.spec is not None
-        if (reason := data_loss(self._job.code, self._job.spec, gone)) is not None:
+        if (reason := data_loss(self._job.spec, gone)) is not None:
             self._lose(lost, reason)
         return reason is not None
 
@@ -257,10 +257,10 @@ class SlotTable:
         if found is None:
             job.stop(f"{reason}; and there is no checkpoint to take their records from: {why}", "data_loss")
             return
-        if job.refusal(found[1]) is not None:
+        if job.refusal(found[1], placed=False) is not None:
             job.stop(f"{reason}; and the newest checkpoint, {found[0].folder}, is of another job", "data_loss")
             return
-        layouts, gone = layouts_of(job.code, job.spec), self.unhealthy()
+        layouts, gone = job.spec.layouts, self.unhealthy()
         lost = gone - partial.intact
         anew = beyond_repair(layouts, gone, lost) or set(lost)
         if len(anew) == len(self.slots):

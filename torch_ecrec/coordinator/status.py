@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch_ecrec
 from torch_ecrec.coordinator.members import MemberRecord
 from torch_ecrec.coordinator.partial import lost_steps
@@ -15,9 +17,13 @@ from torch_ecrec.protocol.status import (
     PartialStatus,
     RestoredStatus,
     SlotStatus,
+    SpreadStatus,
     Status,
+    TableStatus,
     Unresolved,
 )
+from torch_ecrec.spec.job import JobSpec
+from torch_ecrec.spec.spread import of_mean, spread_of
 
 
 def status_of(state: ClusterState, now_s: float) -> Status:
@@ -49,9 +55,32 @@ def status_of(state: ClusterState, now_s: float) -> Status:
         gathering=state.gathering(),
         tables=len(job.spec.tables) if job.spec else 0,
         slots=[SlotStatus(slot, p.server, p.incarnation, p.healthy) for slot, p in enumerate(table.slots)],
+        spread=None if job.spec is None else _spread(job.spec, _rounded(state)),
         move=None if move is None else MoveStatus(move.slot, move.server),
         members=[_member(state, one, now_s) for one in state.members.by_name.values()],
     )
+
+
+def _rounded(state: ClusterState) -> bool:
+    """Whether a trainer says that its rows travel rounded: then slots do not pool."""
+    return any(one.report.wire not in (None, "float32") for one in state.members.present("trainer"))
+
+
+@functools.lru_cache(maxsize=8)
+def _spread(job: JobSpec, rounded: bool) -> SpreadStatus:
+    spread = spread_of(job)
+    tables = [
+        TableStatus(
+            name=one.table.name,
+            rows=one.table.rows,
+            dim=one.table.dim,
+            slots=one.slots,
+            pooled=one.home is not None and not rounded,
+        )
+        for one in spread.tables
+    ]
+    load, records = ([round(share, 4) for share in of_mean(of).tolist()] for of in (spread.load_S, spread.records_S))
+    return SpreadStatus(tables, load, records)
 
 
 def _member(state: ClusterState, one: MemberRecord, now_s: float) -> MemberStatus:

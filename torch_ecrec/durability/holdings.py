@@ -184,13 +184,13 @@ class Holdings:
                 j = group.member - layout.k
                 for member in range(layout.k):
                     exists = layout.exists(group.base, member, group.rotations)
-                    stripes = group.rotations[exists] * layout.slots + group.base
+                    rows = layout.rows_of(group.base, member, group.rotations[exists])
                     coefficient = self.code.coefficients[j, member]
                     shard.fold_(
                         self.code,
                         np.ascontiguousarray(parities[group.where][exists]),
-                        initial.of(stripes * layout.k + member),
-                        np.full(len(stripes), coefficient, dtype=np.uint8),
+                        initial.of(rows),
+                        np.full(len(rows), coefficient, dtype=np.uint8),
                     )
 
     def go_on(self, log: DeltaLog) -> None:
@@ -220,6 +220,8 @@ class Holdings:
         """What a slot's record is called, for people."""
         spec, layout = self.job.slabs[slab], self.layouts[slab]
         row = int(layout.row_at(slot, np.array([position]))[0])
+        if row < 0:
+            return f"padding at position {position} (slot {slot})"
         table = int(np.searchsorted(np.array(spec.first_rows), row, side="right")) - 1
         return f"row {row - spec.first_rows[table]} of table {spec.tables[table].name} (slot {slot})"
 

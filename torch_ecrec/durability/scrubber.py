@@ -31,6 +31,7 @@ from torch_ecrec.records.positions import Positions
 
 log = logging.getLogger(__name__)
 
+PADDING = "(no table)"  # what padding is called, for people, with its cell for a row
 Place = tuple[str, int, int]  # table, its row (of a parity: the first row of the stripe), member of the stripe
 
 
@@ -206,13 +207,21 @@ class Scrubber:
         """The names of some records or parities, (U,) int64, for people."""
         held, spec = self._held, self._held.job.slabs[slab]
         layout = held.layouts[slab]
-        rows_U, members_U = np.empty(len(positions_U), np.int64), np.empty(len(positions_U), np.int64)
+        rows_U, members_U = np.full(len(positions_U), -1), np.empty(len(positions_U), np.int64)
+        cells_U = np.empty(len(positions_U), np.int64)
         for group in layout.group(held.index, parity, positions_U):
-            stripes = group.rotations * layout.slots + group.base
-            rows_U[group.where] = stripes * layout.k + (0 if parity else group.member)
             members_U[group.where] = group.member
+            cells = (group.rotations * layout.slots + group.base) * layout.k
+            cells_U[group.where] = cells + (0 if parity else group.member)
+            for member in range(layout.k) if parity else (group.member,):  # of a parity: the first row of its stripe
+                exists = layout.exists(group.base, member, group.rotations) & (rows_U[group.where] < 0)
+                rows_U[group.where[exists]] = layout.rows_of(group.base, member, group.rotations[exists])
         tables_U = np.searchsorted(np.array(spec.first_rows), rows_U, side="right") - 1
         return [
             (spec.tables[table].name[:TEXT_MOST], row - spec.first_rows[table], member)
-            for table, row, member in zip(tables_U.tolist(), rows_U.tolist(), members_U.tolist(), strict=True)
+            if row >= 0
+            else (PADDING, cell, member)
+            for table, row, member, cell in zip(
+                tables_U.tolist(), rows_U.tolist(), members_U.tolist(), cells_U.tolist(), strict=True
+            )
         ]

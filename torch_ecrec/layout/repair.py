@@ -92,12 +92,9 @@ def rows_lost(layout: Layout, lost: Iterable[int], first: int = 0, end: int | No
     It counts all rows, or only those in [first, end).
     """
     gone, end = set(lost), layout.rows if end is None else end
-    apart = layout.slots * layout.k  # rows of one member, from one stripe of a base to the next
-    rows = 0
-    for base in unrecoverable_bases(layout, gone):
-        for member in range(layout.k):
-            if int(layout.member_slot[base, member]) in gone:
-                lowest = base * layout.k + member
-                below = [max(0, -((lowest - row) // apart)) for row in (first, end)]  # how many lie below that row
-                rows += below[1] - below[0]
-    return rows
+    return sum(
+        layout.rows_of_rank(slot, int(layout.member_rank[base, member]), first, end)
+        for base in unrecoverable_bases(layout, gone)
+        for member, slot in enumerate(layout.member_slot[base, : layout.k].tolist())
+        if slot in gone
+    )

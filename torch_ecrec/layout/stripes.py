@@ -17,6 +17,16 @@ gcd(n, slots) is. All stripes of one base share the same map from members to slo
 their siblings and their parities at consecutive positions too: work on many records goes rank by rank, in runs. The
 last stripe may be partial: its missing members do not exist and count as zeros; its parities exist.
 
+Placed rows. Coding needs positions only: which row lies at a position is another matter. A slab that is *placed* is
+cut into `Piece`s of consecutive rows; the rows of a piece are dealt out in turns to the slots of the piece (to one,
+say), and go there behind those of the pieces before. Each slot then has as many positions as the fullest slot needs,
+rounded up to a full rotation; those behind its last row are *padding*: records of zeros that no row has. What is said
+above holds of such a layout with "row x" read as "cell x", of slots * k * rotations cells.
+
+Example: slots = 3, k = 2, r = 1, pieces of 4 rows on slot 1 and of 3 rows on slots 0 and 2. Rows 0 to 3 are positions
+0 to 3 of slot 1; rows 4 and 6 are positions 0 and 1 of slot 0, row 5 is position 0 of slot 2. Slot 1 needs 4 positions,
+which are 2 rotations; so slot 0 has 2 records of padding, and slot 2 has 3.
+
 Shapes: S slots, U records, G records of one base, k and r as in the code.
 
 Does not know which server hosts a slot, or what is in a record.
@@ -25,12 +35,14 @@ Does not know which server hosts a slot, or what is in a record.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from torch_ecrec.layout.placing import Piece
 from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.runtime.kernel_cache import kernel
 
@@ -62,6 +74,50 @@ def _row_at(positions_U: Any, first: Any, base: Any, member: Any, slots: Any, ro
         while position >= first[rank + 1]:
             rank += 1
         row_U[i] = ((position - first[rank]) * slots + base[rank]) * k + member[rank]
+
+
+@kernel()
+def _locate_placed(
+    rows_U: Any, first_Q: Any, from_Q: Any, slots_M: Any, starts_M: Any, slot_U: Any, position_U: Any
+) -> None:
+    """Writes slot and position of each row. Piece q begins at row first[q]; its slots are slots[from[q] : from[q + 1]],
+    and `starts` has the position of its first row on each. It is fast where neighbours are of one piece.
+    """
+    q = 0
+    for i in range(rows_U.shape[0]):
+        row = rows_U[i]
+        if row < first_Q[q] or row >= first_Q[q + 1]:
+            low, high = 0, first_Q.shape[0] - 1  # the last entry is the number of rows
+            while high - low > 1:
+                middle = (low + high) // 2
+                if first_Q[middle] <= row:
+                    low = middle
+                else:
+                    high = middle
+            q = low
+        many, index = from_Q[q + 1] - from_Q[q], row - first_Q[q]
+        turn = index // many if many > 1 else index
+        at = from_Q[q] + index - turn * many
+        slot_U[i] = slots_M[at]
+        position_U[i] = starts_M[at] + turn
+
+
+@kernel()
+def _placed_row_at(positions_U: Any, start_Q: Any, first_Q: Any, stride_Q: Any, end: Any, row_U: Any) -> None:
+    """Writes the row at each position of one slot, -1 for padding. The slot's share of a piece begins at position
+    start[q], with row first[q], and goes on in steps of stride[q] rows; padding begins at `end`.
+    """
+    q = 0
+    for i in range(positions_U.shape[0]):
+        position = positions_U[i]
+        if position >= end:
+            row_U[i] = -1
+            continue
+        while position < start_Q[q]:
+            q -= 1
+        while q + 1 < start_Q.shape[0] and position >= start_Q[q + 1]:
+            q += 1
+        row_U[i] = first_Q[q] + (position - start_Q[q]) * stride_Q[q]
 
 
 @dataclass(frozen=True)
@@ -105,6 +161,51 @@ def _derived() -> Any:
     return field(init=False, repr=False, compare=False)
 
 
+class _Placed:
+    """The pieces of a placed slab, as arrays.
+
+    Attributes:
+        used_S: (S,) int64, rows of each slot.
+    """
+
+    def __init__(self, slots: int, rows: int, pieces: Sequence[Piece]) -> None:
+        total = sum(piece.rows for piece in pieces)
+        require(total == rows, f"`pieces` must have the slab's {rows} rows, got {total}")
+        outside = sorted({slot for piece in pieces for slot in piece.slots if not 0 <= slot < slots})
+        require(not outside, f"`pieces` must be on slots 0..{slots - 1}, got {outside}")
+        self.used_S = np.zeros(slots, np.int64)
+        firsts, starts = [0], []
+        shares: list[list[tuple[int, int, int]]] = [[] for _ in range(slots)]  # (position, row, stride), by slot
+        for piece in pieces:
+            for turn, (slot, many) in enumerate(piece.shares()):
+                start = int(self.used_S[slot])
+                starts.append(start)
+                if many:
+                    shares[slot].append((start, firsts[-1] + turn, len(piece.slots)))
+                self.used_S[slot] += many
+            firsts.append(firsts[-1] + piece.rows)
+        self.used_S.setflags(write=False)
+        self._first_Q = np.array(firsts, np.int64)
+        self._from_Q = np.cumsum([0, *(len(piece.slots) for piece in pieces)], dtype=np.int64)
+        self._slots_M = np.array([slot for piece in pieces for slot in piece.slots], np.int64)
+        self._starts_M = np.array(starts, np.int64)
+        self._shares = [np.array(share, np.int64).reshape(-1, 3).T.copy() for share in shares]
+
+    def locate(self, rows_U: Integers, slot_U: Integers, position_U: Integers) -> None:
+        places = self._first_Q, self._from_Q, self._slots_M, self._starts_M
+        _locate_placed(rows_U, *places, slot_U, position_U)
+
+    def row_at(self, slot: int, positions_U: Integers, row_U: Integers) -> None:
+        _placed_row_at(positions_U, *self._shares[slot], int(self.used_S[slot]), row_U)
+
+    def count(self, slot: int, low: int, high: int, first: int, end: int) -> int:
+        """Returns how many rows of the whole pieces from row `first` to `end` lie at positions low .. high - 1."""
+        starts_Q, rows_Q, _ = self._shares[slot]
+        ends_Q = np.append(starts_Q[1:], self.used_S[slot])
+        inside_Q = np.minimum(ends_Q, high) - np.maximum(starts_Q, low)
+        return int(inside_Q[(rows_Q >= first) & (rows_Q < end) & (inside_Q > 0)].sum())
+
+
 @dataclass(frozen=True)
 class Layout:
     """The places of one slab's records on all slots.
@@ -114,9 +215,11 @@ class Layout:
         k: data members of a stripe, at least 1.
         r: parity members, 0 or more.
         rows: rows of the slab, 0 or more.
+        pieces: where a placed slab's rows lie, in order; (): the slab is not placed.
 
     Attributes:
         n: k + r.
+        cells: data records on all slots, padding included; `rows` without pieces.
         stripes: number of stripes, the partial one included.
         member_slot: (S, n) slot of each member, by base.
         member_rank: (S, n) rank of each member among the data (j < k) or parity (j >= k) records of its slot, by base.
@@ -132,7 +235,9 @@ class Layout:
     k: int
     r: int
     rows: int
+    pieces: tuple[Piece, ...] = ()
     n: int = _derived()
+    cells: int = _derived()
     stripes: int = _derived()
     member_slot: Integers = _derived()
     member_rank: Integers = _derived()
@@ -146,6 +251,7 @@ class Layout:
     _group_size: Integers = _derived()  # (S,)
     _slot_of: Integers = _derived()  # (S * k,) slot by row % (S * k)
     _first_of: Integers = _derived()  # (S * k,) position of the first record of its slot and rank, likewise
+    _placed: _Placed | None = _derived()
 
     def __post_init__(self) -> None:
         require_int("slots", self.slots, 1)
@@ -160,7 +266,10 @@ class Layout:
             " together",
         )
         self._set("n", n)
-        self._set("stripes", -(-self.rows // k))
+        self._set("_placed", _Placed(slots, self.rows, self.pieces) if self.pieces else None)
+        cells = self.rows if self._placed is None else slots * k * -(-int(self._placed.used_S.max()) // k)
+        self._set("cells", cells)
+        self._set("stripes", -(-cells // k))
         groups = max(1, -(-slots // (2 * n)))
         edges = np.array([slots * g // groups for g in range(groups + 1)], np.int64)
         sizes = np.diff(edges)
@@ -192,7 +301,7 @@ class Layout:
         all_rotations, rest = divmod(self.stripes, slots)
         stripes_of = all_rotations + (np.arange(slots) < rest)  # (S,) stripes of each base
         counts = stripes_of[data_base]
-        missing = self.stripes * k - self.rows
+        missing = self.stripes * k - self.cells
         counts -= (data_base == (self.stripes - 1) % slots) & (data_member >= k - missing)
         self._set("data_first", np.pad(np.cumsum(counts, axis=1), ((0, 0), (1, 0))))
         self._set("parity_first", np.pad(np.cumsum(stripes_of[parity_base], axis=1), ((0, 0), (1, 0))))
@@ -205,9 +314,14 @@ class Layout:
         object.__setattr__(self, name, value)
 
     def data_rows(self, slot: int) -> int:
-        """Returns the number of data records on a slot."""
+        """Returns the number of data records on a slot, padding included."""
         self._check_slot(slot)
         return int(self.data_first[slot, -1])
+
+    def rows_on(self, slot: int) -> int:
+        """Returns how many rows a slot has: they are at its first positions, and padding is behind them."""
+        self._check_slot(slot)
+        return self.data_rows(slot) if self._placed is None else int(self._placed.used_S[slot])
 
     def parity_rows(self, slot: int) -> int:
         """Returns the number of parity records on a slot."""
@@ -227,19 +341,51 @@ class Layout:
         """
         slot_U, position_U = np.empty(len(rows_U), np.int64), np.empty(len(rows_U), np.int64)
         rows_U = np.ascontiguousarray(rows_U, dtype=np.int64)
+        if self._placed is not None:
+            self._placed.locate(rows_U, slot_U, position_U)
+            return slot_U, position_U
         _locate(rows_U, self.slots * self.k, self._slot_of, self._first_of, slot_U, position_U)
         return slot_U, position_U
 
+    def home_of(self, first: int, rows: int) -> tuple[int, int] | None:
+        """Returns the slot that has `rows` rows from `first` on, and the position of the first, whom the others follow.
+
+        Returns:
+            None if they are not all there, or not in this order.
+        """
+        slot_2, position_2 = self.locate(np.array([first, first + rows - 1]))
+        alone = slot_2[0] == slot_2[1] and position_2[1] - position_2[0] == rows - 1
+        return (int(slot_2[0]), int(position_2[0])) if alone else None
+
     def row_at(self, slot: int, positions_U: Integers) -> Integers:
-        """Returns the rows of data records of a slot: the inverse of `locate`.
+        """Returns the rows of data records of a slot: the inverse of `locate`; -1 for padding.
 
         Not checked: that positions are in 0..data_rows(slot)-1. The caller does.
         """
         self._check_slot(slot)
         row_U = np.empty(len(positions_U), np.int64)
+        if self._placed is not None:
+            self._placed.row_at(slot, np.ascontiguousarray(positions_U, dtype=np.int64), row_U)
+            return row_U
         of_slot = self.data_first[slot], self.data_base[slot], self.data_member[slot]
         _row_at(np.ascontiguousarray(positions_U, dtype=np.int64), *of_slot, self.slots, row_U)
         return row_U
+
+    def rows_of(self, base: int, member: int, rotations_G: Integers) -> Integers:
+        """Returns the rows of a member k or less of stripes of one base that exist, (G,) int64; -1 for padding."""
+        return self.row_at(int(self.member_slot[base, member]), self.position(base, member, rotations_G))
+
+    def rows_of_rank(self, slot: int, rank: int, first: int, end: int) -> int:
+        """Returns how many of the rows first .. end - 1 are among the records of one rank of a slot.
+
+        Of a placed slab, these rows must be whole pieces.
+        """
+        low, high = self.data_first[slot, rank : rank + 2].tolist()
+        if self._placed is not None:
+            return self._placed.count(slot, low, high, first, end)
+        apart = self.slots * self.k  # rows from one record of the rank to the next
+        lowest = int(self.data_base[slot, rank]) * self.k + int(self.data_member[slot, rank])
+        return max(0, -((lowest - end) // apart)) - max(0, -((lowest - first) // apart))
 
     def group(self, slot: int, parity: bool, positions_U: Integers) -> list[StripeGroup]:
         """Splits records of a slot by the base of their stripes.
@@ -286,7 +432,7 @@ class Layout:
         stripes_G = np.asarray(rotations_G, dtype=np.int64) * self.slots + base
         if member >= self.k:
             return stripes_G < self.stripes
-        return stripes_G * self.k + member < self.rows
+        return stripes_G * self.k + member < self.cells
 
     def holders(self, slot: int) -> tuple[int, ...]:
         """Returns the slots that hold parity of records of `slot`, ascending, whatever the number of rows."""
@@ -334,12 +480,14 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=1024)
-def layout_of(slots: int, k: int, r: int, rows: int) -> Layout:
+def layout_of(slots: int, k: int, r: int, rows: int, pieces: tuple[Piece, ...] = ()) -> Layout:
     """Returns the layout of a slab, as `Layout(...)`. It is cached: coordinator, servers and trainers share it."""
-    return Layout(slots, k, r, rows)
+    return Layout(slots, k, r, rows, pieces)
 
 
 def warm() -> None:
     """Compiles or loads every kernel of this module."""
     Layout(1, 1, 0, 1).locate(np.zeros(1, np.int64))
     Layout(1, 1, 0, 1).row_at(0, np.zeros(1, np.int64))
+    Layout(1, 1, 0, 1, (Piece(1, (0,)),)).locate(np.zeros(1, np.int64))
+    Layout(1, 1, 0, 1, (Piece(1, (0,)),)).row_at(0, np.zeros(1, np.int64))

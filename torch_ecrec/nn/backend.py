@@ -7,12 +7,13 @@ Shape legend: N ids, U unique rows, D embedding dim, W record width in floats, b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, Never, Protocol
 
 from torch import Tensor
 
-from torch_ecrec.layout.routing import Parts
+from torch_ecrec.layout.routing import BagRoute, Parts
 from torch_ecrec.spec.job import JobSpec
 
 
@@ -49,11 +50,30 @@ class EmbeddingBackend(Protocol):
         They come in parts (u, D), in the order of the rows. They must not be written to.
         """
 
-    def look_ahead(self, rows: list[Tensor]) -> None:
-        """Announces rows that `lookup_parts` gets later in this step, as the same tensors, to be fetched early."""
+    def pools(self, evaluation: bool) -> bool:
+        """Whether bags that a slot pools are, bit for bit, those that a trainer pools of its rows."""
 
-    def push(self, rows: list[Tensor], gradients: list[Tensor], rates: list[float]) -> None:
-        """Ends the step with gradients (U, D) and a learning rate per slab. Every trainer calls it in every step."""
+    def lookup_bags(self, rows: list[Tensor], bags: list[BagRoute]) -> tuple[list[Parts], list[Tensor]]:
+        """Returns what `lookup_parts` does, and per slab the sums (G, D) float32 of bags, which slots pool."""
+
+    def look_ahead(self, rows: list[Tensor], bags: Sequence[BagRoute] = ()) -> None:
+        """Announces rows and bags that a lookup gets later in this step, as the same tensors, to be fetched early."""
+
+    def push(
+        self,
+        rows: list[Tensor],
+        gradients: list[Tensor],
+        rates: list[float],
+        bags: Sequence[BagRoute] = (),
+        bag_gradients: Sequence[Tensor] = (),
+        ahead: Sequence[tuple[Sequence[Tensor], Sequence[BagRoute]]] = (),
+    ) -> None:
+        """Ends the step with gradients (U, D) and a learning rate per slab, and gradients (G, D) of bags of other rows.
+
+        `ahead` are the rows and bags of lookups of the next step, as `look_ahead` would be given them after this.
+
+        Every trainer calls it in every step.
+        """
 
     def read(self, slab: int, rows: Tensor) -> Tensor:
         """Reads records (U, W), weights then optimizer state, after `step - 1`; rows ascend. Also before `loaded`."""

@@ -63,7 +63,8 @@ class ErasureCodedEmbeddingBagCollection(ServedModule[KeyedTensor]):
         return features
 
     def _bags(self, part: Slice, features: KeyedJaggedTensor, repeats: Repeats | None) -> tuple[Tensor, Bags]:
-        return part.bags(features, self._weighted, self._step.session.arrange, repeats)
+        slots = self._step.slots_that_pool(evaluation=not self.training)
+        return part.bags(features, self._weighted, self._step.session.arrange, repeats, slots)
 
     def output_dist(self, ctx: Context, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
         """Concatenates the pooled features to (B, sum of dims), rounded to their output dtype."""

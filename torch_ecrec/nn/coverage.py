@@ -8,7 +8,7 @@
 The last kind is refused by name. Who wants it all the same says so (`UNPROTECTED`): these modules are then TorchRec's,
 sharded by the plan that was given, or by one of TorchRec's planner.
 
-A plan *chooses* if it puts a table on the servers (`erasure_coded`): then it says of every collection that it names
+A plan *chooses* if it puts a table on the servers (`OURS`): then it says of every collection that it names
 whose it is. A collection is sharded as a whole. One that the plan makes data-parallel is dense, and in the snapshot. A
 plan that does not choose was made for TorchRec alone, and where served tables lie is the servers' business.
 """
@@ -34,6 +34,8 @@ from torch_ecrec.state_dicts.kinds import COLLECTIONS, KINDS, Collection
 from torch_ecrec.state_dicts.unsharded import inside_of
 
 ERASURE_CODED = "erasure_coded"  # our sharding type
+OURS = {ERASURE_CODED: "auto", **{f"{ERASURE_CODED}_{kind}": kind for kind in ("table_wise", "row_wise")}}
+"""Our sharding types, and how a table of each is placed on the slots (`layout/placing.py`)."""
 UNPROTECTED = ("refuse", "snapshot", "allow", "reset")
 """What becomes of what nobody protects.
 
@@ -174,7 +176,7 @@ def coverage_of(module: nn.Module, plan: ShardingPlan | None, sharders: Sequence
 def chooses(plan: ShardingPlan | None) -> bool:
     """Returns whether a plan says which tables are on the servers."""
     entries = plan.plan.values() if plan is not None else ()
-    return any(table.sharding_type == ERASURE_CODED for entry in entries for table in cast(Any, entry).values())
+    return any(table.sharding_type in OURS for entry in entries for table in cast(Any, entry).values())
 
 
 def _types_of(path: str, chosen: Mapping[str, Any]) -> dict[str, str]:
@@ -184,7 +186,7 @@ def _types_of(path: str, chosen: Mapping[str, Any]) -> dict[str, str]:
         ValueError: the plan leaves some of its tables to TorchRec, and not the others.
     """
     types = {table: entry.sharding_type for table, entry in chosen.get(path, {}).items()}
-    ours = [table for table, kind in types.items() if kind == ERASURE_CODED]
+    ours = [table for table, kind in types.items() if kind in OURS]
     if ours and len(ours) < len(types):
         raise ValueError(several_sides(path, ours, [table for table in types if table not in ours]))
     return {} if ours else types

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torch_ecrec.nn.slices import Bags, Table
+from torch_ecrec.layout.routing import Parts
+from torch_ecrec.nn.slices import Bags, PooledBags, Table, without
 from torch_ecrec.nn.staging import Crossing
 from torch_ecrec.nn.step import SparseStep
 
@@ -24,6 +25,7 @@ from torch_ecrec.nn.step import SparseStep
 class PooledLookup(torch.autograd.Function):
     """Pools rows from the backend in the forward, and passes their gradients to the step in the backward."""
 
+    # anchor: a tensor of the module that looks up, which needs a gradient.
     @staticmethod
     def forward(
         ctx: Any,
@@ -36,17 +38,18 @@ class PooledLookup(torch.autograd.Function):
         *per_id: Tensor | None,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        weights = step.lookup(rows)
-        ctx.step, ctx.rows, ctx.bags, ctx.crossings, ctx.ticket = step, rows, bags, crossings, step.ticket()
+        weights, sums = step.lookup(rows, bags)
+        ctx.step, ctx.rows, ctx.bags, ctx.crossings, ctx.ticket = step, rows, bags, crossings, step.ticket(anchor)
         ctx.frozen = frozen
         ctx.weights = weights if any(ctx.needs_input_grad[6:]) else None
-        return tuple(part.pool(weights[part.slab], crossing) for part, crossing in zip(bags, crossings, strict=True))
+        return tuple(pool_all(weights, sums, bags, crossings))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         of_rows: list[Tensor | None] = [None] * len(ctx.rows)
         of_ids: list[Tensor | None] = [None] * len(gradients)
+        of_sums: list[tuple[PooledBags, Tensor]] = []
         all_finite = True
         for i, (part, gradient_BFD) in enumerate(zip(ctx.bags, gradients, strict=True)):
             if gradient_BFD is None:
@@ -56,27 +59,24 @@ class PooledLookup(torch.autograd.Function):
             divisor = ctx.step.gradient_divisor
             of_rows[part.slab], finite = part.rows_backward(gradient_BFD, len(ctx.rows[part.slab]), divisor)
             all_finite &= finite
+            if part.pooled is not None:
+                sums_GD, finite = part.sums_backward(gradient_BFD, divisor)
+                of_sums.append((part.pooled, sums_GD))
+                all_finite &= finite
             if ctx.needs_input_grad[6 + i]:
                 of_ids[i] = part.ids_backward(gradient_BFD, ctx.weights[part.slab], divisor)
         rows = ctx.rows
         if ctx.frozen:
-            rows, of_rows = _without(ctx.frozen, rows, of_rows)
-        ctx.step.receive(ctx.ticket, rows, of_rows, all_finite)
+            rows, of_rows = without(ctx.frozen, rows, of_rows)
+        ctx.step.receive(ctx.ticket, rows, of_rows, all_finite, of_sums, ctx.frozen)
         return (None, None, None, None, None, None, *of_ids)
 
 
-def _without(
-    frozen: Sequence[Table], rows: Sequence[Tensor], gradients: Sequence[Tensor | None]
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Returns the rows (U,) and gradients (U, D) of each slab without those of frozen tables."""
-    rows, gradients = list(rows), list(gradients)
-    for slab in {table.slab for table in frozen}:
-        rows_U, gradient_UD = rows[slab], gradients[slab]
-        if gradient_UD is None:
-            continue
-        keep_U = torch.ones(len(rows_U), dtype=torch.bool, device="cpu")
-        for table in frozen:
-            if table.slab == slab:
-                keep_U &= (rows_U < table.first_row) | (rows_U >= table.first_row + table.rows)
-        rows[slab], gradients[slab] = rows_U[keep_U], gradient_UD[keep_U]
-    return rows, gradients
+def pool_all(
+    weights: Sequence[Parts], sums: Sequence[Tensor], bags: Sequence[Bags], crossings: Sequence[Crossing]
+) -> list[Tensor]:
+    """Returns the pooled features of each slice, from what was looked up of each slab."""
+    return [
+        part.pool(weights[part.slab], crossing, sums[part.slab] if part.pooled is not None else None)
+        for part, crossing in zip(bags, crossings, strict=True)
+    ]

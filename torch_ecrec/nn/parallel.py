@@ -61,7 +61,7 @@ from torch_ecrec.nn.processed import watch_batches
 from torch_ecrec.nn.recorder import recorded, tell_unless_rehearsed
 from torch_ecrec.nn.reduce import OrderedMean
 from torch_ecrec.nn.served import show_tables
-from torch_ecrec.nn.sharder import all_table_specs, columns_of, job_names, output_dtypes, sharders_for
+from torch_ecrec.nn.sharder import all_table_specs, columns_of, job_names, output_dtypes, sharders_for, types_in
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.resume.compiled import Compiled
 from torch_ecrec.resume.reader import Reader, Stateful
@@ -70,6 +70,7 @@ from torch_ecrec.runtime.checks import plain_copy, take_bool, take_int, take_str
 from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings
+from torch_ecrec.spec.spread import said_of_padding
 from torch_ecrec.state_dicts.kinds import COLLECTIONS
 from torch_ecrec.state_dicts.unsharded import configs_of
 
@@ -160,6 +161,8 @@ class DistributedModelParallel(ShardedAtAllPaths):
             job = JobSpec(tables=tables, code=code or CodeSpec(), trainers=env.world_size, seed=seed)
             session = connected = _connect(job, settings, code, env.rank, snapshot_every)
         _check_session(session, tables, env)
+        if tables and session.trainer == 0 and (padding := said_of_padding(session.job)):
+            warnings.warn(padding, stacklevel=2)
         session, recorder = recorded(session, self)
         step = SparseStep(session, _group_of_steps(env), nan_gradients, env.process_group)
         super().__init__(
@@ -468,9 +471,10 @@ def _plan(covered: Coverage, given: ShardingPlan | None, world_size: int) -> Sha
     plan = {path: entry for path, entry in planned if is_inside(path, covered.left)}
     around = {inside: path for path, inside in covered.remapping.items()}
     for inside, module in covered.served.items():
+        kinds = types_in(given, inside, module)
         plan[around.get(inside, inside)] = EmbeddingModuleShardingPlan(
             {
-                config.name: ParameterSharding("erasure_coded", "parameter_server", ranks=list(range(world_size)))
+                config.name: ParameterSharding(kinds[config.name], "parameter_server", ranks=list(range(world_size)))
                 for config in configs_of(module)
             }
         )

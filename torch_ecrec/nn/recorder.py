@@ -28,6 +28,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from torch_ecrec.layout.routing import BagRoute
 from torch_ecrec.nn.backend import EmbeddingBackend
 from torch_ecrec.nn.dense import Header, dense_parameters, own_of
 from torch_ecrec.observe import trace
@@ -173,10 +174,19 @@ class Recorded:
     def snapshot_every(self, steps: int) -> None:
         self._session.snapshot_every = steps
 
-    def push(self, rows: list[Tensor], gradients: list[Tensor], rates: list[float]) -> None:
+    def push(
+        self,
+        rows: list[Tensor],
+        gradients: list[Tensor],
+        rates: list[float],
+        bags: Sequence[BagRoute] = (),
+        bag_gradients: Sequence[Tensor] = (),
+        ahead: Sequence[tuple[Sequence[Tensor], Sequence[BagRoute]]] = (),
+    ) -> None:
         step = self._session.step
-        self._session.push(rows, gradients, rates)
-        self._recorder.on_pushed(step, rows, gradients, rates)
+        self._session.push(rows, gradients, rates, bags, bag_gradients, ahead)
+        ids = [*rows, *(part for there in bags for part in (*there.positions, *there.lengths))]
+        self._recorder.on_pushed(step, ids, [*gradients, *bag_gradients], rates)
 
     def snapshot(self, payload: Tensor, header: list[int]) -> None:
         self._session.snapshot(payload, header)

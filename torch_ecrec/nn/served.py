@@ -7,9 +7,9 @@ TorchRec runs a sharded module in stages, and its pipelines run them apart:
     output_dist   what was computed gets the form of the unsharded module's output: `bags.py`, `sequences.py`
 
 Invariants. Rows are looked up in `compute`, never in `input_dist`, which pipelines run one batch ahead: a row is never
-a step old. A batch that a pipeline has announced that way is asked for as soon as the push before it is sent, so that
-its rows travel while the rest of the backward and the dense optimizer run; the servers answer once they have applied
-that push.
+a step old. A batch that a pipeline has announced that way is asked for with the push before it, in the same messages,
+or right behind if it has so many ids that they would hold up the push. Its rows travel while the rest of the backward
+and the dense optimizer run; the servers answer once they have applied that push.
 
 Does not hold weights, talk to servers (`backend.EmbeddingBackend` does) or change the dense part of the model. What a
 training step is, `step.py` says; pooling is in `slices.py`, the autograd function in `lookup.py`, and what is saved and
@@ -41,8 +41,9 @@ from torchrec.sparse.jagged_tensor_validator import validate_keyed_jagged_tensor
 from torchrec.streamable import Multistreamable
 
 from torch_ecrec.compat.torch import OwnState, own_parameters
+from torch_ecrec.layout.routing import BagRoute
 from torch_ecrec.nn.dense import WithTables
-from torch_ecrec.nn.lookup import PooledLookup
+from torch_ecrec.nn.lookup import PooledLookup, pool_all
 from torch_ecrec.nn.pipelines import check_in_sync
 from torch_ecrec.nn.placeholder import StandIns, TableParameter, are_trained
 from torch_ecrec.nn.repeats import Repeats, check_lengths
@@ -55,6 +56,7 @@ from torch_ecrec.state_dicts.kinds import Collection
 from torch_ecrec.state_dicts.unsharded import configs_of, draw_weights, folder_of, is_default, pooling_of, weight_of
 
 Output = TypeVar("Output")
+WITH_PUSH_MOST = 1 << 16  # ids of a batch: to find their places takes a thread some ms, and servers wait for the push
 PIPELINED_MOST = 8  # batches that a pipeline has announced and not computed; TorchRec's have up to 3
 
 
@@ -122,6 +124,7 @@ class ServedModule(
                 features=tuple(config.feature_names),
                 pooling=pooling_of(config),
                 optimizer=job.slabs[slab].optimizer.kind,
+                home=job.home_of(job_names[config.name]),
             )
         places = [(feature, table) for table in self._tables.values() for feature in table.features]
         names = [name for names in get_embedding_names_by_table(list(configs)) for name in names]
@@ -143,6 +146,7 @@ class ServedModule(
         self._validated = False
         self._coming: deque[HostIds] = deque(maxlen=PIPELINED_MOST)  # announced, not computed yet
         self._ready: tuple[KeyedJaggedTensor, list[Tensor], list[Bags]] | None = None  # looked up ahead
+        step.coming.append(self._ask_with_push)
         step.on_pushed += [self.columns.begin, self._look_ahead]
         self._arrange()
 
@@ -212,16 +216,33 @@ class ServedModule(
             self._coming.append(self._staging.ids(features))
         return KJTListSplitsAwaitable([NoWait(NoWait(features))], ctx)
 
+    def _ask_with_push(self) -> tuple[list[Tensor], list[BagRoute]] | None:
+        """Returns what the batch that a pipeline will compute next looks up, to be asked for with the push.
+
+        Returns:
+            Rows (U,) and bags, per slab of the job; None if there is no such batch, or it has many ids.
+        """
+        if self._coming and self._coming[0].features.values().numel() <= WITH_PUSH_MOST:
+            return self._prepare_ahead()
+        return None
+
     def _look_ahead(self) -> None:
-        """Asks the servers for the rows of the batch that a pipeline will compute next."""
-        if self._coming and not self._weighted:  # weights of ids have a graph, which a backward must not start
-            ids = self._coming[0]
-            try:
-                rows, bags = self._prepare(ids)
-            except ValueError:  # an id that is no row: `compute` says so, where it belongs
-                return
-            self._ready = (ids.features, rows, bags)
-            self._step.session.look_ahead(rows)
+        """Asks the servers for the rows of the batch that a pipeline will compute next, unless the push did."""
+        if self._coming and (self._ready is None or self._ready[0] is not self._coming[0].features):
+            asked = self._prepare_ahead()
+            if asked is not None:
+                self._step.session.look_ahead(*asked)
+
+    def _prepare_ahead(self) -> tuple[list[Tensor], list[BagRoute]] | None:
+        if self._weighted:  # weights of ids have a graph, which a backward must not start
+            return None
+        ids = self._coming[0]
+        try:
+            rows, bags = self._prepare(ids)
+        except ValueError:  # an id that is no row: `compute` says so, where it belongs
+            return None
+        self._ready = (ids.features, rows, bags)
+        return rows, self._step.routes(bags)
 
     def _prepare(self, ids: HostIds) -> tuple[list[Tensor], list[Bags]]:
         """Returns the unique rows (U,) for each slab of the job, and the bags for each slab of this module."""
@@ -272,8 +293,8 @@ class ServedModule(
             per_id = (part.per_id_N for part in bags)
             pooled = PooledLookup.apply(self._anchor, step, rows, bags, crossings, self._frozen(), *per_id)
         else:
-            weights = step.lookup(rows, evaluation=not self.training)
-            pooled = [part.pool(weights[part.slab], crossing) for part, crossing in zip(bags, crossings, strict=True)]
+            weights, sums = step.lookup(rows, bags, evaluation=not self.training)
+            pooled = pool_all(weights, sums, bags, crossings)
         return [crossing.over(pooled_BFD) for crossing, pooled_BFD in zip(crossings, pooled, strict=True)]
 
     def config_of(self, table: str) -> BaseEmbeddingConfig:

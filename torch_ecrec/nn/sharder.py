@@ -7,9 +7,10 @@ the config's bounds, seeded per row. One with an `init_fn`, and one that holds w
 chunks. An `init_fn` runs on the CPU under a random state seeded by the job's seed and the table's name, one table at a
 time.
 
-Of a given plan two things count: wishes for a table, as if `fused_params` had them (`ParameterConstraints(
-output_dtype=DataType.FP16)`), and that TorchRec would leave a table's step to the script's own optimizer, of which
-the user is told. Where rows lie is the servers' business: sharding types, ranks, kernels and caches change no number.
+Of a given plan three things count: wishes for a table, as if `fused_params` had them (`ParameterConstraints(
+output_dtype=DataType.FP16)`); how one of our sharding types places it on the slots, and how many ids its bags have
+(`ServedSharding`); and that TorchRec would leave a table's step to the script's own optimizer, of which the user is
+told. TorchRec's sharding types, ranks, kernels and caches say nothing: they are of rows in the trainers.
 
 Does not decide where rows live and does not step: see `layout`, and `step.py`.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,6 +47,7 @@ from torchrec.modules.mc_embedding_modules import (
 from torch_ecrec.compat.torch import attached_optimizers
 from torch_ecrec.compat.torchrec import collection_of
 from torch_ecrec.nn.bags import ErasureCodedEmbeddingBagCollection, ErasureCodedFusedEmbeddingBagCollection
+from torch_ecrec.nn.coverage import ERASURE_CODED, OURS
 from torch_ecrec.nn.managed import (
     ErasureCodedManagedCollisionEmbeddingBagCollection,
     ErasureCodedManagedCollisionEmbeddingCollection,
@@ -68,6 +71,17 @@ from torch_ecrec.state_dicts.unsharded import (
 )
 
 
+@dataclass
+class ServedSharding(ParameterSharding):
+    """A plan's entry for a table on the servers.
+
+    Args:
+        pooling_factor: ids of a bag, on average. Slots pool the bags of tables where these are long.
+    """
+
+    pooling_factor: float = 1.0
+
+
 def table_specs(
     module: Collection,
     job_names: Mapping[str, str],
@@ -87,7 +101,8 @@ def table_specs(
     for config in configs_of(module):
         check_config(config)
         parameter, weights = weight_of(module, config.name), weights_of(config)
-        wishes = {**(fused_params or {}), **_wishes_of((planned or {}).get(config.name))}
+        entry = (planned or {}).get(config.name)
+        wishes = {**(fused_params or {}), **_wishes_of(entry)}
         specs.append(
             TableSpec(
                 name=job_names[config.name],
@@ -97,6 +112,9 @@ def table_specs(
                 high=config.get_weight_init_max(),
                 optimizer=optimizer_spec(config.name, parameter, wishes, weights),
                 weights=weights,
+                sharding=OURS.get(entry.sharding_type, "auto") if entry is not None else "auto",
+                features=len(config.feature_names),
+                pooling_factor=entry.pooling_factor if isinstance(entry, ServedSharding) else 1.0,
             )
         )
     return specs
@@ -305,7 +323,7 @@ class ErasureCodedSharder(_OfOneKind):
         return {config.name: weight_of(module, config.name) for config in configs_of(module)}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return ["erasure_coded"]
+        return list(OURS)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         return ["parameter_server"]
@@ -409,6 +427,13 @@ def _first_weights(config: BaseEmbeddingConfig, parameter: nn.Parameter, seed: i
 # what a given plan says --------------------------------------------------------------------------
 
 _WISHES = ("output_dtype", "stochastic_rounding", "bounds_check_mode")  # as if `fused_params` had them
+
+
+def types_in(plan: ShardingPlan | None, path: str, module: Collection) -> dict[str, str]:
+    """Returns by table of a served collection which of our sharding types it has: what the plan says, if it does."""
+    types = {name: entry.sharding_type for name, entry in _entries_of(plan, path).items()}
+    names = [config.name for config in configs_of(module)]
+    return {name: types[name] if types.get(name) in OURS else ERASURE_CODED for name in names}
 
 
 def _entries_of(plan: ShardingPlan | None, path: str) -> Mapping[str, ParameterSharding]:

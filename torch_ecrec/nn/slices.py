@@ -27,7 +27,9 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torch_ecrec.client import pooling
-from torch_ecrec.layout.routing import Parts
+from torch_ecrec.layout.placing import LONG_BAG
+from torch_ecrec.layout.routing import BagRoute, Homes, Parts
+from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.nn.repeats import bag_of_sample, lengths_of
 from torch_ecrec.nn.staging import Crossing
 from torch_ecrec.records.schema import Schema
@@ -52,6 +54,7 @@ class Table:
     features: tuple[str, ...]
     pooling: PoolingType
     optimizer: str
+    home: tuple[int, int] | None = None  # the slot that has all its rows, and where they begin there
 
     @property
     def dtype(self) -> torch.dtype:
@@ -77,6 +80,8 @@ class Slice:
         self.first_F = np.array([table.first_row for table in self.tables], np.int64)
         self.rows_F = np.array([table.rows for table in self.tables], np.int64)
         self.mean_F = np.array([table.pooling is PoolingType.MEAN for table in self.tables])
+        whole = [(f, *table.home, table.rows) for f, table in enumerate(self.tables) if table.home is not None]
+        self.homes = Homes(*np.array(whole, np.int64).reshape(-1, 4).T.copy())
 
     def bags(
         self,
@@ -84,19 +89,50 @@ class Slice:
         weighted: bool,
         arrange: Callable[[int, Tensor], tuple[Tensor, Tensor]],
         repeats: tuple[list[str], Tensor] | None = None,
+        slots: int = 0,
     ) -> tuple[Tensor, Bags]:
         """Returns the unique slab rows (U,) of the ids of `features`, in this slice's order, and how they are pooled.
 
         Args:
             repeats: the batch's inverse indices, if its features have batch sizes of their own.
+            slots: how many there are, if they may pool; 0: they may not.
 
         Raises:
             ValueError: an id is not a row of its table, or an inverse index no bag of its feature.
         """
         per_id_N = features.weights().float().cpu().contiguous() if weighted else None
-        rows_U, inverse_N, lengths_FB = self._unique(features, arrange)
+        ids_N, lengths_FB = _ids_of(features), lengths_of(features)
         index_FN = None if repeats is None else bag_of_sample(repeats, self.features, features.stride_per_key())
-        return rows_U, Bags(self.slab, self.dim, inverse_N, lengths_FB, per_id_N, self.mean_F, self.limit, index_FN)
+        pooled = None
+        if slots and self._is_long(lengths_FB) and (per_id_N is None or not per_id_N.requires_grad):
+            pooled, ids_N, lengths_FB, per_id_N = self._split(ids_N, lengths_FB, per_id_N, slots)
+        rows_U, inverse_N = arrange(self.slab, self._rows(ids_N, lengths_FB))
+        inverse, of_slice = inverse_N.numpy(), (self.mean_F, self.limit, index_FN)
+        return rows_U, Bags(self.slab, self.dim, inverse, lengths_FB, per_id_N, *of_slice, pooled)
+
+    def _is_long(self, lengths_FB: np.ndarray) -> bool:
+        """Whether one vector for each bag of the whole tables is clearly less than their rows."""
+        of_whole = lengths_FB[self.homes.feature_P]
+        return bool(of_whole.sum() >= LONG_BAG * np.count_nonzero(of_whole)) and bool(of_whole.any())
+
+    def _split(
+        self, ids_N: Tensor, lengths_FB: np.ndarray, per_id_N: Tensor | None, slots: int
+    ) -> tuple[PooledBags, Tensor, np.ndarray, Tensor | None]:
+        """Takes the bags of the whole tables apart: returns them, and ids, lengths and weights of the others."""
+        factors_N = _NO_WEIGHTS if per_id_N is None else per_id_N.numpy()
+        there = self.homes.route(slots, ids_N.numpy(), lengths_FB, factors_N)
+        if isinstance(there, int):
+            raise self._out_of_range(ids_N, lengths_FB, there)
+        feature_P = self.homes.feature_P
+        lengths_PB = np.ascontiguousarray(lengths_FB[feature_P], np.int32)
+        pooled = PooledBags([self.tables[f] for f in feature_P.tolist()], feature_P, lengths_PB, there)
+        ends_F = lengths_FB.sum(axis=1).cumsum()
+        rest = [f for f in range(len(self.tables)) if self.tables[f].home is None]
+        spans = [(int(ends_F[f]) - int(lengths_FB[f].sum()), int(ends_F[f])) for f in rest]
+        rest_FB = lengths_FB.copy()
+        rest_FB[feature_P] = 0
+        others = None if per_id_N is None else _joined(per_id_N, spans)
+        return pooled, _joined(ids_N, spans), rest_FB, others
 
     def ids(
         self, features: KeyedJaggedTensor, arrange: Callable[[int, Tensor], tuple[Tensor, Tensor]]
@@ -110,19 +146,68 @@ class Slice:
         self, features: KeyedJaggedTensor, arrange: Callable[[int, Tensor], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, np.ndarray, np.ndarray]:
         """Returns unique slab rows (U,), the index of each id's row among them (N,), and ids per bag (F, B)."""
-        ids_N = features.values().detach().cpu().contiguous()  # here already, but for ids with weights
         lengths_FB = lengths_of(features)
+        rows_U, inverse_N = arrange(self.slab, self._rows(_ids_of(features), lengths_FB))
+        return rows_U, inverse_N.numpy(), lengths_FB
+
+    def _rows(self, ids_N: Tensor, lengths_FB: np.ndarray) -> Tensor:
+        """Returns the slab row of each id (N,)."""
         rows_N = np.empty(len(ids_N), np.int64)
         at = pooling.to_slab_rows(ids_N.numpy(), lengths_FB, self.first_F, self.rows_F, rows_N)
         if at >= 0:
-            feature = int((lengths_FB.sum(axis=1).cumsum() <= at).sum())
-            table = self.tables[feature]
-            raise ValueError(
-                f"id {int(ids_N[at])} of feature {self.features[feature]} is out of range:"
-                f" table {table.name} has {table.rows} rows"
-            )
-        rows_U, inverse_N = arrange(self.slab, torch.from_numpy(rows_N))
-        return rows_U, inverse_N.numpy(), lengths_FB
+            raise self._out_of_range(ids_N, lengths_FB, at)
+        return torch.from_numpy(rows_N)
+
+    def _out_of_range(self, ids_N: Tensor, lengths_FB: np.ndarray, at: int) -> ValueError:
+        feature = int((lengths_FB.sum(axis=1).cumsum() <= at).sum())
+        table = self.tables[feature]
+        return ValueError(
+            f"id {int(ids_N[at])} of feature {self.features[feature]} is out of range:"
+            f" table {table.name} has {table.rows} rows"
+        )
+
+
+@dataclass
+class PooledBags:
+    """Those bags of a slice that slots pool, of P of its features: bag p * B + b is that of feature p and sample b.
+
+    Args:
+        tables: of each feature.
+        feature_P: which of the slice's features these are, ascending.
+        lengths_PB: int32, ids per bag.
+        there: where the rows live.
+    """
+
+    tables: list[Table]
+    feature_P: np.ndarray
+    lengths_PB: np.ndarray
+    there: BagRoute
+
+    def as_rows(
+        self, gradient_GD: Tensor, layout: Layout, arrange: Callable[[int, Tensor], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Returns unique rows (U,) and their gradients (U, D), from those of the sums: what a slot makes of them.
+
+        Args:
+            layout: of the slab.
+        """
+        slots = range(len(self.there.positions))
+        of_slots = [layout.row_at(slot, self.there.positions[slot].numpy().astype(np.int64)) for slot in slots]
+        rows_U, inverse_N = arrange(self.tables[0].slab, torch.from_numpy(np.concatenate(of_slots)))
+        factors = [] if self.there.factors is None else self.there.factors
+        of_rows_UD = torch.empty((len(rows_U), gradient_GD.shape[1]), dtype=torch.float32, device="cpu")
+        pooling.pool_backward(
+            torch.cat(self.there.split(gradient_GD)).numpy()[:, None],
+            inverse_N.numpy(),
+            torch.cat(self.there.lengths).numpy()[None],
+            torch.cat(factors).numpy() if factors else _NO_WEIGHTS,
+            bool(factors),
+            np.zeros(1, np.bool_),
+            np.float32(1),
+            np.zeros(len(rows_U), np.bool_),
+            of_rows_UD.numpy(),
+        )
+        return rows_U, of_rows_UD
 
 
 @dataclass
@@ -137,6 +222,7 @@ class Bags:
         mean_F: bool, whether a feature is averaged.
         limit: gradients of pooled values are clamped to plus or minus this.
         index_FN: for each feature, the bag of each of N samples; None: sample i has bag i.
+        pooled: the bags of those features that slots pool, which have no ids in the fields above.
     """
 
     slab: int
@@ -147,12 +233,17 @@ class Bags:
     mean_F: np.ndarray
     limit: float = math.inf
     index_FN: np.ndarray | None = None
+    pooled: PooledBags | None = None
 
     def _weights(self) -> np.ndarray:
         return _NO_WEIGHTS if self.per_id_N is None else self.per_id_N.detach().numpy()
 
-    def pool(self, weights: Parts, crossing: Crossing) -> Tensor:
-        """Pools rows that were looked up to (B, F, D), or repeated to (N, F, D), in memory of the crossing."""
+    def pool(self, weights: Parts, crossing: Crossing, sums: Tensor | None = None) -> Tensor:
+        """Pools rows that were looked up to (B, F, D), or repeated to (N, F, D), in memory of the crossing.
+
+        Args:
+            sums: (G, D), what slots have pooled.
+        """
         features, batch = self.lengths_FB.shape
         shape = (batch, features, self.dim)
         if self.index_FN is None:
@@ -169,11 +260,29 @@ class Bags:
             self.mean_F,
             out_BFD.numpy(),
         )
+        if self.pooled is not None:
+            assert sums is not None, "they were looked up"
+            feature_P, lengths_PB = self.pooled.feature_P, self.pooled.lengths_PB
+            pooling.place_bags(sums.numpy(), feature_P, lengths_PB, self.mean_F, out_BFD.numpy())
         if self.index_FN is None:
             return out_BFD
         out_NFD = crossing.empty(self.index_FN.shape[1], features, self.dim)
         pooling.repeat_bags(out_BFD.numpy(), self.index_FN, out_NFD.numpy())
         return out_NFD
+
+    def sums_backward(self, gradient_BFD: Tensor, divisor: int) -> tuple[Tensor, bool]:
+        """Returns gradients (G, D) of the sums that slots have made, and whether those of all rows will be finite."""
+        pooled = self.pooled
+        assert pooled is not None, "slots have pooled"
+        if self.limit < math.inf:
+            gradient_BFD, divisor = (gradient_BFD / divisor).clamp_(-self.limit, self.limit), 1
+        out_GD = torch.empty((pooled.there.bags, self.dim), dtype=torch.float32, device="cpu")
+        of_bags = pooled.feature_P, pooled.lengths_PB, self.mean_F
+        most = pooling.bags_backward(gradient_BFD.numpy(), *of_bags, np.float32(divisor), out_GD.numpy())
+        factors = pooled.there.factors
+        heaviest = 1.0 if factors is None else max(float(some.abs().max()) for some in factors if len(some))
+        bound = float(most) * heaviest * pooled.there.ids  # of a row that all ids name
+        return out_GD, bound < float(np.finfo(np.float32).max)
 
     def of_bags(self, gradient: Tensor) -> Tensor:
         """Returns gradients (B, F, D) of the bags, from gradients of what `pool` returned."""
@@ -220,3 +329,29 @@ class Bags:
             out_N.numpy(),
         )
         return out_N
+
+
+def without(
+    frozen: Sequence[Table], rows: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Returns the rows (U,) and gradients (U, D) of each slab without those of frozen tables."""
+    rows, gradients = list(rows), list(gradients)
+    for slab in {table.slab for table in frozen}:
+        rows_U, gradient_UD = rows[slab], gradients[slab]
+        if gradient_UD is None:
+            continue
+        keep_U = torch.ones(len(rows_U), dtype=torch.bool, device="cpu")
+        for table in frozen:
+            if table.slab == slab:
+                keep_U &= (rows_U < table.first_row) | (rows_U >= table.first_row + table.rows)
+        rows[slab], gradients[slab] = rows_U[keep_U], gradient_UD[keep_U]
+    return rows, gradients
+
+
+def _ids_of(features: KeyedJaggedTensor) -> Tensor:
+    return features.values().detach().cpu().contiguous()  # here already, but for ids with weights
+
+
+def _joined(values_N: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Returns what is in some spans of a tensor, one behind the other."""
+    return torch.cat([values_N[begin:end] for begin, end in spans]) if spans else values_N[:0]

@@ -28,9 +28,9 @@ from torchrec.distributed.comm_ops import get_gradient_division
 
 from torch_ecrec.compat.torch import backward_pass, queue_callback
 from torch_ecrec.errors import NonFiniteGradient
-from torch_ecrec.layout.routing import Parts
+from torch_ecrec.layout.routing import BagRoute, Parts, join_bags, no_bags
 from torch_ecrec.nn.backend import EmbeddingBackend
-from torch_ecrec.nn.slices import Table
+from torch_ecrec.nn.slices import Bags, PooledBags, Table, without
 from torch_ecrec.runtime.checks import plain, shown
 from torch_ecrec.state_dicts.shares import Shares
 
@@ -38,9 +38,14 @@ NAN_GRADIENTS = ("raise", "pass")
 
 
 class Ticket:
-    """Stands for one training lookup. Its autograd graph holds it, so that a forward thrown away keeps no step open."""
+    """Stands for one training lookup. Its autograd graph holds it, so that a forward thrown away keeps no step open.
 
-    answered = False
+    Args:
+        owner: whoever has the tables that were looked into.
+    """
+
+    def __init__(self, owner: object) -> None:
+        self.owner, self.answered = owner, False
 
 
 class SparseStep:
@@ -77,6 +82,7 @@ class SparseStep:
         self.form = "sharded"  # form of tables in the state dict being made; see `TablesState.read`
         self.optimizers: list[tuple[Sequence[int], Optimizer]] = []  # group i has the learning rate of slab i of these
         self.frozen: list[Callable[[], Sequence[Table]]] = []  # tables that are looked up and not stepped
+        self.coming: list[Callable[[], tuple[list[Tensor], list[BagRoute]] | None]] = []  # what goes with a push
         self.on_pushed: list[Callable[[], None]] = []  # called when the rows of the next step may be asked for
         self._group = group
         self._refuses_nan = nan_gradients == "raise"
@@ -84,6 +90,8 @@ class SparseStep:
         self._waiting: weakref.WeakSet[Ticket] = weakref.WeakSet()  # training lookups without a gradient so far
         self._pass = -1  # id of the backward pass that the fields below belong to
         self._gathered: list[tuple[list[Tensor], Sequence[Tensor | None]]] = []
+        self._owners: list[object] = []  # likewise, of their tickets
+        self._sums: list[tuple[PooledBags, Tensor, Sequence[Table]]] = []  # likewise, of what slots have pooled
         self._finite = True  # all that was gathered
         self._passes = 0  # backwards through what training forwards of the model gave; alike on all trainers
         self._counted = -1  # id of the last of them
@@ -151,14 +159,43 @@ class SparseStep:
         self.load_written("alone")
         self.session.snapshot(*pack(self.session.step - 1))
 
-    def lookup(self, rows: list[Tensor], evaluation: bool = False) -> list[Parts]:
-        """Returns weights (U, D) per slab, in parts. With `evaluation` no gradients will follow."""
-        self.open()
-        return self.session.lookup_parts(rows, evaluation)
+    def slots_that_pool(self, evaluation: bool) -> int:
+        """Returns how many slots there are, if they may pool; 0 otherwise.
 
-    def ticket(self) -> Ticket:
-        """Returns a ticket for a training lookup. It waits for its gradient until its autograd graph is gone."""
-        ticket = Ticket()
+        They may where that changes no bit of what a trainer would make of the rows.
+        """
+        return self.session.job.code.slots if self.session.pools(evaluation) else 0
+
+    def routes(self, bags: Sequence[Bags]) -> list[BagRoute]:
+        """Returns the bags of each slab that slots pool; nothing if there are none."""
+        if all(part.pooled is None for part in bags):
+            return []
+        routes = [no_bags(self.session.job.code.slots) for _ in self.session.job.slabs]
+        for part in bags:
+            if part.pooled is not None:
+                routes[part.slab] = part.pooled.there
+        return routes
+
+    def lookup(
+        self, rows: list[Tensor], bags: Sequence[Bags], evaluation: bool = False
+    ) -> tuple[list[Parts], list[Tensor]]:
+        """Returns weights (U, D) per slab, in parts, and the sums (G, D) that slots have made of bags, if any.
+
+        With `evaluation` no gradients will follow.
+        """
+        self.open()
+        routes = self.routes(bags)
+        if routes:
+            return self.session.lookup_bags(rows, routes)
+        return self.session.lookup_parts(rows, evaluation), []
+
+    def ticket(self, owner: object) -> Ticket:
+        """Returns a ticket for a training lookup. It waits for its gradient until its autograd graph is gone.
+
+        Args:
+            owner: whoever has the tables that were looked into. Others have others.
+        """
+        ticket = Ticket(owner)
         self._waiting.add(ticket)
         return ticket
 
@@ -167,16 +204,26 @@ class SparseStep:
         """The divisor of row gradients, as in TorchRec: the number of trainers, or 1 if that is switched off."""
         return self.session.trainers if get_gradient_division() else 1
 
-    def receive(self, ticket: Ticket, rows: list[Tensor], gradients: Sequence[Tensor | None], finite: bool) -> None:
+    def receive(
+        self,
+        ticket: Ticket,
+        rows: list[Tensor],
+        gradients: Sequence[Tensor | None],
+        finite: bool,
+        sums: Sequence[tuple[PooledBags, Tensor]] = (),
+        frozen: Sequence[Table] = (),
+    ) -> None:
         """Called within a backward with gradients (U, D) of one lookup, per slab; None where the loss uses none.
 
         Args:
             finite: whether they all are.
+            sums: bags that slots have pooled, and the gradients (G, D) of their sums.
+            frozen: tables that are not trained.
         """
         task = backward_pass()
         if task != self._pass:
             self._pass, self._gathered, self._sent, self._repeated, self._refusal = task, [], False, False, None
-            self._finite = True
+            self._finite, self._sums, self._owners = True, [], []
             # Callbacks run in the order of their arrival. DDP adds its own during the pass; being last leaves DDP ready
             # for the next forward when this one raises.
             queue_callback(lambda: queue_callback(self._end_pass))
@@ -184,6 +231,8 @@ class SparseStep:
         ticket.answered = True
         self._waiting.discard(ticket)
         self._gathered.append((rows, gradients))
+        self._owners.append(ticket.owner)
+        self._sums += [(part, gradient_GD, frozen) for part, gradient_GD in sums]
         self._finite &= finite
         if not self._waiting and not self._repeated:
             self._send()
@@ -199,6 +248,7 @@ class SparseStep:
         if self._sent:
             return
         self._sent = True
+        bags, of_bags = self._take_sums()
         rows, gradients = self._merge()
         finite = self._finite and len(self._gathered) < 2  # a sum may overflow
         self._gathered = []
@@ -207,7 +257,8 @@ class SparseStep:
             self._refusal = self._check_finite(rows, gradients, finite, rates)
             if self._refusal is not None:
                 return
-        self.session.push(rows, gradients, rates)
+        ahead = [asked for coming in self.coming if (asked := coming()) is not None]
+        self.session.push(rows, gradients, rates, bags, of_bags, ahead)
         for look_ahead in self.on_pushed:
             look_ahead()
 
@@ -286,6 +337,39 @@ class SparseStep:
         found = [torch.empty_like(padded) for _ in range(self.session.trainers)]
         dist.all_gather(found, padded, group=self._group)
         return [values[1 : 1 + int(values[0])] for values in found]
+
+    def _take_sums(self) -> tuple[list[BagRoute], list[Tensor]]:
+        """Returns the bags of each slab that slots have pooled, and the gradients of their sums; nothing if none are.
+
+        They become gradients of rows where these are needed here: to add those of several lookups into the same tables,
+        to leave out frozen tables, or to find what is not finite.
+        """
+        slabs, sums, owners = self.session.job.slabs, self._sums, self._owners
+        self._sums, self._owners = [], []
+        once = len({id(owner) for owner in owners}) == len(owners)
+        kept: list[list[tuple[BagRoute, Tensor]]] = [[] for _ in slabs]
+        for part, gradient_GD, frozen in sums:
+            slab, names = part.tables[0].slab, {table.job_name for table in frozen}
+            if once and self._finite and not any(table.job_name in names for table in part.tables):
+                kept[slab].append((part.there, gradient_GD))
+                continue
+            rows: list[Tensor] = [torch.empty(0, dtype=torch.int64, device="cpu") for _ in slabs]
+            of_rows: list[Tensor | None] = [None for _ in slabs]
+            rows[slab], of_rows[slab] = part.as_rows(gradient_GD, self.session.job.layouts[slab], self.session.arrange)
+            self._gathered.append(without(frozen, rows, of_rows) if frozen else (rows, of_rows))
+        if not any(kept):
+            return [], []
+        none = no_bags(self.session.job.code.slots)
+        routes = [join_bags([route for route, _ in of_slab]) if of_slab else none for of_slab in kept]
+        gradients = [
+            torch.cat(
+                [torch.empty(0, slab.dim, dtype=torch.float32, device="cpu"), *(of_bags for _, of_bags in of_slab)]
+            )
+            if len(of_slab) != 1
+            else of_slab[0][1]
+            for slab, of_slab in zip(slabs, kept, strict=True)
+        ]
+        return routes, gradients
 
     def _merge(self) -> tuple[list[Tensor], list[Tensor]]:
         """Returns rows and gradients per slab. Where several lookups asked for a row, its gradients are summed.

@@ -12,8 +12,11 @@ from torch_ecrec.protocol.status import (
     PartialStatus,
     SavesStatus,
     SlotReport,
+    SpreadStatus,
     Status,
 )
+
+TABLES_SHOWN = 12  # of more, a status says where they lie only if it is asked to
 
 
 def size(count: float) -> str:
@@ -40,8 +43,12 @@ def table(rows: list[list[str]], indent: str = "  ") -> list[str]:
     ]
 
 
-def format_status(status: Status) -> str:
-    """Returns a coordinator's status as text: the cluster, a line per slot, a line per member."""
+def format_status(status: Status, tables: bool = False) -> str:
+    """Returns a coordinator's status as text: the cluster, a line per slot, a line per table, a line per member.
+
+    Args:
+        tables: there are lines of tables even if there are more than `TABLES_SHOWN`.
+    """
     code = status.code
     protection = f"(k, r) = ({code.k}, {code.r})" if code.protection == "parity" else "no protection"
     lines = [
@@ -58,6 +65,9 @@ def format_status(status: Status) -> str:
         lines.append(f"slot {status.move.slot} moves to {status.move.server}, and goes on where it is")
     lacking = "" if status.gathering is None else format_gathering(status.gathering.servers, status.gathering.trainers)
     lines += _slots(status, reports) if status.slots else [f"  no slots placed yet{lacking}"]
+    if status.spread is not None:
+        shown = tables or len(status.spread.tables) <= TABLES_SHOWN
+        lines += ["", *_tables(status.spread)] if shown else ["  where the tables lie: torch-ecrec status --tables"]
     lines += ["", *_members(status)] if status.members else ["  no members"]
     return "\n".join(lines)
 
@@ -90,6 +100,8 @@ def _troubles(status: Status) -> list[str]:
 
 def _slots(status: Status, reports: Mapping[int, SlotReport]) -> list[str]:
     rows = [["slot", "server", "incarnation", "state", "step", "watermark", "records", "parity", "logs", "snapshots"]]
+    spread = status.spread
+    rows[0] += [] if spread is None else ["records/mean", "load/mean"]
     for place in status.slots:
         own = reports.get(place.slot)
         if own is not None and own.incarnation != place.incarnation:
@@ -103,8 +115,23 @@ def _slots(status: Status, reports: Mapping[int, SlotReport]) -> list[str]:
         else:
             sizes = (own.record_bytes, own.parity_bytes, own.log_bytes, own.snapshot_bytes)
             cells += [str(own.step), str(own.watermark), *map(size, sizes)]
+        cells += [] if spread is None else [f"{spread.records[place.slot]:.2f}", f"{spread.load[place.slot]:.2f}"]
         rows.append(cells)
     return table(rows)
+
+
+def _tables(spread: SpreadStatus) -> list[str]:
+    rows = [["table", "rows", "dim", "lies on", "long bags"]]
+    for one in spread.tables:
+        bags = "pooled there" if one.pooled else "as rows"
+        rows.append([one.name, str(one.rows), str(one.dim), lies_on(one.slots), bags])
+    return table(rows)
+
+
+def lies_on(runs: Sequence[tuple[int, int]]) -> str:
+    """Returns slots as text, of runs (first, last) of them: "slot 2", "slots 0-2, 4"."""
+    told = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return f"slot{'s' * (len(told) > 1 or '-' in told[0])} {', '.join(told)}"
 
 
 def _members(status: Status) -> list[str]:

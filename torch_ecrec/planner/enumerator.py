@@ -1,6 +1,6 @@
 """Lists the options of a planner: TorchRec's ways to shard a table, and ours beside them.
 
-Our option has the sharding type `erasure_coded` and TorchRec's name for kernels that are not FBGEMM's. It has one shard
+Our option has a sharding type of `OURS` and TorchRec's name for kernels that are not FBGEMM's. It has one shard
 for each trainer, of the rows that are the trainer's in a state dict (`state_dicts/shares.py`); its storage is what is
 on its way in that trainer, and its time is that trainer's messages and pooling. What is on the servers is no
 trainer's: `Served` has it, and `report.py` shows it.
@@ -11,9 +11,10 @@ otherwise for two tables of one, they are refused.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,14 +32,16 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torch_ecrec.compat.torchrec import ListedEnumerator
-from torch_ecrec.nn.coverage import ERASURE_CODED, UNPROTECTED, coverage_of, is_inside, several_sides
+from torch_ecrec.layout.placing import LONG_BAG
+from torch_ecrec.nn.coverage import ERASURE_CODED, OURS, UNPROTECTED, coverage_of, is_inside, several_sides
 from torch_ecrec.nn.outputs import as_output_dtype
 from torch_ecrec.nn.sharder import all_table_specs, job_names, output_dtypes
 from torch_ecrec.planner.estimates import CALL_MS, Cost, Servers, cost_of
 from torch_ecrec.runtime.checks import require
-from torch_ecrec.spec.job import TableSpec
+from torch_ecrec.spec.job import JobSpec, TableSpec
 from torch_ecrec.state_dicts.unsharded import configs_of
 
 KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
@@ -53,8 +56,25 @@ class Served:
     output: torch.dtype = torch.float32
 
 
+@dataclass(frozen=True)
+class _Table:
+    """A table that can be served.
+
+    Args:
+        spec: of it, wherever its rows lie.
+        output: the dtype of its embeddings.
+        weighted: ids of its bags have weights.
+        learned: which get gradients, so that no slot pools.
+    """
+
+    spec: TableSpec
+    output: torch.dtype
+    weighted: bool
+    learned: bool
+
+
 class Enumerator(ListedEnumerator):
-    """TorchRec's enumerator, with `erasure_coded` for every table that the servers serve.
+    """TorchRec's enumerator, with a sharding type of ours for every table that the servers serve.
 
     Args:
         topology, batch_size, constraints: as of TorchRec's.
@@ -94,16 +114,19 @@ class Enumerator(ListedEnumerator):
             ValueError: constraints put tables of one collection on both sides, or one on neither.
         """
         theirs = super().enumerate(module, sharders)
-        specs = self._specs(module, sharders)
+        tables = self._tables(module, sharders)
         ours: list[ShardingOption] = []
         self.served = {}
         for option in theirs:
-            if option.fqn in specs and option.fqn not in self.served:
-                spec, output = specs[option.fqn]
+            if option.fqn in tables and option.fqn not in self.served:
+                spec, output = tables[option.fqn].spec, tables[option.fqn].output
                 if option.output_dtype is not None:  # a constraint's, which the plan will have
                     output = as_output_dtype(option.output_dtype)
-                self.served[option.fqn] = Served(spec, self._cost(option, spec), output)
+                sharding, bag = OURS[self._type_of(option.name)], self._bag(option)
+                spec = dataclasses.replace(spec, sharding=sharding, pooling_factor=bag)
+                self.served[option.fqn] = Served(spec, Cost(), output)
                 ours.append(self._option(option))
+        self._set_costs({option.fqn: option for option in ours}, tables)
         allowed = [
             option
             for option in [*theirs, *ours]
@@ -123,7 +146,8 @@ class Enumerator(ListedEnumerator):
 
     def types_for(self, name: str, allowed: list[str], sharder_key: str) -> list[str]:
         """Returns TorchRec's types. A table for the servers gets one, too: ours are made from it."""
-        if (self._limits.get(name) or ParameterConstraints()).sharding_types == [ERASURE_CODED]:
+        types = (self._limits.get(name) or ParameterConstraints()).sharding_types
+        if types and all(one in OURS for one in types):
             return allowed[:1]
         return super().types_for(name, allowed, sharder_key)
 
@@ -133,13 +157,16 @@ class Enumerator(ListedEnumerator):
             return {False}
         types = (self._limits.get(name) or ParameterConstraints()).sharding_types
         if types:
-            return {sharding_type == ERASURE_CODED for sharding_type in types}
+            return {sharding_type in OURS for sharding_type in types}
         return {True} if self._unprotected == "refuse" else {True, False}
 
+    def _type_of(self, name: str) -> str:
+        """Returns which of our sharding types a table has on the servers: the first that its constraint names."""
+        types = (self._limits.get(name) or ParameterConstraints()).sharding_types or ()
+        return next((one for one in types if one in OURS), ERASURE_CODED)
+
     @staticmethod
-    def _specs(
-        module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]
-    ) -> dict[str, tuple[TableSpec, torch.dtype]]:
+    def _tables(module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> dict[str, _Table]:
         """Returns the tables that can be served, by `fqn` of their options.
 
         The path in it is that of what TorchRec shards: the collection or its wrapper.
@@ -155,19 +182,59 @@ class Enumerator(ListedEnumerator):
         found = {}
         for path, collection in covered.served.items():
             around = min((p for p in shards if is_inside(path, [p])), key=len, default=path)
+            weighted = isinstance(collection, EmbeddingBagCollection) and collection.is_weighted()
+            of_tables = {id(parameter) for parameter in collection.parameters()}
+            others = [p for p in module.get_submodule(around).parameters() if id(p) not in of_tables]
+            learned = weighted and any(parameter.requires_grad for parameter in others)
             for config in configs_of(collection):
-                found[f"{around}.{config.name}"] = (specs[names[path][config.name]], outputs[path][config.name])
+                spec, output = specs[names[path][config.name]], outputs[path][config.name]
+                found[f"{around}.{config.name}"] = _Table(spec, output, weighted, learned)
         return found
 
-    def _ids(self, option: ShardingOption) -> float:
-        """Returns the number of ids in a batch of one trainer."""
+    def _bag(self, option: ShardingOption) -> float:
+        """Returns how many ids a bag has, on average over the features of a table."""
+        lengths = option.input_lengths if option.is_pooled else [1.0]
+        return float(sum(lengths) / max(1, len(lengths)))
+
+    def _batch(self, option: ShardingOption) -> tuple[float, float]:
+        """Returns the numbers of ids and of bags in a batch of one trainer."""
         limits = self._limits.get(option.name)
         sizes = limits.batch_sizes if limits and limits.batch_sizes else [option.batch_size] * option.num_inputs
         poolings = get_num_poolings(self._limits, option)
-        return sum(x * n * size for x, n, size in zip(option.input_lengths, poolings, sizes, strict=True))
+        bags = [n * size for n, size in zip(poolings, sizes, strict=True)]
+        return sum(x * count for x, count in zip(option.input_lengths, bags, strict=True)), sum(bags)
 
-    def _cost(self, option: ShardingOption, spec: TableSpec) -> Cost:
-        return cost_of(spec, self._ids(option), self.world_size, self._servers)
+    def _set_costs(self, options: Mapping[str, ShardingOption], tables: Mapping[str, _Table]) -> None:
+        """Sets what each table costs if all are on the servers: that decides whether a slot can pool its bags."""
+        if not options:
+            return
+        specs = tuple(self.served[fqn].table for fqn in options)
+        job = JobSpec(tables=specs, code=self._servers.code, trainers=self.world_size)
+        pooled = self._pooled(options, tables, job)
+        for fqn, option in options.items():
+            one, (ids, bags) = self.served[fqn], self._batch(option)
+            there = bags if fqn in pooled else None
+            cost = cost_of(one.table, ids, self.world_size, self._servers, there, tables[fqn].weighted)
+            self.served[fqn] = dataclasses.replace(one, cost=cost)
+
+    def _pooled(
+        self, options: Mapping[str, ShardingOption], tables: Mapping[str, _Table], job: JobSpec
+    ) -> Collection[str]:
+        """Returns those whose bags slots pool: what `nn/slices.py` decides for each batch, of the average one.
+
+        It does so for all whole tables of a collection and a slab together.
+        """
+        slices: dict[tuple[str, int], list[str]] = {}
+        for fqn, option in options.items():
+            name = self.served[fqn].table.name
+            if option.is_pooled and not tables[fqn].learned and job.home_of(name) is not None:
+                slices.setdefault((option.path, job.place_of_table[name][0]), []).append(fqn)
+        found: list[str] = []
+        for together in slices.values():
+            ids, bags = map(sum, zip(*(self._batch(options[fqn]) for fqn in together), strict=True))
+            if ids >= LONG_BAG * bags and self._servers.wire == "float32":
+                found += together
+        return found
 
     def _option(self, like: ShardingOption) -> ShardingOption:
         sizes, offsets = calculate_shard_sizes_and_offsets(
@@ -182,7 +249,7 @@ class Enumerator(ListedEnumerator):
             module=like.module,
             input_lengths=like.input_lengths,
             batch_size=like.batch_size,
-            sharding_type=ERASURE_CODED,
+            sharding_type=self._type_of(like.name),
             partition_by=PartitionByType.UNIFORM.value,
             compute_kernel=KERNEL,
             shards=[Shard(size=size, offset=offset) for size, offset in zip(sizes, offsets, strict=True)],
@@ -196,7 +263,7 @@ class Enumerator(ListedEnumerator):
     def _estimate(self, option: ShardingOption) -> None:
         """Estimates the memory in each trainer, and the time of a step."""
         cost, topology, trainers = self.served[option.fqn].cost, self._devices, self.world_size
-        ids, width = self._ids(option), 4 * option.tensor.shape[1]
+        (ids, _), width = self._batch(option), 4 * option.tensor.shape[1]
         outputs = option.batch_size * option.num_inputs if option.is_pooled else ids
         number = self.served[option.fqn].output.itemsize
         pooled = 2 * math.ceil(outputs) * number * option.tensor.shape[1]  # and its gradients
@@ -216,7 +283,7 @@ class Enumerator(ListedEnumerator):
 
 def is_ours(option: ShardingOption) -> bool:
     """Returns whether an option puts its table on the servers."""
-    return bool(option.sharding_type == ERASURE_CODED)
+    return bool(option.sharding_type in OURS)
 
 
 def sides_of(options: Sequence[ShardingOption]) -> dict[str, set[bool]]:

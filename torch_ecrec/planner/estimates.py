@@ -3,6 +3,8 @@
 Worked example: 1,000 rows of 16 weights with row-wise Adagrad are records of 68 bytes; k = 2 and r = 1 add 500
 parities of 68 bytes. Two trainers that ask for 10 rows each get 10 x 16 x 4 bytes, send as many gradients, and name the
 rows with 8 bytes each time; 20 rows have changed then, so that 20 x (8 + 68) bytes are folded, once for each parity.
+Where the table's slot pools two bags of 5 ids, each trainer names 10 ids with 4 bytes and both lengths with 4, and gets
+2 x 16 x 4 bytes; its push has the same again.
 
 Nobody knows which ids will come: they are taken to be drawn alike, with as many different rows as that gives. Ids with
 favourites have fewer, so traffic and logs are what they may be at most, on average.
@@ -18,13 +20,13 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.records.optimizers import optimizer
 from torch_ecrec.runtime.checks import require, require_int, take_fields
 from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
 from torch_ecrec.spec.settings import WIRES
 
 ROW_BYTES = 8  # the name of a row in a message, and in a log
+ID_BYTES, WEIGHT_BYTES, LENGTH_BYTES = 4, 4, 4  # of an id of a bag, of its weight, and of the bag's length
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}  # on the wire; in memory a number has 4
 CALL_MS = 0.3  # of a core, for a call however small: docs/design.md, "The path of a step's bytes"
 
@@ -71,20 +73,27 @@ class Cost:
 
     Args:
         records, parities, logs: on all servers together.
-        lookups, pushes, folds: of tensors in the messages of one step of all trainers.
+        asked, answered: of tensors in the lookups of one step of all trainers, and in their answers.
+        pushes, folds: likewise.
         trainer: in each trainer, of rows and gradients on their way.
     """
 
     records: int = 0
     parities: int = 0
     logs: int = 0
-    lookups: int = 0
+    asked: int = 0
+    answered: int = 0
     pushes: int = 0
     folds: int = 0
     trainer: int = 0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+    @property
+    def lookups(self) -> int:
+        """The bytes of lookups and their answers, of one step of all trainers."""
+        return self.asked + self.answered
 
     @property
     def memory(self) -> int:
@@ -99,35 +108,51 @@ def different_rows(rows: int, ids: float) -> int:
     return round(-rows * math.expm1(ids * math.log1p(-1 / rows)))
 
 
-def cost_of(table: TableSpec, ids: float, trainers: int, servers: Servers) -> Cost:
+def cost_of(
+    table: TableSpec,
+    ids: float,
+    trainers: int,
+    servers: Servers,
+    bags: float | None = None,
+    weighted: bool = False,
+) -> Cost:
     """Returns the cost of a table.
 
     Args:
         ids: in a batch of one trainer.
         trainers: their number.
+        bags: that these ids make, where its slot pools them; None: trainers look up rows. Empty ones count, which are
+            not sent.
+        weighted: each id of a bag has a weight, which the slot that pools it is told.
     """
     code = servers.code
     record = optimizer(table.optimizer.kind).schema(table.dim, table.weights).nbytes
     of_trainer = different_rows(table.rows, ids)
     changed = different_rows(table.rows, ids * trainers)
-    asked = trainers * of_trainer * (ROW_BYTES + servers.number_bytes * table.dim)
+    asked, answered = of_trainer * ROW_BYTES, of_trainer * servers.number_bytes * table.dim
+    held = of_trainer * (ROW_BYTES + 4 * table.dim)
+    if bags is not None:
+        of_id = ID_BYTES + (WEIGHT_BYTES if weighted else 0)
+        asked, answered = round(of_id * ids + LENGTH_BYTES * bags), round(4 * table.dim * bags)
+        held = asked + answered
     delta = changed * (ROW_BYTES + record)
     return Cost(
         records=table.rows * record,
         parities=-(-table.rows // code.k) * code.parities * record,
         logs=(1 + code.parities) * delta * servers.log_steps,
-        lookups=asked,
-        pushes=asked,
+        asked=trainers * asked,
+        answered=trainers * answered,
+        pushes=trainers * (asked + answered),
         folds=code.parities * delta,
-        trainer=of_trainer * (ROW_BYTES + 4 * table.dim) * (2 + servers.window_steps),  # rows, gradients, kept pushes
+        trainer=held * (2 + servers.window_steps),  # rows or sums, gradients, kept pushes
     )
 
 
 def slot_bytes(tables: Sequence[TableSpec], code: CodeSpec) -> list[int]:
     """Returns the exact bytes of records and parities of some tables on each slot."""
     total = np.zeros(code.slots, np.int64)
-    for slab in JobSpec(tables=tuple(tables), code=code, trainers=1).slabs if tables else ():
-        layout = layout_of(code.slots, code.k, code.parities, slab.rows)
+    job = JobSpec(tables=tuple(tables), code=code, trainers=1) if tables else None
+    for slab, layout in zip(job.slabs, job.layouts, strict=True) if job is not None else ():
         total += (layout.data_first[:, -1] + layout.parity_first[:, -1]) * slab.schema.nbytes
     return [int(size) for size in total]
 

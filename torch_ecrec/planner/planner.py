@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torchrec.distributed.planner import planners
@@ -45,7 +45,8 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torch_ecrec.compat.torchrec import set_parts, topology_of
-from torch_ecrec.nn.coverage import chooses
+from torch_ecrec.nn.coverage import OURS, chooses
+from torch_ecrec.nn.sharder import ServedSharding
 from torch_ecrec.planner.enumerator import Enumerator, costs_of, is_ours, total
 from torch_ecrec.planner.estimates import Servers, largest_slot
 from torch_ecrec.planner.report import Report
@@ -143,7 +144,8 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
 
     Args:
         topology, batch_size, proposer, partitioner, stats, constraints, **more: as of TorchRec's, but for `enumerator`.
-            `constraints` may have the sharding type "erasure_coded".
+            `constraints` may have the sharding types "erasure_coded", "erasure_coded_table_wise" and
+            "erasure_coded_row_wise": the last two say how the slots share the table.
         servers: those that tables may be put on.
         unprotected: "refuse": only constraints leave tables to TorchRec. "snapshot", "allow" or "reset", as then given
             to `DistributedModelParallel`: the cheapest is taken.
@@ -185,7 +187,7 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
             callbacks=callbacks,
             **{name: plain(value) for name, value in more.items()},
         )
-        options = Enumerator(
+        options = self._served = Enumerator(
             topology_of(self),
             batch_size or BATCH_SIZE,
             limits,
@@ -197,6 +199,12 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """Plans as TorchRec's planner does, with at least one table on the servers, if there is any."""
         plan: ShardingPlan = super().plan(module, list(sharders))
+        served = self._served.served
+        for path, entries in plan.plan.items():
+            for table, entry in cast(dict[str, Any], entries).items():
+                if entry.sharding_type in OURS:
+                    bag = served[f"{path}.{table}"].table.pooling_factor
+                    cast(Any, entries)[table] = ServedSharding(**vars(entry), pooling_factor=bag)
         if plan.plan and not chooses(plan):
             raise ValueError(
                 "the plan leaves every table to TorchRec, and protects nothing. Name what must be protected,"

@@ -1,4 +1,4 @@
-"""The report of a plan: TorchRec's, with our tables as "EC", and the servers' memory and traffic.
+"""The report of a plan: TorchRec's, with our tables as "EC" ("EC-TW", "EC-RW"), and the servers' memory and traffic.
 
 TorchRec's table has the trainers: what is in each of them, and their time. Ours is behind it:
 
@@ -18,12 +18,14 @@ from torchrec.distributed.planner.types import Enumerator as AnyEnumerator
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ParameterSharding
 
-from torch_ecrec.compat.torchrec import ReportedStats, short_name
+from torch_ecrec.compat.torchrec import ReportedStats, short_names
 from torch_ecrec.nn.coverage import ERASURE_CODED
 from torch_ecrec.planner.enumerator import Enumerator, costs_of, is_ours, total
-from torch_ecrec.planner.estimates import ROW_BYTES, Cost, largest_slot
+from torch_ecrec.planner.estimates import Cost, largest_slot
+from torch_ecrec.spec.job import JobSpec
+from torch_ecrec.spec.spread import said_of_padding
 
-SHORT = "EC"
+SHORT = {ERASURE_CODED: "EC", f"{ERASURE_CODED}_table_wise": "EC-TW", f"{ERASURE_CODED}_row_wise": "EC-RW"}
 _MEMORY, _TRAFFIC = ("records", "parities", "logs"), ("lookups", "pushes", "folds")
 _MB = 1e6
 
@@ -43,7 +45,7 @@ class Report(ReportedStats):
     def log(self, *args: Any, enumerator: AnyEnumerator | None = None, **more: Any) -> None:
         """Logs the report line by line, as TorchRec's does."""
         self._of = enumerator if isinstance(enumerator, Enumerator) else None
-        with short_name(ERASURE_CODED, SHORT):  # TorchRec's report knows its own sharding types only
+        with short_names(SHORT):  # TorchRec's report knows its own sharding types only
             super().log(*args, enumerator=enumerator, **more)
 
     def traffic_of(
@@ -53,9 +55,7 @@ class Report(ReportedStats):
         if not is_ours(option) or self._of is None:
             return None
         served = self._of.served[option.fqn]
-        per_row = ROW_BYTES + self._of.servers.number_bytes * served.table.dim
-        rows = served.cost.lookups / per_row / world_size
-        sent, got = ROW_BYTES * rows / 2**20, (per_row - ROW_BYTES) * rows / 2**20
+        sent, got = (bytes_ / world_size / 2**20 for bytes_ in (served.cost.asked, served.cost.answered))
         return list(shard.ranks or ()), [sent] * world_size, [got] * world_size
 
     def more_lines(self, plan: Sequence[ShardingOption]) -> list[str]:
@@ -72,13 +72,16 @@ class Report(ReportedStats):
         table += [[name, f"{one.table.rows}", *_figures(one.cost)] for name, one in served.items()]
         table += [["all", f"{sum(one.table.rows for one in served.values())}", *_figures(sum_)]]
         widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-        needed = largest_slot([one.table for one in served.values()], sum_, code)
+        tables = tuple(one.table for one in served.values())
+        needed = largest_slot(tables, sum_, code)
+        padding = said_of_padding(JobSpec(tables, code, self._of.world_size))
         limit = "" if servers.memory_bytes is None else f" of {servers.memory_bytes / _MB:.1f} MB"
         return [
             f"Erasure-coded servers: {code.slots} slots, k = {code.k}, r = {code.parities};"
             f" {self._of.world_size} trainers",
             *("  ".join(value.rjust(width) for value, width in zip(row, widths, strict=True)) for row in table),
             f"largest slot: {needed / _MB:.1f} MB{limit}; logs are for {servers.log_steps} steps",
+            *([f"padding: {padding}"] if padding else []),
         ]
 
 

@@ -28,6 +28,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from msgspec.structs import replace
+
 from torch_ecrec import codec, records
 from torch_ecrec.client import pooling
 from torch_ecrec.client.client import Client
@@ -254,7 +256,7 @@ class _Trainer:
             self._make,
             on_control=lambda word: self._sessions[0].on_control(word),
             on_end=self._on_end,
-            report=lambda: self._sessions[0].figures(),
+            report=lambda: replace(self._sessions[0].figures(), wire=self._settings.wire),
             known=lambda: self._sessions[0].known(),
         )
         if self._own is None and self._settings.join is not None:

@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_ecrec.errors import CheckpointError, StoreUnavailable
-from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.protocol.messages import Renewal
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.runtime.threads import Worker, log_error
-from torch_ecrec.spec.job import CodeSpec, JobSpec
+from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.storage.ahead import read_ahead
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.manifest import ADVICE
@@ -123,12 +122,9 @@ def slot_records(renewal: Renewal, job: JobSpec, slot: int) -> Iterator[tuple[in
     read = [*catalog.chain(manifest), *saves]
     for one in read:
         require_same_model(one, job)
-    layouts = [layout_of(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs]
+    layouts = job.layouts
     of_each = [*range(job.code.slots)]
-    alike = all(
-        _layout(one.spec.code) == _layout(job.code) and sorted(part.slot for part in one.parts) == of_each
-        for one in read
-    )
+    alike = all(one.spec.layouts == layouts and sorted(part.slot for part in one.parts) == of_each for one in read)
 
     def mine(slab: int, rows_N: Positions) -> NDArray[np.bool_]:
         slot_N, _ = layouts[slab].locate(rows_N)
@@ -144,7 +140,3 @@ def slot_records(renewal: Renewal, job: JobSpec, slot: int) -> Iterator[tuple[in
     slots = [slot] if alike else None
     for slab, rows_N, records_NB in records_of(catalog, manifest, mine=mine, slots=slots, saves=saves):
         yield slab, layouts[slab].locate(rows_N)[1], records_NB
-
-
-def _layout(code: CodeSpec) -> tuple[int, int, int]:
-    return code.slots, code.k, code.parities

@@ -34,6 +34,7 @@ Url = Annotated[str, Meta(min_length=1, max_length=4096)]
 Birth = Annotated[str, Meta(min_length=1, max_length=64)]
 Role = Literal["server", "trainer"]
 TransportName = Literal["sockets", "rpc"]
+WireName = Literal["float32", "bfloat16"]
 Scalar = bool | Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)] | float | Text | None
 Portion = Annotated[float, Meta(gt=0, le=1)]
 Names = Annotated[list[Name], Meta(max_length=MEMBERS_MOST)]

@@ -112,6 +112,9 @@ def _text(hint: Any) -> str:
         return " ".join([_text(parts[0]), *(bound for bound in bounds if not bound.endswith("=None"))])
     if origin in (typing.Union, types.UnionType):
         return " | ".join(map(_text, parts))
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        hints = typing.get_type_hints(hint, include_extras=True)
+        return f"{hint.__name__}({', '.join(f'{name}: {_text(hints[name])}' for name in hint.__struct_fields__)})"
     name: str = getattr(origin or hint, "__name__", str(hint))
     return f"{name}[{', '.join(map(_text, parts))}]" if parts else name
 

@@ -41,6 +41,7 @@ from torch_ecrec.protocol.bounds import (
     Text,
     TransportName,
     Version,
+    WireName,
 )
 from torch_ecrec.spec.job import CodeSpec
 
@@ -134,6 +135,7 @@ class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
         refused_messages: of the data plane, with connections that were not let in.
         waits: for whom it has waited, if for somebody.
         awaits: of a trainer, the ranks of those without whom it does not go on.
+        wire: of a trainer, how its rows and gradients travel.
     """
 
     slots: Annotated[list[SlotReport], Meta(max_length=SLOTS_MOST)] | None = None
@@ -142,6 +144,7 @@ class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     refused_messages: Version | None = None
     waits: WaitedFor | None = None
     awaits: Ranks | None = None
+    wire: WireName | None = None
 
     def followed_by(self, later: Report) -> Report:
         """What is known once a member has reported again."""
@@ -166,6 +169,37 @@ class SlotStatus(Struct, frozen=True):
     server: str
     incarnation: int
     healthy: bool
+
+
+class TableStatus(Struct, frozen=True, kw_only=True):
+    """Where a table lies, and how it is served.
+
+    Attributes:
+        rows, dim: its size.
+        slots: those that have rows of it, as runs (first, last), ascending. One slot: the table is whole there.
+        pooled: where its bags are long, its slot makes sums of them in training, so that its rows do not travel. A
+            trainer sees for each batch whether they are.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    slots: list[tuple[int, int]]
+    pooled: bool
+
+
+class SpreadStatus(Struct, frozen=True):
+    """How the tables of the job are spread over the slots: `spec/spread.py`.
+
+    Attributes:
+        tables: each of them, in the order of the job.
+        load: of each slot, what samples cost it by what the job says of bags, of the mean over the slots.
+        records: of each slot, the bytes of its rows' records, of the mean. Padding, which makes up for it, is left out.
+    """
+
+    tables: list[TableStatus]
+    load: list[float]
+    records: list[float]
 
 
 class Late(Struct, frozen=True):
@@ -365,6 +399,7 @@ class Status(Struct, frozen=True, kw_only=True, tag_field="type", tag="status"):
         stands_still: for whom training waits; None: for nobody.
         gathering: who is lacking; None: the cluster has begun, or all are there.
         tables: of the job; 0: no trainer has come yet that would say.
+        spread: where these tables lie; None: likewise.
         slots: by index; none: they are not placed yet.
         move: that is under way; None: none is.
         members: who has joined.
@@ -400,6 +435,7 @@ class Status(Struct, frozen=True, kw_only=True, tag_field="type", tag="status"):
     slots: list[SlotStatus]
     move: MoveStatus | None
     members: list[MemberStatus]
+    spread: SpreadStatus | None = None
     looks: bool = False
     cannot_begin: str = ""
     store_trouble: str = ""

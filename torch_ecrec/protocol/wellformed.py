@@ -27,12 +27,13 @@ from torch_ecrec.layout.stripes import Layout, SharedRun
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.encoding import WIRE
 from torch_ecrec.protocol.wire import Answer, Refused, Request
-from torch_ecrec.records.positions import require_ascending
+from torch_ecrec.records.positions import check_bags, require_ascending
 from torch_ecrec.records.quantised import MORE_BYTES
 from torch_ecrec.runtime.kernels import first_outside
 from torch_ecrec.spec.job import JobSpec
 
 STEPS_AHEAD = 1024  # of a slot that is ready: trainers are ahead by a window, which is 2 unless somebody says otherwise
+ASKS_MOST = 1024  # lookups with a push: one of each sharded module of a model
 LIVES_AHEAD = 64  # of the placement that is known: it may be some losses old
 
 STEPS = ("step", "floor", "base", "cut", "acknowledged", "resumable", "folded")
@@ -132,8 +133,8 @@ class MessageValidator:
         check(request.step >= 1, f"`step` must be at least 1, got {request.step}")
         check(not (request.bfloat16 and request.int8), "`bfloat16` and `int8` must not both be asked for")
         self._check_count("positions", request.positions)
-        for slab, positions_U in enumerate(request.positions):
-            self._check_inside(slab, request.slot, positions_U)
+        check(not (request.int8 and request.bags), "`int8` must not be asked for with `bags`")
+        self._check_asked(request.slot, request)
 
     def _check_push(self, request: wire.Push) -> None:
         check(request.step >= 1, f"`step` must be at least 1, got {request.step}")
@@ -146,6 +147,17 @@ class MessageValidator:
         for slab, (positions_U, gradients_UD) in enumerate(zip(request.positions, request.gradients, strict=True)):
             self._check_ascending(positions_U, 0, self.layouts[slab].data_rows(request.slot), f"slab {slab}")
             _check_shape("gradients", slab, gradients_UD, (len(positions_U), self.job.slabs[slab].dim))
+        self._check_bags(request.slot, request.bags)
+        wanted = len(request.bags)
+        check(
+            len(request.bag_gradients) == wanted, f"`bag_gradients` must be {wanted}, got {len(request.bag_gradients)}"
+        )
+        for slab, (bags, gradients_GD) in enumerate(zip(request.bags, request.bag_gradients, strict=True)):
+            _check_shape("bag_gradients", slab, gradients_GD, (len(bags.lengths), self.job.slabs[slab].dim))
+        check(len(request.then) <= ASKS_MOST, f"`then` must be at most {ASKS_MOST} lookups, got {len(request.then)}")
+        for ask in request.then:
+            self._check_count("positions", ask.positions)
+            self._check_asked(request.slot, ask)
 
     def _check_load(self, request: wire.Load) -> None:
         check(request.step >= 1, f"`step` must be at least 1, got {request.step}")
@@ -166,6 +178,9 @@ class MessageValidator:
             f"`records` must be bytes of {nbytes}, got {width} from {first}",
         )
         _check_shape("records", request.slab, records, (many, width))
+
+    def _check_when(self, request: wire.WhenAcknowledged) -> None:
+        check(request.step >= 1, f"`step` must be at least 1, got {request.step}")
 
     def _check_pass(self, request: wire.Pass) -> None:
         check(request.step >= 1, f"`step` must be at least 1, got {request.step}")
@@ -206,12 +221,20 @@ class MessageValidator:
     # answers ----------------------------------------------------------------------------------------
 
     def _check_rows(self, request: wire.Lookup, answer: wire.Rows, lives: Lives) -> None:
+        self._check_looked_up(request, answer, request.int8)
+
+    def _check_looked_up(self, asked: wire.Lookup | wire.Ask, answer: wire.Rows, int8: bool) -> None:
         self._check_count("weights", answer.weights)
-        dtype = torch.uint8 if request.int8 else torch.bfloat16 if request.bfloat16 else torch.float32
-        more = MORE_BYTES if request.int8 else 0
-        for slab, (positions_U, weights_UD) in enumerate(zip(request.positions, answer.weights, strict=True)):
+        dtype = torch.uint8 if int8 else torch.bfloat16 if asked.bfloat16 else torch.float32
+        more = MORE_BYTES if int8 else 0
+        for slab, (positions_U, weights_UD) in enumerate(zip(asked.positions, answer.weights, strict=True)):
             _check_shape("weights", slab, weights_UD, (len(positions_U), self.job.slabs[slab].dim + more))
             check(weights_UD.dtype == dtype, f"`weights[{slab}]` must be {dtype}, got {weights_UD.dtype}")
+        wanted = len(asked.bags)
+        check(len(answer.pooled) == wanted, f"`pooled` must be {wanted}, got {len(answer.pooled)}")
+        for slab, (bags, pooled_GD) in enumerate(zip(asked.bags, answer.pooled, strict=True)):
+            _check_shape("pooled", slab, pooled_GD, (len(bags.lengths), self.job.slabs[slab].dim))
+            check(pooled_GD.dtype == dtype, f"`pooled[{slab}]` must be {dtype}, got {pooled_GD.dtype}")
 
     def _check_records(self, request: wire.Export | wire.Fetch | wire.Copy, answer: wire.Records, lives: Lives) -> None:
         _check_shape("records", request.slab, answer.records, self._records(request.slab, request.positions))
@@ -229,8 +252,17 @@ class MessageValidator:
         check(len(answer.places) > 0, "`places` must not be empty")
         self._check_ascending(answer.places, 0, len(request.positions), "places")
 
-    def _check_acknowledged(self, request: wire.Part, answer: wire.Acknowledged, lives: Lives) -> None:
-        check(answer.step == request.step, f"`step` must be {request.step}, got {answer.step}")
+    def _check_acknowledged(
+        self, request: wire.Part | wire.WhenAcknowledged, answer: wire.Acknowledged, lives: Lives
+    ) -> None:
+        asked = request.then if isinstance(request, wire.Push) else []
+        if not answer.rows:
+            check(answer.step == request.step, f"`step` must be {request.step}, got {answer.step}")
+            return
+        check(answer.step <= request.step, f"`step` must be at most {request.step}, got {answer.step}")
+        check(len(answer.rows) == len(asked), f"`rows` must be of {len(asked)} lookups, got {len(answer.rows)}")
+        for ask, rows in zip(asked, answer.rows, strict=True):
+            self._check_looked_up(ask, rows, int8=False)
 
     def _check_stored(self, request: wire.Snapshot, answer: wire.Stored, lives: Lives) -> None:
         check(answer.step == request.step, f"`step` must be {request.step}, got {answer.step}")
@@ -306,6 +338,23 @@ class MessageValidator:
         wanted = len(self.job.slabs)
         check(len(values) == wanted, f"`{name}` must be one of each of {wanted} slabs, got {len(values)}")
 
+    def _check_asked(self, slot: int, asked: wire.Lookup | wire.Ask) -> None:
+        for slab, positions_U in enumerate(asked.positions):
+            self._check_inside(slab, slot, positions_U)
+        self._check_bags(slot, asked.bags)
+
+    def _check_bags(self, slot: int, bags: Sequence[wire.Bags]) -> None:
+        if not bags:
+            return
+        self._check_count("bags", bags)
+        for slab, one in enumerate(bags):
+            factors_N = None if one.factors is None else one.factors.numpy()
+            records = self.layouts[slab].data_rows(slot)
+            try:
+                check_bags("", one.positions.numpy(), one.lengths.numpy(), factors_N, records)
+            except (ValueError, IndexError) as error:
+                raise Fault(f"`bags` of slab {slab}: {error}") from error
+
     def _check_inside(self, slab: int, slot: int, positions_U: Tensor, parity: bool = False) -> None:
         layout = self.layouts[slab]
         limit = layout.parity_rows(slot) if parity else layout.data_rows(slot)
@@ -358,6 +407,7 @@ def _check_shape(name: str, slab: int, tensor: Tensor, wanted: tuple[int, int]) 
 _REQUESTS: dict[type[Request[Any]], Callable[..., None]] = {
     wire.Lookup: MessageValidator._check_lookup,
     wire.Push: MessageValidator._check_push,
+    wire.WhenAcknowledged: MessageValidator._check_when,
     wire.Load: MessageValidator._check_load,
     wire.Pass: MessageValidator._check_pass,
     wire.Snapshot: MessageValidator._check_snapshot,

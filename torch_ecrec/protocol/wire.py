@@ -10,7 +10,8 @@ rank of tensors. Every call ends as exactly one `Outcome`:
     Unknown(reason)   it may have been handled: time ran out or the peer died. Every request here is idempotent, so
                       the caller makes it again.
 
-Shape legend: U records, D embedding dim, B record bytes; lists hold one tensor per slab, in the job's slab order.
+Shape legend: U records, D embedding dim, B record bytes, G bags with N ids together; lists hold one tensor per slab, in
+the job's slab order.
 Positions are int64 indices into a slot's records (not table rows).
 
 Every request about a slot carries the slot's incarnation as the caller knows it; a host that is not that incarnation
@@ -64,12 +65,18 @@ if TYPE_CHECKING:
     RecordBytes: TypeAlias = Tensor
     Payload: TypeAlias = Tensor
     Words: TypeAlias = Tensor
+    Places: TypeAlias = Tensor
+    Lengths: TypeAlias = Tensor
+    Factors: TypeAlias = Tensor
 else:
     Positions = TensorOf("Positions", 1, (torch.int64,))  # (U,)
     Values = TensorOf("Values", 2, (torch.float32, torch.bfloat16))  # (U, D)
     Weights = TensorOf("Weights", 2, (torch.float32, torch.bfloat16, torch.uint8))  # (U, D), or (U, D + 8) of uint8
     RecordBytes = TensorOf("RecordBytes", 2, (torch.uint8,))  # (U, B)
     Words = TensorOf("Words", 1, (torch.int32,))  # (U,), of 4 bytes each
+    Places = TensorOf("Places", 1, (torch.int32,))  # (N,), positions of less than 2^31 records
+    Lengths = TensorOf("Lengths", 1, (torch.int32,))  # (G,)
+    Factors = TensorOf("Factors", 1, (torch.float32,))  # (N,)
     Payload = TensorOf("Payload", 1, (torch.uint8,))  # (bytes,)
 
 
@@ -137,25 +144,49 @@ class Request(_OfEra, Generic[A_co]):
 # trainer -> slot ----------------------------------------------------------------------------------
 
 
+class Bags(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """The ids of some bags as positions at one slot: each bag has one at least."""
+
+    positions: Places  # (N,) int32, one bag behind the other, in any order, with repetitions
+    lengths: Lengths  # (G,) int32
+    factors: Factors | None  # (N,) float32, the weight of each id; None: 1
+
+
 class Rows(Answer):
     weights: list[Weights]  # (U, D) float32 each, or bfloat16; or (U, D + 8) uint8, see `records/quantised.py`
+    pooled: list[Values] = []  # (G, D) each, float32 or bfloat16: the sums of the bags; none where none were asked for
 
 
 class Lookup(Request[Rows | Forgotten]):
-    """The weights of some records as they are after step - 1."""
+    """The weights of some records as they are after step - 1, and sums of them, bag by bag."""
 
     step: Count
     positions: list[Positions]  # (U,) int64 each
     bfloat16: bool = False  # the answer is rounded to it,
     int8: bool = False  # or quantised row by row: of an evaluation
+    bags: list[Bags] = []  # to be pooled, of each slab, or none at all
+
+
+class Ask(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """A lookup that travels with the push of the step before."""
+
+    positions: list[Positions]  # (U,) int64 each
+    bfloat16: bool = False  # as in `Lookup`
+    bags: list[Bags] = []  # likewise
 
 
 class Acknowledged(Answer):
-    step: Count
+    step: Count  # cumulative: every step up to here survives r losses
+    rows: list[Rows] = []  # of what a push asks for, one for each `Ask`; or none
 
 
 class Push(Request[Acknowledged]):
-    """One trainer's gradients of one step for one slot; answered once the step is applied and folded by all holders."""
+    """One trainer's gradients of one step for one slot; answered once the step is applied and folded by all holders.
+
+    With lookups of the next step (`then`) it is answered once the step is applied here, and their rows are there: with
+    those, and with the last step that is acknowledged by then, which may be an earlier one. `WhenAcknowledged` asks for
+    the rest. Where the log has let go of the step, the answer is as that of a push without lookups.
+    """
 
     step: Count
     trainer: Count
@@ -164,6 +195,15 @@ class Push(Request[Acknowledged]):
     rates: list[float]  # learning rate per slab
     iteration: Count  # which step of training it is, from 1
     resumable: Count  # the last step that this trainer may resume from: acknowledged up to there, its snapshot stored
+    bags: list[Bags] = []  # of each slab, or none at all; a record may have gradients of rows, and of bags
+    bag_gradients: list[Values] = []  # (G, D) each, of the sums
+    then: list[Ask] = []
+
+
+class WhenAcknowledged(Request[Acknowledged]):
+    """Answered once a step is acknowledged, as its push would be. Who asks sends the push to each life of the slot."""
+
+    step: Count
 
 
 class Stored(Answer):

@@ -39,6 +39,10 @@ def _initialise(
     table = 0
     for i in range(rows_P.shape[0]):
         row = rows_P[i]
+        if row < 0:  # padding
+            for j in range(records_PW.shape[1]):
+                records_PW[i, j] = np.float32(0)
+            continue
         while table > 0 and row < first_T[table]:
             table -= 1
         while table + 1 < first_T.shape[0] and row >= first_T[table + 1]:
@@ -94,10 +98,10 @@ class InitialRecords:
 
         Args:
             records_PW: (P, W) float32, contiguous. Mutated.
-            rows_P: (P,) int64, the slab row of each record.
+            rows_P: (P,) int64, the slab row of each record; -1: it is padding, and all zeros.
 
         Raises:
-            ValueError: a shape or a dtype does not fit, or a row is negative.
+            ValueError: a shape or a dtype does not fit, or a row is less than -1.
         """
         if records_PW.ndim != 2 or records_PW.dtype != np.float32 or not records_PW.flags.c_contiguous:
             raise ValueError(f"`records_PW` must be contiguous 2-D float32, got {records_PW.ndim}-D {records_PW.dtype}")
@@ -107,7 +111,7 @@ class InitialRecords:
             rows_P.shape == (len(records_PW),) and rows_P.dtype == np.int64,
             f"`rows_P` must be int64 of shape {(len(records_PW),)}, got {rows_P.dtype} of {rows_P.shape}",
         )
-        require(len(rows_P) == 0 or int(rows_P.min()) >= 0, "`rows_P` must not be negative")
+        require(len(rows_P) == 0 or int(rows_P.min()) >= -1, "`rows_P` must not be less than -1")
         as_array: Any = np.array
         _initialise(
             records_PW,

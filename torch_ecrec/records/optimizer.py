@@ -151,7 +151,7 @@ class SparseOptimizer:
             out = shared.empty(shape, np.uint8)
         elif out.shape != shape or out.dtype != np.uint8 or not out.flags.c_contiguous:
             raise ValueError(f"`out` must be contiguous uint8 of shape {shape}, got {out.dtype} of {out.shape}")
-        gradients: tuple[Any, ...] = (*merged.places(), merged.index)
+        gradients = merged.arguments()
         if seals_V is None:
             seals_V = _NO_SEALS
         elif seals_V.shape != positions_V.shape or seals_V.dtype != np.uint32:

@@ -34,15 +34,18 @@ from torch_ecrec.records.initial import InitialRecords
 from torch_ecrec.records.merge import Merged
 from torch_ecrec.records.optimizer import SparseOptimizer
 from torch_ecrec.records.pages import Memory
-from torch_ecrec.records.positions import Bytes, Floats, Positions, check_positions
+from torch_ecrec.records.positions import Bytes, Floats, Positions, check_bags, check_positions
 from torch_ecrec.records.schema import Schema
 from torch_ecrec.records.touched import Touched
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.runtime.kernel_cache import kernel
-from torch_ecrec.runtime.kernels import prefetch_row
+from torch_ecrec.runtime.kernels import AHEAD, prefetch, prefetch_row
+from torch_ecrec.runtime.row_sums import row_address, sum_table_rows
 
 INITIAL_AT_ONCE = 1 << 16  # records of halves, whose first values are float32 before they are rounded
+POOLED_AT_ONCE = 1 << 10  # records of halves, whose weights are float32 while they are pooled
+_NO_WEIGHTS = np.empty(0, np.float32)
 
 
 @kernel()
@@ -66,6 +69,21 @@ def _gather_bfloat16(source_PW: Any, positions_U: Any, result_UV: Any) -> None:
 
 
 @kernel()
+def _pool(table_PW: Any, positions_N: Any, lengths_G: Any, weights_N: Any, weighted: Any, out_GD: Any) -> None:
+    """out[g] = the sum of the leading numbers of the rows at the positions of bag g, each times its weight."""
+    dim, count = out_GD.shape[1], positions_N.shape[0]
+    table, row_bytes = row_address(table_PW, 0), table_PW.shape[1] * table_PW.itemsize
+    n = 0
+    for g in range(lengths_G.shape[0]):
+        end = n + lengths_G[g]
+        for i in range(n + AHEAD, min(end + AHEAD, count)):
+            prefetch(table + positions_N[i] * row_bytes, dim * table_PW.itemsize)
+        out = row_address(out_GD, g)
+        sum_table_rows(out, dim, table, row_bytes, table_PW, positions_N, weights_N, weighted, n, end)
+        n = end
+
+
+@kernel()
 def scatter(target_PW: Any, positions_U: Any, values_UW: Any) -> None:
     """target[positions[i]] = values[i]. Not checked: that the positions are rows of the target."""
     for i in range(positions_U.shape[0]):
@@ -73,6 +91,22 @@ def scatter(target_PW: Any, positions_U: Any, values_UW: Any) -> None:
         position = positions_U[i]
         for j in range(values_UW.shape[1]):
             target_PW[position, j] = values_UW[i, j]
+
+
+def pool_numbers(
+    numbers_UW: Floats, dim: int, index_N: NDArray[Any], lengths_G: NDArray[np.int32], weights_N: Floats | None
+) -> Floats:
+    """Returns the sums (G, D) of the first `dim` numbers of some rows, bag by bag, as `Shard.pool` makes them.
+
+    Args:
+        numbers_UW: (U, W) float32, contiguous.
+        index_N: (N,) int64, each in 0..U-1; not checked.
+        lengths_G, weights_N: as of `Shard.pool`.
+    """
+    pooled_GD = np.empty((len(lengths_G), dim), np.float32)
+    weighted, factors_N = weights_N is not None, _NO_WEIGHTS if weights_N is None else weights_N
+    _pool(numbers_UW, index_N, lengths_G, factors_N, weighted, pooled_GD)
+    return pooled_GD
 
 
 class SealedDeltas(NamedTuple):
@@ -276,6 +310,67 @@ class Shard:
         _gather(words_PM, positions_U, weights_UD.view(np.uint32))
         return weights_UD
 
+    def pool(
+        self,
+        positions_N: NDArray[Any],
+        lengths_G: NDArray[np.int32],
+        weights_N: Floats | None = None,
+        bfloat16: bool = False,
+    ) -> NDArray[Any]:
+        """Returns the sums of the weights of records, bag by bag.
+
+        They are added in the order of the positions, the first of a bag is copied, and products are rounded before they
+        are added: the bits of `client/pooling.py:pool` on what `gather_weights` returns.
+
+        Args:
+            positions_N: (N,) int32 or int64, of all bags, one bag behind the other: in any order, also several times.
+            lengths_G: (G,) int32, how many positions each bag has, at least 1. Their sum is N.
+            weights_N: (N,) float32, by which each record is multiplied; None: by none.
+            bfloat16: round the sums to it.
+
+        Returns:
+            (G, D) float32, or uint16 that is bfloat16; fresh.
+
+        Raises:
+            ValueError: a shape, a dtype or a length does not fit.
+            IndexError: a position is out of range.
+        """
+        check_bags("", positions_N, lengths_G, weights_N, self.data_rows)
+        positions_N, lengths_G = np.ascontiguousarray(positions_N), np.ascontiguousarray(lengths_G)
+        weighted = weights_N is not None
+        weights_N = _NO_WEIGHTS if weights_N is None else np.ascontiguousarray(weights_N)
+        shape = (len(lengths_G), self.schema.dim)
+        pooled_GD = np.empty(shape, np.float32) if bfloat16 else shared.empty(shape, np.float32)
+        if self.schema.halves:
+            self._pool_halves(positions_N, lengths_G, weights_N, weighted, pooled_GD)
+        else:
+            _pool(self._records_PW, positions_N, lengths_G, weights_N, weighted, pooled_GD)
+        if not bfloat16:
+            return pooled_GD
+        rounded_GD = shared.empty(shape, np.uint16)
+        _gather_bfloat16(pooled_GD.view(np.uint32), np.arange(len(pooled_GD)), rounded_GD)
+        return rounded_GD
+
+    def _pool_halves(
+        self,
+        positions_N: NDArray[Any],
+        lengths_G: NDArray[np.int32],
+        weights_N: Floats,
+        weighted: bool,
+        out_GD: Floats,
+    ) -> None:
+        """Pools records of 16-bit weights, which are float32 while they are pooled, in portions of whole bags."""
+        end_G = np.cumsum(lengths_G, dtype=np.int64)
+        first, n = 0, 0
+        while first < len(lengths_G):
+            last = max(first + 1, int(np.searchsorted(end_G, n + POOLED_AT_ONCE, "right")))
+            bags, ids = slice(first, last), slice(n, int(end_G[last - 1]))
+            weights_UD = np.empty((ids.stop - n, self.schema.dim), np.float32)
+            gather_weights(self._data_PB, positions_N[ids].astype(np.int64), self.schema, weights_UD)
+            every_N = np.arange(len(weights_UD))
+            _pool(weights_UD, every_N, lengths_G[bags], weights_N[ids], weighted, out_GD[bags])
+            first, n = last, ids.stop
+
     def gather(self, positions_U: Positions, parity: bool = False) -> Bytes:
         """Returns the bytes of some data records, or of some parity records.
 
@@ -384,3 +479,5 @@ def warm() -> None:
     shard.gather_weights(positions_U)
     shard.gather_weights(positions_U, bfloat16=True)
     shard.scatter_(positions_U, shard.gather(positions_U))
+    for dtype in (np.int32, np.int64):
+        shard.pool(positions_U.astype(dtype), np.ones(1, np.int32))

@@ -1,4 +1,4 @@
-"""`sum_rows` and `row_address`, for kernels: a sum of rows is kept in registers until it is complete.
+"""`sum_rows`, `sum_table_rows` and `row_address`, for kernels: a sum of rows is kept in registers until it is complete.
 
 A loop of Numba's that adds row after row to an array reads and writes that array for each row, and looks each time
 whether the two overlap. Here columns are summed in blocks: all rows of the first 64 columns, then of the next 64, what
@@ -89,6 +89,45 @@ def _sum_blocks(rows: _Rows, out: Any, dim: Any, first: Any, stop: Any, weighted
         column = end
 
 
+def _item(target: Any, builder: Any, array_type: Any, array: Any, i: Any) -> Any:
+    """Emits code that loads array[i]; an integer as one of 64 bits."""
+    found = builder.load(_tools.get_item_pointer(target, builder, array_type, array, [i], wraparound=False))
+    return builder.sext(found, _LONG) if isinstance(array_type.dtype, types.Integer) else found
+
+
+def _generate(where: Callable[..., Callable[[Any], Any]], places: int) -> Callable[..., Any]:
+    """Returns the generator of an intrinsic: out, dim, what says `where` rows are, kind, index, weights, ...
+
+    Args:
+        where: given the arguments of that (their types, then their values), returns the address of row u.
+        places: how many arguments that are.
+    """
+
+    def generate(target: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rest = 2 + places
+        kind, *indices = signature.args[rest : rest + 3]
+        arrays = [
+            of(target, builder, value)
+            for of, value in zip(map(target.make_array, indices), args[rest + 1 : rest + 3], strict=True)
+        ]
+        address = where(target, builder, signature.args[2:rest], args[2:rest])
+        rows = _Rows(
+            builder,
+            not isinstance(kind.dtype, types.Float),
+            lambda i: address(_item(target, builder, indices[0], arrays[0], i)),
+            lambda i: _item(target, builder, indices[1], arrays[1], i),
+        )
+        weighted, first, stop = args[rest + 3 :]
+        with builder.if_else(weighted) as (then, otherwise):
+            with then:
+                _sum_blocks(rows, args[0], args[1], first, stop, True)
+            with otherwise:
+                _sum_blocks(rows, args[0], args[1], first, stop, False)
+        return target.get_dummy_value()
+
+    return generate
+
+
 def _type_sum_rows(
     context: Any, out: Any, dim: Any, address_U: Any, kind: Any, inverse_N: Any, per_id_N: Any, weighted: Any,
     first: Any, stop: Any,
@@ -99,44 +138,52 @@ def _type_sum_rows(
         out: address of `dim` float32. Overwritten. Must not overlap a row.
         address_U: int64, where each row is; aligned for its items.
         kind: an array of the rows' dtype.
+        inverse_N: int32 or int64.
         stop: first < stop.
 
     Not checked: any of these.
     """
 
-    def generate(target: Any, builder: Any, signature: Any, args: Any) -> Any:
-        out, dim, _, _, _, _, weighted, first, stop = args
-        arrays = {at: target.make_array(signature.args[at])(target, builder, args[at]) for at in (2, 4, 5)}
-
-        def item(at: int, i: Any) -> Any:
-            array = signature.args[at], arrays[at]
-            return builder.load(_tools.get_item_pointer(target, builder, *array, [i], wraparound=False))
-
-        is_half = not isinstance(signature.args[3].dtype, types.Float)
-        rows = _Rows(builder, is_half, lambda i: item(2, item(4, i)), lambda i: item(5, i))
-        with builder.if_else(weighted) as (then, otherwise):
-            with then:
-                _sum_blocks(rows, out, dim, first, stop, True)
-            with otherwise:
-                _sum_blocks(rows, out, dim, first, stop, False)
-        return target.get_dummy_value()
+    def where(target: Any, builder: Any, kinds: Any, values: Any) -> Any:
+        array = target.make_array(kinds[0])(target, builder, values[0])
+        return lambda u: _item(target, builder, kinds[0], array, u)
 
     each = types.intp, types.intp, address_U, kind, inverse_N, per_id_N, types.boolean, types.intp, types.intp
-    return types.void(*each), generate
+    return types.void(*each), _generate(where, 1)
 
 
 sum_rows: Any = intrinsic(_type_sum_rows)
 
 
-def _type_row_address(context: Any, array_BFD: Any, b: Any, f: Any) -> Any:
-    """The intrinsic `row_address`: the address of array[b, f]. Not checked: that it is there."""
+def _type_sum_table_rows(
+    context: Any, out: Any, dim: Any, table: Any, row_bytes: Any, kind: Any, inverse_N: Any, per_id_N: Any,
+    weighted: Any, first: Any, stop: Any,
+) -> Any:  # fmt: skip
+    """Does as `sum_rows`, for rows that lie `row_bytes` apart from the address `table` on."""
+
+    def where(target: Any, builder: Any, kinds: Any, values: Any) -> Any:
+        return lambda u: builder.add(values[0], builder.mul(u, values[1]))
+
+    each = types.intp, types.intp, types.intp, types.intp, kind, inverse_N, per_id_N, types.boolean
+    return types.void(*each, types.intp, types.intp), _generate(where, 2)
+
+
+sum_table_rows: Any = intrinsic(_type_sum_table_rows)
+
+
+def _type_row_address(context: Any, array: Any, row: Any) -> Any:
+    """Returns the address of a row of an array of any number of dimensions, which must be contiguous.
+
+    Rows are counted through all dimensions but the last. Not checked: that there is such a row.
+    """
 
     def generate(target: Any, builder: Any, signature: Any, args: Any) -> Any:
-        array, place = target.make_array(signature.args[0])(target, builder, args[0]), [*args[1:], _LONG(0)]
-        first = _tools.get_item_pointer(target, builder, signature.args[0], array, place, wraparound=False)
-        return builder.ptrtoint(first, _LONG)
+        kind = signature.args[0]
+        found = target.make_array(kind)(target, builder, args[0])
+        row_bytes = builder.mul(_tools.unpack_tuple(builder, found.shape)[-1], found.itemsize)
+        return builder.add(builder.ptrtoint(found.data, _LONG), builder.mul(args[1], row_bytes))
 
-    return types.intp(array_BFD, types.intp, types.intp), generate
+    return types.intp(array, types.intp), generate
 
 
 row_address: Any = intrinsic(_type_row_address)

@@ -93,10 +93,28 @@ class Applier:
 
     def _merge(self, pushes: Mapping[int, wire.Push]) -> list[merge.Merged]:
         """Gradients of the same record are summed in trainer order: the bits do not depend on who came first."""
-        return [
-            merge.merge([(pushes[i].positions[s].numpy(), as_array(pushes[i].gradients[s])) for i in sorted(pushes)])
-            for s in range(len(self.held.shards))
-        ]
+        return [merge.merge(_parts(pushes, slab)) for slab in range(len(self.held.shards))]
+
+
+def with_bags(positions: Sequence[np.ndarray], bags: Sequence[wire.Bags]) -> list[np.ndarray]:
+    """All positions of each slab, those of bags among them, in no order: (N,) int64."""
+    if not bags:
+        return [*positions]
+    return [np.concatenate([mine, one.positions.numpy()]) for mine, one in zip(positions, bags, strict=True)]
+
+
+def _parts(pushes: Mapping[int, wire.Push], slab: int) -> list[merge.Part]:
+    """The gradients that trainers have sent of one slab, in their order: of rows, then of bags."""
+    found: list[merge.Part] = []
+    for trainer in sorted(pushes):
+        push = pushes[trainer]
+        found.append((push.positions[slab].numpy(), as_array(push.gradients[slab])))
+        if push.bags and len(push.bags[slab].lengths):
+            bags = push.bags[slab]
+            factors_N = None if bags.factors is None else bags.factors.numpy()
+            of_bags_GD = as_array(push.bag_gradients[slab])
+            found.append(merge.Bags(bags.positions.numpy(), bags.lengths.numpy(), factors_N, of_bags_GD))
+    return found
 
 
 def _changed(positions: list[np.ndarray], changes: list[SealedDeltas]) -> Changed:

@@ -105,7 +105,10 @@ class Capture:
         positions_M, records_MB, broken_U = self._captured[slab].portion(most)
         if len(broken_U):
             self._broken(slab, broken_U)
-        return Portion(slab, held.layouts[slab].row_at(held.index, positions_M), records_MB)
+        rows_M = held.layouts[slab].row_at(held.index, positions_M)
+        if len(rows_M) and rows_M.min() < 0:  # padding
+            rows_M, records_MB = rows_M[rows_M >= 0], records_MB[rows_M >= 0]
+        return Portion(slab, rows_M, records_MB)
 
     @property
     def kept_bytes(self) -> int:

@@ -8,6 +8,9 @@ Shape legend: U records, D embedding dim, W numbers in a record; lists hold one 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 
 from torch_ecrec.durability.context import Reply, SlotContext
@@ -15,7 +18,9 @@ from torch_ecrec.durability.scrubber import Scrubber
 from torch_ecrec.protocol import wire
 from torch_ecrec.records.halves import numbers_of
 from torch_ecrec.records.quantised import pack
+from torch_ecrec.records.shard import pool_numbers
 from torch_ecrec.runtime.tensors import as_tensor
+from torch_ecrec.server.apply import with_bags
 
 
 class Reads:
@@ -26,28 +31,66 @@ class Reads:
 
     def on_lookup(self, request: wire.Lookup, reply: Reply[wire.Rows | wire.Forgotten]) -> None:
         """Weights as they are after the step before the request's."""
-        held, rule = self.held, self.held.rule
-        positions = [p.numpy() for p in request.positions]
+        before = request.step - 1
+        look_up = self._lookup_of(request, before, request.int8)
 
         def attempt() -> wire.Rows | wire.Forgotten | None:
-            before = request.step - 1
-            if rule.applied < before or self.slot.is_missing(positions):
-                return None
-            if before < held.log.floor and before < rule.applied:
-                return self._forgotten(before)
-            weights = []
-            for s, (shard, rows) in enumerate(zip(held.shards, positions, strict=True)):
-                if rule.applied == before:
-                    weights.append(as_tensor(shard.gather_weights(rows, request.bfloat16, request.int8)))
-                else:
-                    numbers_UW = numbers_of(held.records_as_of(s, rows, before), shard.schema)
-                    weight_UD = torch.from_numpy(numbers_UW[:, : shard.schema.dim].copy())
-                    if request.int8:
-                        weight_UD = torch.from_numpy(pack(weight_UD.numpy()))
-                    weights.append(weight_UD.bfloat16() if request.bfloat16 else weight_UD)
-            return wire.Rows(weights)
+            return self._forgotten(before) if self._has_forgotten(before) else look_up()
 
         self.slot.park(attempt, reply)
+
+    def on_push(self, request: wire.Push, reply: Reply[wire.Acknowledged]) -> None:
+        """What a push asks for: weights as they are after its step, and how far what it answers is acknowledged."""
+        rule, step = self.held.rule, request.step
+        lookups = [self._lookup_of(ask, step, int8=False) for ask in request.then]
+
+        def attempt() -> wire.Acknowledged | None:
+            if self._has_forgotten(step):
+                return wire.Acknowledged(step) if rule.is_acknowledged(step) else None
+            found = [rows for look_up in lookups if (rows := look_up()) is not None]
+            return wire.Acknowledged(min(step, rule.acknowledged), found) if len(found) == len(lookups) else None
+
+        self.slot.park(attempt, reply)
+
+    def _has_forgotten(self, step: int) -> bool:
+        return step < self.held.log.floor and step < self.held.rule.applied
+
+    def _lookup_of(self, asked: wire.Lookup | wire.Ask, step: int, int8: bool) -> Callable[[], wire.Rows | None]:
+        """Returns what gives the rows as of a step that the log knows; None as long as they are not there."""
+        held, rule = self.held, self.held.rule
+        positions = [p.numpy() for p in asked.positions]
+        touched = with_bags(positions, asked.bags)
+
+        def look_up() -> wire.Rows | None:
+            if rule.applied < step or self.slot.is_missing(touched):
+                return None
+            weights = []
+            for s, (shard, rows) in enumerate(zip(held.shards, positions, strict=True)):
+                if rule.applied == step:
+                    weights.append(as_tensor(shard.gather_weights(rows, asked.bfloat16, int8)))
+                else:
+                    numbers_UW = numbers_of(held.records_as_of(s, rows, step), shard.schema)
+                    weight_UD = torch.from_numpy(numbers_UW[:, : shard.schema.dim].copy())
+                    if int8:
+                        weight_UD = torch.from_numpy(pack(weight_UD.numpy()))
+                    weights.append(weight_UD.bfloat16() if asked.bfloat16 else weight_UD)
+            pooled = [self._pooled(slab, bags, step, asked.bfloat16) for slab, bags in enumerate(asked.bags)]
+            return wire.Rows(weights, pooled)
+
+        return look_up
+
+    def _pooled(self, slab: int, bags: wire.Bags, step: int, bfloat16: bool) -> torch.Tensor:
+        """The sums (G, D) of some bags as of a step that the log knows."""
+        held = self.held
+        positions_N, lengths_G = bags.positions.numpy(), bags.lengths.numpy()
+        factors_N = None if bags.factors is None else bags.factors.numpy()
+        shard = held.shards[slab]
+        if held.rule.applied == step:
+            return as_tensor(shard.pool(positions_N, lengths_G, factors_N, bfloat16))
+        different_U, at_N = np.unique(positions_N.astype(np.int64), return_inverse=True)
+        numbers_UW = numbers_of(held.records_as_of(slab, different_U, step), shard.schema)
+        pooled_GD = torch.from_numpy(pool_numbers(numbers_UW, shard.schema.dim, at_N, lengths_G, factors_N))
+        return pooled_GD.bfloat16() if bfloat16 else pooled_GD
 
     def on_export(self, request: wire.Export, reply: Reply[wire.Records | wire.Forgotten]) -> None:
         """Whole records as of a step; parities only when nothing is under way (they are for checks)."""

@@ -95,7 +95,7 @@ class Renewing:
         self._count += len(positions_N)
 
     def _on_read(self) -> None:
-        wanted = sum(shard.data_rows for shard in self._held.shards)
+        wanted = sum(layout.rows_on(self._held.index) for layout in self._held.layouts)  # padding is zeros, as it is
         if self._count != wanted:
             has = f"{self.renewal.folder} has {self._count} records of slot {self._held.index}, not {wanted}"
             self._on_failed(has, False)

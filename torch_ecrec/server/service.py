@@ -13,7 +13,7 @@ from typing import Any
 from torch_ecrec.codec.linear import LinearCode
 from torch_ecrec.durability import POLICIES
 from torch_ecrec.durability.holdings import Holdings
-from torch_ecrec.layout.stripes import Layout, layout_of
+from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.messages import Known, Placement
 from torch_ecrec.protocol.status import Report
@@ -31,7 +31,16 @@ from torch_ecrec.transport.node import COMPLAINTS, Port
 SCRUB_BYTES = 4e6
 SCRUB_LEAST_S, SCRUB_MOST_S = 0.05, 0.5
 FOLDED = (wire.Folded, wire.Attached)  # they say how far a holder is
-TRAINERS_ONLY = (wire.Lookup, wire.Push, wire.Snapshot, wire.Load, wire.Pass, wire.Export, wire.WhoIsAwaited)
+TRAINERS_ONLY = (
+    wire.Lookup,
+    wire.Push,
+    wire.WhenAcknowledged,
+    wire.Snapshot,
+    wire.Load,
+    wire.Pass,
+    wire.Export,
+    wire.WhoIsAwaited,
+)
 
 
 class Host(ServerProcess):
@@ -205,7 +214,7 @@ class Host(ServerProcess):
             self.done = begins
         self.job, self.restored = job, restored
         self.code = LinearCode(job.code.k, job.code.parities)
-        self.layouts = tuple(layout_of(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs)
+        self.layouts = job.layouts
         self.validator = MessageValidator(job, self.layouts, begins)
 
     def _take_placement(self, placement: Placement) -> None:

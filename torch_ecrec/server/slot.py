@@ -119,6 +119,9 @@ class Slot(SlotContext):
                 self.reads.on_lookup(request, reply)
             case wire.Push() | wire.Pass():
                 self._on_push(request, reply)
+            case wire.WhenAcknowledged():
+                self._once_acknowledged(request.step, reply)
+                self.forget()
             case wire.Snapshot():
                 self.snapshots.on_snapshot(request, reply)
             case wire.Load():
@@ -183,15 +186,22 @@ class Slot(SlotContext):
         self._take(request, reply)
 
     def _take(self, request: wire.Part, reply: Reply[wire.Acknowledged]) -> None:
-        """Keeps it until its step is due; answers once the step counts."""
-        if self.rule.is_acknowledged(request.step):
-            reply(wire.Acknowledged(request.step))
-        else:
-            self.push_replies.setdefault(request.step, []).append(reply)
-            if request.step > self.rule.applied:
-                self.inbox.put(request)
-                self.progress()
+        """Keeps it until its step is due; answers once the step counts, or once there are the rows that it asks for."""
+        asking = request if isinstance(request, wire.Push) and request.then else None
+        if asking is None:
+            self._once_acknowledged(request.step, reply)
+        if request.step > self.rule.applied:
+            self.inbox.put(request)
+            self.progress()
+        if asking is not None:
+            self.reads.on_push(asking, reply)
         self.forget()
+
+    def _once_acknowledged(self, step: int, reply: Reply[wire.Acknowledged]) -> None:
+        if self.rule.is_acknowledged(step):
+            reply(wire.Acknowledged(step))
+        else:
+            self.push_replies.setdefault(step, []).append(reply)
 
     def try_apply(self) -> None:
         """Applies every step of which everything is here and whose records are all there, in order."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 from collections import Counter
@@ -20,11 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from torch_ecrec.layout.placing import SHARDINGS, Piece, Wanted, place
 from torch_ecrec.records.optimizers import optimizer
 from torch_ecrec.records.schema import ITEM_BYTES, Schema
 from torch_ecrec.runtime.checks import plain, require, require_int, take_fields, take_float, take_str
 
 if TYPE_CHECKING:  # they load Numba, which takes a second: not to read a command line, or to end while starting
+    from torch_ecrec.layout.stripes import Layout
     from torch_ecrec.records.initial import InitialRecords
     from torch_ecrec.records.optimizer import SparseOptimizer
 
@@ -85,6 +88,9 @@ class TableSpec:
         low, high: rows that nobody loads start uniform in [low, high), seeded per row.
         optimizer: how a gradient changes a row.
         weights: what servers keep them as, "float32", "float16" or "bfloat16"; all else is float32.
+        sharding: how its rows go to slots, "auto", "table_wise" or "row_wise": see `layout/placing.py`.
+        features: how many look into it, at least 1.
+        pooling_factor: ids of a bag, on average, as far as it is known; 1 otherwise.
     """
 
     name: str
@@ -94,11 +100,20 @@ class TableSpec:
     high: float
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     weights: str = "float32"
+    sharding: str = "row_wise"
+    features: int = 1
+    pooling_factor: float = 1.0
 
     def __post_init__(self) -> None:
         take_fields(self, f" of table {plain(self.name)}")
         require(bool(self.name), "`name` of a table must not be empty")
         require(self.weights in ITEM_BYTES, f"`weights` must be one of {', '.join(ITEM_BYTES)}, got {self.weights!r}")
+        require(self.sharding in SHARDINGS, f"`sharding` must be one of {', '.join(SHARDINGS)}, got {self.sharding!r}")
+        require_int(f"features of table {self.name}", self.features, 1)
+        factor = self.pooling_factor
+        require(
+            0 <= factor < math.inf, f"`pooling_factor of table {self.name}` must be finite, at least 0, got {factor}"
+        )
         require_int(f"rows of table {self.name}", self.rows, 1, ROWS_MOST)
         require_int(f"dim of table {self.name}", self.dim, 1, DIM_MOST)
         for name in ("low", "high"):
@@ -107,6 +122,15 @@ class TableSpec:
         require(
             self.low <= self.high, f"table {self.name}: `low` must not exceed `high`, got {self.low} and {self.high}"
         )
+
+    @property
+    def wanted(self) -> Wanted:
+        """The table as it is placed."""
+        return Wanted(self.rows, self.sharding, self.pooling_factor, self.features * self.dim)
+
+    def unplaced(self) -> TableSpec:
+        """Returns what the table is, wherever its rows lie."""
+        return dataclasses.replace(self, sharding="row_wise", features=1, pooling_factor=1.0)
 
 
 @dataclass(frozen=True)
@@ -218,6 +242,43 @@ class JobSpec:
         return tuple(slabs)
 
     @cached_property
+    def pieces(self) -> tuple[tuple[Piece, ...], ...]:
+        """Where the rows of each table lie, in the order of `tables`; () for those of a slab that is not placed."""
+        wanted = [[table.wanted for table in slab.tables] for slab in self.slabs]
+        found: list[tuple[Piece, ...]] = [()] * len(self.tables)
+        for slab, placed in zip(self.slabs, place(wanted, self.code.slots), strict=True):
+            for index, pieces in zip(slab.table_indices, placed, strict=True):
+                found[index] = pieces
+        return tuple(found)
+
+    def home_of(self, table: str) -> tuple[int, int] | None:
+        """Returns the slot that has all rows of a table, and the position of the first there, whom the others follow.
+
+        Returns:
+            None if several slots have some.
+        """
+        slab, first = self.place_of_table[table]
+        rows = next(spec.rows for spec in self.tables if spec.name == table)
+        return self.layouts[slab].home_of(first, rows)
+
+    @cached_property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The layout of each slab."""
+        from torch_ecrec.layout.stripes import layout_of
+
+        code = self.code
+        return tuple(
+            layout_of(
+                code.slots,
+                code.k,
+                code.parities,
+                slab.rows,
+                tuple(itertools.chain.from_iterable(self.pieces[index] for index in slab.table_indices)),
+            )
+            for slab in self.slabs
+        )
+
+    @cached_property
     def place_of_table(self) -> dict[str, tuple[int, int]]:
         """The slab index of each table, by name, and its first row in the slab."""
         return {
@@ -240,13 +301,18 @@ class JobSpec:
         )
         return JobSpec(tables=tables, code=CodeSpec(**value["code"]), trainers=value["trainers"], seed=value["seed"])
 
-    def difference(self, other: JobSpec) -> str:
+    def difference(self, other: JobSpec, placed: bool = True) -> str:
         """Returns why a process of the other job can neither train this one nor resume from its checkpoints.
+
+        Args:
+            placed: tables must be placed alike, too, as they must to train.
 
         Returns:
             The first difference, as said of this one; "" if there is none. Slots and code may be others.
         """
-        mine, theirs = ({table.name: table for table in one.tables} for one in (self, other))
+        mine, theirs = (
+            {table.name: table if placed else table.unplaced() for table in one.tables} for one in (self, other)
+        )
         names, more = [name for name in mine if name not in theirs], [name for name in theirs if name not in mine]
         changed = [name for name, table in mine.items() if theirs.get(name, table) != table]
         if names or more:

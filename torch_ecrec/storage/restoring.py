@@ -208,6 +208,6 @@ def check_rows(catalog: Catalog, manifest: Manifest, on_block: Callable[[], None
 
 def require_same_model(manifest: Manifest, job: JobSpec) -> None:
     """Raises CheckpointError, with the first difference, unless a job can go on from a checkpoint, or a save."""
-    difference = manifest.spec.difference(job)
+    difference = manifest.spec.difference(job, placed=False)
     if difference:
         raise CheckpointError(f"checkpoint {manifest.id} is of another job: {difference}; restore one of this job")
