@@ -17,6 +17,11 @@ ARGS ?=
 TURN ?=
 
 VENV := .venv
+# Which build of FBGEMM, a file of a set: fbgemm, for CPUs, or fbgemm-gpu.
+FBGEMM := fbgemm
+# A python for `make gpu` that has CUDA builds of torch and FBGEMM, TorchRec, and what requirements/cpu.txt and demo.txt
+# name, and pytest; left empty, they go into .venv-gpu.
+GPU_PYTHON ?=
 # Which set of torch, FBGEMM and TorchRec, that load together: what .venv was made with, else 2.13.
 TORCH ?= $(or $(shell cat $(VENV)/.torch 2>/dev/null),2.13)
 SET := requirements/torch-$(TORCH)
@@ -32,7 +37,7 @@ SAY := printf '[setup] %s\n'
 
 # What .venv must hold, and where: it is remade when a requirement changes, and when the folder was moved or copied
 # (its scripts would go on running the original's code).
-REQUIREMENTS := $(sort $(wildcard requirements/*.txt $(SET)/*.txt))
+REQUIREMENTS := $(sort $(wildcard requirements/*.txt) $(foreach file,torch $(FBGEMM) torchrec,$(SET)/$(file).txt))
 WANTED := $(CURDIR) $(shell cat $(REQUIREMENTS) | cksum)
 ifneq ($(strip $(WANTED)),$(strip $(shell cat $(VENV)/.pinned 2>/dev/null)))
 .PHONY: $(VENV)/.pinned
@@ -46,8 +51,26 @@ import torch, fbgemm_gpu, torchrec
 print("torch", torch.__version__, "| fbgemm", fbgemm_gpu.__version__, "| torchrec", torchrec.__version__)
 endef
 export LOADED
+# What `make gpu` wants of a python, .venv-gpu's or GPU_PYTHON. (What FBGEMM logs where it does not load says no more.)
+define GPU_LOADED
+import logging, sys
+logging.disable()
+try:
+    import torch
+    if torch.version.cuda is None:
+        sys.exit(
+            f"error: torch {torch.__version__} of {sys.executable} has no CUDA. If pip brought it, pip was told to prefer"
+            " CPU builds: rm -r .venv-gpu, then PIP_CONFIG_FILE=/dev/null make gpu, without PIP_FIND_LINKS and the like;"
+            " or name a python that has CUDA builds: make gpu GPU_PYTHON=/path/to/python (docs/gpu.md)"
+        )
+    import fbgemm_gpu, torchrec, numba, msgspec, xxhash, zstandard, fsspec, psutil, pytest, pytest_timeout
+except (ImportError, OSError) as error:
+    why = " ".join(str(error).split())
+    sys.exit(f"error: {sys.executable}: {why} (wanted: requirements/cpu.txt, demo.txt, TorchRec, pytest, pytest-timeout)")
+endef
+export GPU_LOADED
 
-.PHONY: help setup demo test test-slow lint fmt type bench docs wheel clean distclean
+.PHONY: help setup demo test test-slow lint fmt type bench gpu docs wheel clean distclean
 
 help:
 	@echo "make setup      .venv with a pinned set (TORCH=2.13 or 2.14), the package (editable), the kernels compiled"
@@ -57,6 +80,7 @@ help:
 	@echo "make lint       ruff: rules and format      make fmt   ruff: repair both"
 	@echo "make type       mypy, strict                make docs  links of the documents resolve"
 	@echo "make bench      measure                                                         ARGS=..."
+	@echo "make gpu        what a machine with a GPU can show -> build/gpu   GPU_PYTHON=/path/to/python  ARGS=\"--parts streams\""
 	@echo "make wheel      build dist/*.whl            make clean caches and build outputs (distclean: .venv too)"
 
 setup: $(VENV)/.warm
@@ -85,6 +109,23 @@ type: $(VENV)/.installed
 bench: setup
 	@$(BIN)/torch-ecrec bench $(or $(ARGS),train)
 
+# Without a GPU nothing is installed. All of it is to end within ten minutes, unless the parts would have less than five.
+# `make` ends with 2 whatever failed; the command's own exit codes are in docs/gpu.md.
+gpu: BEGUN := $(shell date +%s)
+gpu:
+	@if ! nvidia-smi -L >/dev/null 2>&1 && [ ! -e /dev/nvidia0 ] && [ ! -e /dev/dxg ]; then \
+	    echo "error: no GPU here: nvidia-smi lists none. Run it where one is, with its driver (docs/gpu.md)" >&2; exit 2; \
+	fi
+ifeq ($(strip $(GPU_PYTHON)),)
+	@$(MAKE) --no-print-directory VENV=.venv-gpu FBGEMM=fbgemm-gpu setup
+	@.venv-gpu/bin/python -W ignore -c "$$GPU_LOADED"
+	@left=$$(( 590 - $$(date +%s) + $(BEGUN) )); \
+	.venv-gpu/bin/torch-ecrec bench gpu --limit $$(( left > 300 ? left : 300 )) $(ARGS)
+else
+	@$(GPU_PYTHON) -W ignore -c "$$GPU_LOADED"
+	@$(GPU_PYTHON) -m torch_ecrec bench gpu $(ARGS)
+endif
+
 docs: $(VENV)/.installed
 	@$(BIN)/python -m pytest -q tests/unit/test_docs.py
 
@@ -97,10 +138,10 @@ wheel: $(VENV)/.installed
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find torch_ecrec examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f $(VENV)/.warm
+	rm -f $(VENV)/.warm .venv-gpu/.warm
 
 distclean: clean
-	rm -rf $(VENV) demo
+	rm -rf $(VENV) .venv-gpu demo
 
 # --- .venv, in three stages, each with its stamp ---------------------------------------------------------------------
 
@@ -128,8 +169,8 @@ $(VENV)/.pinned:
 	if [ -e $(VENV)/.pinned ] || ! $(BIN)/python -c 'import pip' 2>/dev/null; then $$python -m venv --clear $(VENV); fi; \
 	$(SAY) "torch (the big one)"; \
 	$(PIP) $(PINS) -r $(SET)/torch.txt; \
-	$(SAY) "FBGEMM (CPU build), Numba and what TorchRec needs"; \
-	$(PIP) $(PINS) -r $(SET)/fbgemm.txt -r requirements/cpu.txt; \
+	$(SAY) "$(FBGEMM), Numba and what TorchRec needs"; \
+	$(PIP) $(PINS) -r $(SET)/$(FBGEMM).txt -r requirements/cpu.txt; \
 	$(SAY) "TorchRec, without its dependencies"; \
 	$(PIP) --no-deps -r $(SET)/torchrec.txt; \
 	$(SAY) "tools: plot, lint, types, tests"; \

@@ -12,6 +12,9 @@ With `--redraw`, as the demo has it, no batch comes twice: each is made of lines
 that are drawn anew (`torch_ecrec.demo.criteo.redraw`). A comparison of two runs says something then, however long they
 are: what is learned by heart gives no gradients, and a step that is missing changes no bit.
 
+With `--device cuda` the dense layers are on a GPU, by operations of torch that give the same bits each time. Trainers
+of one host take its GPUs in turn, and may share one.
+
 With `--save FOLDER` it can be preempted: told to end (SIGTERM), all trainers end the step, save, and leave; started
 again with the same arguments, they go on from there. Not with optimizers of tables that count steps (Adam, LAMB): a job
 that loads a state dict counts from 1.
@@ -23,6 +26,7 @@ import argparse
 import functools
 import hashlib
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -67,6 +71,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--backend", choices=["ecrec", "torchrec"], default="ecrec")
     parser.add_argument("--data", help="click log, FILE.tsv or FILE.tsv.gz (default: synthetic)")
     parser.add_argument("--redraw", action="store_true", help="no batch comes twice: see above")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the dense layers, with ecrec")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch-size", type=int, default=512, help="of each trainer")
     parser.add_argument(
@@ -83,7 +88,23 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pipeline", action="store_true", help="use TorchRec's TrainPipelineSparseDist")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="save there when told to end; go on from there")
     parser.add_argument("--report", type=Path, help="write results of trainer I to FILE with .I before its suffix")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.device != "cpu" and args.backend != "ecrec":
+        parser.error("--device cuda goes with --backend ecrec: TorchRec's tables would be on the GPU, too")
+    return args
+
+
+def device_of(args: argparse.Namespace) -> torch.device:
+    """The device of this trainer's dense layers."""
+    if args.device == "cpu":
+        return CPU
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # cuBLAS reads it when it starts: the same bits each time
+    torch.use_deterministic_algorithms(True)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def seeded_uniform(weight: Tensor, bound: float, seed: int) -> None:
@@ -112,13 +133,13 @@ def build(args: argparse.Namespace) -> DLRMTrain:
     return DLRMTrain(DLRM(collection, INTEGERS, [64, args.embedding_dim], [64, 32, 1]))
 
 
-def wrap(model: DLRMTrain, args: argparse.Namespace) -> nn.Module:
+def wrap(model: DLRMTrain, args: argparse.Namespace, device: torch.device = CPU) -> nn.Module:
     """Makes the model a distributed one: the only difference between the backends."""
     if args.backend == "ecrec":
         import torch_ecrec
 
         return torch_ecrec.DistributedModelParallel(
-            model, device=CPU, seed=args.seed, snapshot_every=args.snapshot_every
+            model, device=device, seed=args.seed, snapshot_every=args.snapshot_every
         )
     # On CPU, TorchRec would plan small tables as data-parallel, without a fused optimizer.
     path, collection = next((p, m) for p, m in model.named_modules() if isinstance(m, torchrec.EmbeddingBagCollection))
@@ -222,7 +243,9 @@ class Preemption:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
-def held_out_auc(model: nn.Module, clicks: Clicks, batch_size: int, trainer: int, trainers: int) -> float:
+def held_out_auc(
+    model: nn.Module, clicks: Clicks, batch_size: int, trainer: int, trainers: int, device: torch.device = CPU
+) -> float:
     """Each trainer scores an equal share of the lines."""
     share = len(clicks) // trainers
     mine = clicks[trainer * share : (trainer + 1) * share]
@@ -230,8 +253,8 @@ def held_out_auc(model: nn.Module, clicks: Clicks, batch_size: int, trainer: int
     scores = []
     with torch.no_grad():
         for first in range(0, share, batch_size):
-            _, (_, logits, _) = model(to_batch(mine[first : first + batch_size]))
-            scores.append(logits.numpy())
+            _, (_, logits, _) = model(to_batch(mine[first : first + batch_size]).to(device))
+            scores.append(logits.cpu().numpy())
     everyone: list[Any] = [None] * trainers
     dist.all_gather_object(everyone, (mine.labels, np.concatenate(scores) if scores else np.empty(0, np.float32)))
     return auc(np.concatenate([labels for labels, _ in everyone]), np.concatenate([s for _, s in everyone]))
@@ -240,13 +263,14 @@ def held_out_auc(model: nn.Module, clicks: Clicks, batch_size: int, trainer: int
 def dense_digest(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(in_backward_optimizer_filter(model.named_parameters())):
-        digest.update(name.encode() + parameter.detach().numpy().tobytes())
+        digest.update(name.encode() + parameter.detach().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
 def main() -> None:
     args = arguments()
     torch.set_num_threads(1)
+    device = device_of(args)
     clicks = read(args.data, args.rows_per_table) if args.data else synthetic(100_000, args.seed, args.rows_per_table)
     train, test = clicks.split()
     if args.redraw:
@@ -254,13 +278,13 @@ def main() -> None:
     dist.init_process_group("gloo")
     trainer, trainers = dist.get_rank(), dist.get_world_size()
 
-    model = wrap(build(args), args)
+    model = wrap(build(args), args, device)
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     dense_class = torch.optim.SGD if args.optimizer == "sgd" else torch.optim.Adagrad
     dense_optimizer = KeyedOptimizerWrapper(dense, lambda parameters: dense_class(parameters, lr=args.lr))
     optimizer = CombinedOptimizer([model.fused_optimizer, dense_optimizer])
     pipeline_class = TrainPipelineSparseDist if args.pipeline else TrainPipelineBase
-    pipeline = pipeline_class(model, optimizer, CPU)
+    pipeline = pipeline_class(model, optimizer, device)
 
     losses, ended = Losses(), []
     batches = Batches(train, args, trainer, trainers)
@@ -294,7 +318,7 @@ def main() -> None:
             model.close()
         dist.destroy_process_group()
         return
-    area = held_out_auc(model, test, args.batch_size, trainer, trainers)
+    area = held_out_auc(model, test, args.batch_size, trainer, trainers, device)
     if trainer == 0:
         print(f"auc {area:.4f} on {len(test)} held-out lines, {samples_per_s:.0f} samples/s", flush=True)
     if args.report:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from benches import END_LIMIT_S, result, run
 from conftest import wait_until
 
-from torch_ecrec.bench import checkpoint, connections, outages, places, recovery, train
+from torch_ecrec.bench import checkpoint, connections, gpu, outages, overlap, places, recovery, train
 from torch_ecrec.bench.workload import Shape
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.testing import hosts as kit
@@ -106,6 +107,36 @@ def test_training_beside_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv", ".md", ".png"}, "no logs, no checkpoints"
     told = (tmp_path / "checkpoint-embedding-heavy.md").read_text()
     assert "| k2r1+incremental |" in told and "| figure | wanted | measured | reached |" in told
+
+
+# --- what a machine with a GPU runs, on the CPU ----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["streams", "exactness", "overlap", "rates-criteo"])
+def test_parts_for_a_gpu(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = run(gpu, tmp_path, "--device", "cpu", "--parts", part)
+    found = result(tmp_path, "gpu")
+    assert code == 0, capsys.readouterr().out
+    (one,) = found["parts"]
+    rows = one["rows"]
+    assert one["error"] == "" and found["card"] is None
+    if part == "streams":
+        assert rows[0]["tests"] >= 6 and rows[0]["skipped"] == 3, "those that want a GPU"
+    elif part == "exactness":
+        assert [row["exact"] for row in rows] == ["yes", "yes"] and len({row["digest"] for row in rows}) == 1
+        assert rows[0]["first step after a kill, s"] is None and rows[1]["first step after a kill, s"] > 0
+    elif part == "overlap":
+        assert [row["copies"] for row in rows] == ["to device", "to host"]
+        assert all(row["overlapped %"] is None and row["step ms"] > 0 for row in rows), "nothing is copied on a CPU"
+        assert 0 < rows[0]["waits for rows %"] < 100
+        with gzip.open(overlap.trace_of(tmp_path / part, "k2r1"), "rt") as file:
+            names = {event["name"] for event in json.load(file)["traceEvents"]}
+        assert "PooledLookup" in names, "the lookups of a trainer of ours are in the trace"
+    else:
+        assert [row["system"] for row in rows] == ["torchrec", "k2r1"] and rows[1]["rate / torchrec"] > 0
+        assert rows[0]["waits %"] is None and 0 < rows[1]["waits %"] < 100
+    assert f"## {part}" in (tmp_path / "gpu.md").read_text()
 
 
 # --- kills and outages -----------------------------------------------------------------------------------------------

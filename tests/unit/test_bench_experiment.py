@@ -12,9 +12,22 @@ import pytest
 import torch
 from benches import parse, refuses, steps_of
 
-from torch_ecrec.bench import checkpoint, connections, experiment, outages, recovery, scaling, train, workload
+from torch_ecrec.bench import (
+    checkpoint,
+    connections,
+    exactness,
+    experiment,
+    outages,
+    overlap,
+    recovery,
+    scaling,
+    train,
+    worker,
+    workload,
+)
 from torch_ecrec.bench.experiment import VARIANTS, Experiment, Model, Part, Running, Steps, Stopped, parse_mode
 from torch_ecrec.bench.places import Here
+from torch_ecrec.demo.training import require_device
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.testing import hosts as kit
@@ -29,6 +42,9 @@ def test_a_name_says_what_a_mode_is() -> None:
     assert mode.settings == {"TORCH_ECREC_WIRE": "bfloat16"}
     mode = parse_mode("torchrec+ckpt")
     assert (mode.group, mode.code, mode.checkpoint, mode.snapshot) == ("torchrec", None, True, False)
+    assert parse_mode("torchrec").kernel == "fused"
+    mode = parse_mode("torchrec:uvm-caching")
+    assert (mode.group, mode.kernel) == ("torchrec:uvm-caching", "fused_uvm_caching"), "with processes of its own"
     mode = parse_mode("none")
     assert mode.code is not None and mode.code.parities == 0 and mode.settings == {}
     mode = parse_mode("k2r1@6:tcp+snap")
@@ -54,6 +70,8 @@ def test_a_name_says_what_a_mode_is() -> None:
         ("torchrec:tcp", "nor transports"),
         ("torchrec:bf16", "neither a bf16 wire nor snapshots"),
         ("torchrec+snap", "neither a bf16 wire nor snapshots"),
+        ("k2r1:uvm", "only torchrec has tables in FBGEMM's UVM"),
+        ("torch:uvm-caching", "only torchrec has tables in FBGEMM's UVM"),
         ("k2r1+ckpt", "only torchrec saves checkpoints"),
         ("none+ckpt", "only torchrec saves checkpoints"),
         ("torchrec@3", "torchrec has no servers"),
@@ -242,6 +260,129 @@ def test_what_was_found_before_an_end_is_kept(
     assert "a table" in said.out and (one.error or "") in said.err
 
 
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["fused", "fused_uvm", "fused_uvm_caching"])
+def test_a_plan_for_a_gpu_names_it_and_the_kernel(kernel: str) -> None:
+    """Made without a GPU, as tables are on the meta device: TorchRec reads device and kernel from the plan."""
+    shape = workload.Shape(tables=3, rows=10, dim=4, bottom=(4,))
+    plan = workload.torchrec_plan(workload.build(shape, 0), 2, torch.device("cuda", 0), kernel)
+    (tables,) = plan.plan.values()
+    assert [one.compute_kernel for one in tables.values()] == [kernel] * 3
+    places = [str(one.sharding_spec.shards[0].placement) for one in tables.values()]
+    assert places == ["rank:0/cuda:0", "rank:1/cuda:1", "rank:0/cuda:0"]
+
+
+def test_trainers_that_share_a_gpu_do_not_take_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backend(device: str, trainers: int, gpus: int) -> str:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        one = worker.Assignment("ecrec", {}, 0, "", device=device, trainers=trainers)
+        return worker.backend_of(one)
+
+    assert backend("cuda", 1, 1) == backend("cuda", 2, 2) == "cpu:gloo,cuda:nccl"
+    assert backend("cuda", 2, 1) == backend("cpu", 1, 1) == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "says"),
+    [(None, "has no CUDA. `make gpu` makes"), ("13.0", "sees no GPU here. Does `nvidia-smi` show one")],
+)
+def test_without_a_gpu_it_is_said_what_to_do(cuda: str | None, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    require_device("cpu")
+    with pytest.raises(ValueError, match=re.escape(says)) as error:
+        require_device("cuda")
+    assert "\n" not in str(error.value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    if cuda is not None:
+        require_device("cuda")
+
+
+def test_few_cases_compare_all_with_the_first_run() -> None:
+    cases = exactness.cases(parse(exactness, "--cases", "few", "--trainers", 1, 2, "--optimizers", "sgd", "--steps", 8))
+    told = [(case.name, case.reference, case.trainers, case.kills) for case in cases]
+    for trainers, some in ((1, told[:4]), (2, told[4:])):
+        first = f"sgd, {trainers} trainers: undisturbed"
+        assert some == [
+            (first, "", trainers, ()),
+            (f"{first} again", first, trainers, ()),
+            (f"sgd, {trainers} trainers: a server killed", first, trainers, ("server:1@4",)),
+            (f"sgd, {trainers} trainers: a trainer killed", first, trainers, ("trainer:0@4",)),
+        ]
+    one = exactness.cases(parse(exactness, "--cases", "one", "--optimizers", "sgd", "--steps", 8))
+    assert [case.kills for case in one] == [(), ("server:1@4",)] and {case.trainers for case in one} == {2}
+    names = [case.name for case in exactness.cases(parse(exactness))]
+    assert len(set(names)) == len(names)
+
+
+def event(kind: str, name: str, stream: int, begin_ms: float, end_ms: float) -> dict[str, Any]:
+    args = {"stream": stream}
+    return {"ph": "X", "cat": kind, "name": name, "ts": 1e3 * begin_ms, "dur": 1e3 * (end_ms - begin_ms), "args": args}
+
+
+TRACE = [
+    event("kernel", "gemm", 7, 3, 7),
+    event("kernel", "small", 7, 6, 7),
+    event("kernel", "of another", 20, 9, 9.5),
+    event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 13, 0, 4),
+    event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 13, 6, 8),
+    event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 7, 2, 3),
+    event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 7, 2, 3),
+    event("cuda_runtime", "cudaEventSynchronize", 0, 5, 8),
+    {"ph": "i", "name": "an instant", "ts": 1.0},
+]
+
+
+def test_how_much_of_the_copies_is_overlapped() -> None:
+    found = overlap.figures(TRACE, steps=2)
+    assert found["kernels_ms"] == pytest.approx(4.5 / 2) and found["host_waits_ms"] == pytest.approx(3 / 2)
+    assert found["overlapped"] == pytest.approx(2 / 6), "as the module's example has it"
+    assert found["to device"] == pytest.approx(
+        {"copies": 0.5, "copies_ms": 2.0, "own_stream": 1.0, "overlapped": 1 / 4}
+    ), "that of memory that is not pinned is the loop's"
+    assert found["to host"] == pytest.approx({"copies": 0.5, "copies_ms": 1.0, "own_stream": 1.0, "overlapped": 1 / 2})
+    late = [*TRACE, event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 7, 10, 14)]
+    assert overlap.figures(late, steps=2)["to host"]["own_stream"] == pytest.approx(2 / 6)
+    lines = overlap.rows({"k2r1": [{**found, "step_ms": 9.0, "waits_share": 0.5, "trace": "t"}]})
+    assert [(line["copies"], line["overlapped %"]) for line in lines] == [("to device", 25.0), ("to host", 50.0)]
+    bare = overlap.rows({"k2r1": [{"step_ms": 9.0, "waits_share": 0.5, "trace": "t"}]})
+    assert [list(line) for line in bare] == [list(line) for line in lines]
+
+
+def test_the_table_of_training_says_how_long_ours_wait() -> None:
+    figures = dict.fromkeys(train.FIGURES, 2.0)
+    held = {"record_bytes": 100, "parity_bytes": 50, "log_bytes": 0}
+    found: dict[str, list[dict[str, Any]]] = {
+        "torchrec": [{**figures, "sent": {}, "server_bytes": {}, "waits_share": 0.0}],
+        "k2r1": [{**figures, "sent": {}, "server_bytes": held, "waits_share": some} for some in (0.1, 0.3, 0.2)],
+    }
+    result = train.summarise([parse_mode(name) for name in found], found)
+    assert [row["waits %"] for row in train.rows(result)] == [None, pytest.approx(20)]
+    del result["waits_share"]
+    assert [row["waits %"] for row in train.rows(result)] == [None, None], "results of before have no such figure"
+    found["torchrec:uvm"] = [{**found["torchrec"][0], "samples_per_s": 0.5}]
+    lines = train.rows(train.summarise([parse_mode(name) for name in found], found))
+    assert [row["rate / torchrec:uvm"] for row in lines] == [4.0, 4.0, 1.0]
+    assert {name for name in lines[0] if name.startswith("rate /")} == {"rate / torchrec", "rate / torchrec:uvm"}
+
+
+@pytest.mark.parametrize(
+    ("lacks", "says"),
+    [
+        (lambda one: one.get("cat") == "kernel", "no kernel of a GPU"),
+        (lambda one: "HtoD (Pinned" in one["name"], "no copy to device on a stream of its own, of 0"),
+        (lambda one: "DtoH" in one["name"], "no copy to host on a stream of its own, of 0"),
+    ],
+)
+def test_a_trace_that_lacks_what_it_must_have_is_refused(lacks: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        overlap.figures([one for one in TRACE if not lacks(one)], steps=1)
+    with pytest.raises(ValueError, match="on a stream of its own, of 1"):
+        overlap.figures([event("kernel", "g", 7, 0, 90), *({**one, "args": {"stream": 7}} for one in TRACE)], steps=1)
+
+
 # --- refused ---------------------------------------------------------------------------------------------------------
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
@@ -258,8 +399,16 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
         (train, "--shape sequence --systems torchrec,none", "is not for torchrec: FBGEMM has no Adam"),
         (train, "--shape paper --systems torch", "is not for torch: take torchrec"),
         (train, "--data x.tsv", "goes with `--shape criteo`"),
-        (train, "--device cuda --systems none,torchrec", "is for our systems"),
-        pytest.param(train, "--device cuda --systems none", "torch sees no GPU", marks=NO_GPU),
+        (train, "--systems none,torchrec:uvm", "go with `--device cuda`"),
+        pytest.param(train, "--device cuda --systems none", "`--device cuda`: torch ", marks=NO_GPU),
+        pytest.param(overlap, "", "`--device cuda`: torch ", marks=NO_GPU),
+        (overlap, "--device cpu --systems torchrec", "TorchRec does not stage copies"),
+        (overlap, "--device cpu --steps 0", "`steps` must be at least 1"),
+        pytest.param(exactness, "--device cuda", "`--device cuda`: torch ", marks=NO_GPU),
+        (exactness, "--trainers 1 2", "they go with `--cases few`"),
+        (exactness, "--cases few --trainers 1 1", "`--trainers` has a number twice"),
+        (exactness, "--cases few --trainers 0", "`trainers` must be at least 1"),
+        (exactness, "--steps 1", "`steps` must be at least 2"),
         (train, "--hosts -1", "`hosts` must be at least 0"),
         (train, "--hosts 2 --link-gbit -1", "`--link-gbit` must not be negative"),
         (train, "--link-gbit 1", "`--link-gbit` goes with `--hosts`"),

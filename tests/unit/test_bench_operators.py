@@ -6,7 +6,10 @@ from benches import result, run
 
 from torch_ecrec.bench import operators
 
-OURS_ALONE = {"unique rows": ["torch"], "to slots": ["fbgemm"]}  # the rivals there are
+OURS_ALONE = {  # the rivals there are
+    "unique rows": ["torch"], "to slots": ["fbgemm"],
+    "pooled at the slot": ["fbgemm"], "step of bags at the slot": ["fbgemm"],
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -37,6 +37,7 @@ def block(rate: float) -> dict[str, Any]:
         "server_cpu_s_per_step": 4 / rate,
         "wire_bytes": 1e6,
         "rss_bytes": 1e9,
+        "waits_share": 0.25,
         "sent": {"lookup": 1000, "fold": 500},
         "server_bytes": {"record_bytes": 1000, "parity_bytes": 250, "log_bytes": 10},
     }

@@ -7,6 +7,8 @@ Of real training, made of an `Experiment` each (experiment.py): modes, models, a
     checkpoint.py  training while checkpoints are written, and restores
     scaling.py     how each cost of a step grows
     exactness.py   kills in runs of the demo: is everything that follows bit-identical?
+    overlap.py     what copies between the host and a GPU overlap with
+    gpu.py         the GPU's share of these, each under a time limit, in one report
 Of a part alone: codec.py, optimizers.py, operators.py, seals.py, messages.py, connections.py, storage.py, partial.py
 report.py writes docs/performance.md and the tables of docs/scaling.md from what the others left
 

@@ -7,6 +7,9 @@ the digest over all records and dense parameters, and every loss of every traine
                          survivor takes the slot, or the process that is started in the killed one's place (wait)
 
 and, with the first optimizer: kills at random moments within a step, and with (k, r) = (3, 2) two servers at once.
+`--cases few` has four runs of each optimizer: two undisturbed ones, one with a server killed in its middle, and one
+with a trainer killed. With `--device cuda`, whose sums could have another order each time, the second undisturbed run
+says whether they do, and lost trainers come back to a dense model on the GPU.
 """
 
 from __future__ import annotations
@@ -24,15 +27,16 @@ from torch_ecrec.bench import record
 from torch_ecrec.demo.kills import parse_kills
 from torch_ecrec.demo.result import arguments_json, differences
 from torch_ecrec.demo.terminal import Terminal
-from torch_ecrec.demo.training import DemoRun
+from torch_ecrec.demo.training import DemoRun, require_device
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.processes.launch import warm
 from torch_ecrec.records.optimizers import NAMES as OPTIMIZERS
+from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.spec.job import CodeSpec
 
 STEP_MS = 60  # random moments lie within so many milliseconds after a step's end
 CLUSTER = {"servers": 3, "k": 2, "r": 1, "spares": 1, "without_spare": "survivor"}  # where a case says nothing else
-TRAINING = {"trainers": 2, "seed": 0, "snapshot_every": 1, "max_restarts": 10}
+TRAINING = {"seed": 0, "snapshot_every": 1, "max_restarts": 10}
 TIMES = ("detected_s", "rehosted_s", "first_step_s", "rebuilt_s")
 
 
@@ -44,6 +48,7 @@ class Case:
     reference: str
     optimizer: str
     steps: int
+    trainers: int
     kills: tuple[str, ...] = ()
     more: Mapping[str, Any] = field(default_factory=dict)
 
@@ -59,12 +64,33 @@ class Quiet(Terminal):
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
-    """Returns all cases; those that others are compared with come first."""
+    """Returns all cases; those that others are compared with come before these."""
+    make = all_cases if arguments.cases == "all" else few_cases
+    return [case for trainers in arguments.trainers for case in make(arguments, trainers)]
+
+
+def few_cases(arguments: argparse.Namespace, trainers: int) -> list[Case]:
+    """Returns four cases of each optimizer: undisturbed twice, and with a kill in the middle. With "one", two."""
+    found: list[Case] = []
+    for optimizer in arguments.optimizers:
+        of = f"{optimizer}, {trainers} trainers"
+        same, middle = (optimizer, arguments.steps, trainers), arguments.steps // 2
+        first = Case(f"{of}: undisturbed", "", *same)
+        found.append(first)
+        if arguments.cases == "few":
+            found.append(Case(f"{of}: undisturbed again", first.name, *same))
+        for role, number in (("server", 1), ("trainer", 0))[: 1 if arguments.cases == "one" else 2]:
+            found.append(Case(f"{of}: a {role} killed", first.name, *same, (f"{role}:{number}@{middle}",)))
+    return found
+
+
+def all_cases(arguments: argparse.Namespace, trainers: int) -> list[Case]:
+    """Returns all cases for so many trainers."""
     short, long = arguments.steps, arguments.long_steps
     found: list[Case] = []
     for optimizer in arguments.optimizers:
         for steps in (short, long):
-            found.append(Case(f"{optimizer}: undisturbed, {steps} steps", "", optimizer, steps))
+            found.append(Case(f"{optimizer}: undisturbed, {steps} steps", "", optimizer, steps, trainers))
         one, three = (f"server:1@{short // 2}",), tuple(f"server:{s}@{20 + 10 * i}~" for i, s in enumerate((1, 0, 1)))
         for name, more in (
             ("spare", {}),
@@ -73,27 +99,29 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         ):
             for kills, steps in ((one, short), (three, long)):
                 reference = f"{optimizer}: undisturbed, {steps} steps"
-                found.append(Case(f"{optimizer}: {len(kills)} kills, {name}", reference, optimizer, steps, kills, more))
+                case = f"{optimizer}: {len(kills)} kills, {name}"
+                found.append(Case(case, reference, optimizer, steps, trainers, kills, more))
     first = arguments.optimizers[0]
     reference = f"{first}: undisturbed, {short} steps"
     rng = random.Random(arguments.seed)
     for i in range(arguments.moments):
         step, moment, slot = rng.randrange(5, short - 15), rng.randrange(1, STEP_MS), rng.randrange(3)
         kill = f"server:{slot}@{step}+{moment}"
-        found.append(Case(f"{first}: moment {i + 1}, {kill}", reference, first, short, (kill,)))
+        found.append(Case(f"{first}: moment {i + 1}, {kill}", reference, first, short, trainers, (kill,)))
     for slots in ((0, 1), (1, 3)):
         kills, wide = (
             tuple(f"server:{slot}@{short // 2}" for slot in slots),
             {"servers": 5, "k": 3, "r": 2, "spares": 2},
         )
-        found.append(Case(f"{first}: (3, 2), slots {slots} at once", reference, first, short, kills, wide))
+        found.append(Case(f"{first}: (3, 2), slots {slots} at once", reference, first, short, trainers, kills, wide))
     return found
 
 
 def run_case(case: Case, arguments: argparse.Namespace, references: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Runs a case, and compares it with its reference; `error` is "" if it was exact."""
     told = argparse.Namespace(**TRAINING, **{**CLUSTER, **case.more}, steps=case.steps, optimizer=case.optimizer)
-    told.batch_size, told.data = arguments.batch_size, arguments.data
+    told.batch_size, told.data, told.device = arguments.batch_size, arguments.data, arguments.device
+    told.trainers = case.trainers
     code = CodeSpec(told.servers, told.k, told.r)
     kills = parse_kills(case.kills or ["none"], code.slots, case.steps, told.trainers)
     logs = arguments.out / "logs" / "".join(c if c.isalnum() else "-" for c in case.name)
@@ -129,6 +157,15 @@ def rows(found: Sequence[tuple[Case, Mapping[str, Any]]]) -> list[dict[str, Any]
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs all cases, prints them and the times of all kills, writes OUT/exactness.json. Returns 1 if any differs."""
+    require_device(arguments.device)
+    record.require_counts(arguments, "steps", "batch_size", least=2)
+    for trainers in arguments.trainers:
+        require_int("trainers", trainers, 1)
+    require(len(set(arguments.trainers)) == len(arguments.trainers), "`--trainers` has a number twice")
+    require(
+        arguments.cases != "all" or len(arguments.trainers) == 1,
+        "`--trainers` has several numbers: they go with `--cases few` or one",
+    )
     references: dict[str, dict[str, Any]] = {}
     found: list[tuple[Case, dict[str, Any]]] = []
     logging.getLogger("torch_ecrec").setLevel(logging.WARNING)  # that a server was killed and is started again is known
@@ -155,6 +192,14 @@ def run(arguments: argparse.Namespace) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `torch-ecrec bench exactness`."""
     parser.add_argument("--data", type=Path, metavar="FILE", help="Criteo rows; default: made-up rows")
+    parser.add_argument(
+        "--cases",
+        choices=["all", "few", "one"],
+        default="all",
+        help="few: undisturbed twice, a server killed, a trainer killed; one: undisturbed, a server killed",
+    )
+    parser.add_argument("--trainers", nargs="+", type=int, default=[2], metavar="T", help="default 2")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the dense model")
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=["rowwise_adagrad", "sgd", "adagrad"])
     parser.add_argument("--steps", type=int, default=80, help="of runs with one kill")
     parser.add_argument(

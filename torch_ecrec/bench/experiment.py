@@ -26,7 +26,8 @@ of them, and those that do not have their turn do not train; otherwise one after
 Each of ours without the dense snapshot; with "+snap" with one after every step. ":bf16" sends rows and gradients as
 bfloat16; ":unscrubbed" does not look through records in the background, ":unsealed" keeps no seals either.
 "torchrec:tuned" has the setting of glibc's malloc that our processes give themselves (allocator.py).
-":pipeline" trains in TorchRec's `TrainPipelineSparseDist`.
+":pipeline" trains in TorchRec's `TrainPipelineSparseDist`. With the model on a GPU, TorchRec's tables are in the GPU's
+memory; those of "torchrec:uvm" are in the host's, and "torchrec:uvm-caching" has a cache of them on the GPU.
 
 Whatever ends an experiment ends all its processes. Their logs are in OUT/logs, and stay there if it fails.
 """
@@ -82,6 +83,7 @@ VARIANTS = {
     ":unscrubbed": {"TORCH_ECREC_SCRUB_BYTES_PER_S": "0"},
     ":unsealed": {"TORCH_ECREC_RECORD_CHECKS": "none"},
 }
+KERNELS = {":uvm": "fused_uvm", ":uvm-caching": "fused_uvm_caching"}  # of FBGEMM, for TorchRec's tables
 START_S, START_S_PER_GB = 300.0, 60.0  # tables are filled, and those started before may still be starting
 BLOCK_S = 600.0
 STEP_S = 150.0  # for one step: longer than a trainer's own patience
@@ -110,6 +112,7 @@ class Mode:
         snapshot: of the dense model, after every step.
         checkpoint: TorchRec saves itself.
         pipeline: trained in TorchRec's pipeline.
+        kernel: how FBGEMM holds TorchRec's tables (`workload.torchrec_plan`).
     """
 
     name: str
@@ -119,11 +122,12 @@ class Mode:
     snapshot: bool
     checkpoint: bool
     pipeline: bool = False
+    kernel: str = "fused"
 
 
 def parse_mode(name: str) -> Mode:
     """Returns a mode by its name. Raises ValueError."""
-    variants = "|".join([*VARIANTS, ":tuned", ":pipeline"])
+    variants = "|".join([*VARIANTS, *KERNELS, ":tuned", ":pipeline"])
     found = re.fullmatch(rf"(torchrec|torch|none|k(\d+)r(\d+))(?:@(\d+))?({variants})?(\+ckpt|\+snap)?", name)
     require(
         found is not None,
@@ -143,8 +147,9 @@ def parse_mode(name: str) -> Mode:
     if k is not None:
         code = CodeSpec(int(servers or int(k) + int(r)), int(k), int(r))
     require(not ours or variant != ":tuned", f"{name!r}: ours are tuned in any case")
-    settings, group = VARIANTS.get(variant, {}), name.removesuffix(more or "")
-    return Mode(name, group, code, settings, more == "+snap", more == "+ckpt", variant == ":pipeline")
+    require(base == "torchrec" or variant not in KERNELS, f"{name!r}: only torchrec has tables in FBGEMM's UVM")
+    settings, group, kernel = VARIANTS.get(variant, {}), name.removesuffix(more or ""), KERNELS.get(variant, "fused")
+    return Mode(name, group, code, settings, more == "+snap", more == "+ckpt", variant == ":pipeline", kernel)
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,7 @@ class Model:
         trainers: processes that train.
         seed: of the model and the batches.
         pool: batches that each trainer draws, and uses in turn; 0: each step draws another one.
-        device: of the dense part: "cpu", or "cuda" for our servers' trainers.
+        device: of the dense part, and of TorchRec's tables: "cpu" or "cuda".
     """
 
     shape: workload.Shape
@@ -327,9 +332,10 @@ class Running:
             Worker(functools.partial(self._read, rank, worker), f"trainer {rank}", log_error).start()
         backend = mode.group.partition(":")[0] if mode.code is None else "ecrec"
         shape, folder = dataclasses.asdict(model.shape), str((self.folder / "checkpoint").resolve())
-        self.tell(
-            dataclasses.asdict(Assignment(backend, shape, model.seed, folder, mode.pipeline, model.device, model.pool))
+        assignment = Assignment(
+            backend, shape, model.seed, folder, mode.pipeline, model.device, model.pool, mode.kernel, model.trainers
         )
+        self.tell(dataclasses.asdict(assignment))
         self.ready = self.answers(model.start_limit_s, "the trainers' models")
 
     # what arrives -------------------------------------------------------------------------------
@@ -502,6 +508,7 @@ class Running:
             "rss_bytes": sum(int(psutil.Process(pid).memory_full_info().pss) for pid in pids),
             "server_bytes": self.server_bytes(),
             "losses": answers[0]["losses"],
+            "waits_share": max(answer["waits_s"] / answer["seconds"] for answer in answers),
         }
 
     # figures ------------------------------------------------------------------------------------

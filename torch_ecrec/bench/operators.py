@@ -8,6 +8,8 @@
     sequence         looked-up rows to a row for each id, and back
                      (looked-up rows are a piece from each slot: a rival that wants one table puts them together)
     bfloat16         rows at scattered places of a table, rounded, as they travel if that is the `wire`
+    at the slot      bags of records: pooled, and a step of row-wise Adagrad with the gradients of bags, with deltas;
+                     FBGEMM's tables on a CPU beside it (the batch has a fourth of the rows)
     8 bits           rows quantised row by row, and back, as they may travel to evaluations (`evaluation_wire`)
 
 Batches follow Zipf's law as those of `bench train` (see `workload.py`). An operator takes what its place in training
@@ -25,9 +27,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fbgemm_gpu  # noqa: F401  registers torch.ops.fbgemm
 import numpy as np
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torch import Tensor
 from torch.nn import functional
 
@@ -37,6 +44,8 @@ from torch_ecrec.bench.workload import zipf_ranks
 from torch_ecrec.client import pooling
 from torch_ecrec.layout import routing
 from torch_ecrec.layout.stripes import Layout
+from torch_ecrec.records.merge import Bags, merge
+from torch_ecrec.records.optimizers import optimizer
 from torch_ecrec.records.quantised import pack, unpack
 from torch_ecrec.records.schema import Schema
 from torch_ecrec.records.shard import Shard
@@ -71,7 +80,8 @@ Alternatives = Mapping[str, tuple[Callable[[], Any], Call]]
 class Case:
     """Alternatives for one piece of work. Each has an untimed preparation, and a call that returns the result.
 
-    `same` makes results comparable; without it they are not compared.
+    `same` makes results comparable; without it they are not compared. A result that takes time to read is a function,
+    which is called when it is compared.
     """
 
     what: str
@@ -241,6 +251,52 @@ class _Batch:
         }
         return Case("sequence, backward", alternatives)
 
+    # ------------------------------------------------------------------------------------------------ bags at the slot
+
+    def at_the_slot(self) -> Iterator[Case]:
+        """Yields the forward and the step of a slot that has all tables. Each has a record for 4 rows of the batch."""
+        rows_U, index_N = torch.unique(self.rows_N, return_inverse=True)
+        starts_F = torch.searchsorted(rows_U, torch.from_numpy(self.first_F))
+        count_F = torch.diff(starts_F, append=torch.tensor([len(rows_U)])).tolist()
+        positions_N = (4 * index_N).int().numpy()
+        bags, lengths_G = self.lengths_FB.shape, self.lengths_FB.reshape(-1)
+        local_N = 4 * (index_N - starts_F.repeat_interleave(torch.from_numpy(self.lengths_FB).sum(1)))
+        adagrad, eps, lr = optimizer("rowwise_adagrad"), 1e-8, 0.01
+        gradient_GD = self.gradient_BFD.transpose(0, 1).reshape(-1, self.dim).contiguous().numpy()
+        gradient = self.gradient_BFD.flatten(1)
+        weights_PD = torch.rand(4 * len(rows_U), self.dim, generator=torch.Generator().manual_seed(0))
+
+        shard = Shard(adagrad.schema(self.dim), len(weights_PD), 0, sealed=False)
+        every_P = np.arange(len(weights_PD))
+        state_P1 = np.zeros((len(weights_PD), 1), np.float32)
+        shard.scatter_(every_P, np.hstack([weights_PD.numpy(), state_P1]).view(np.uint8))
+        specs = [(4 * count, self.dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for count in count_F]
+        tables = SplitTableBatchedEmbeddingBagsCodegen(
+            specs, optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=lr, eps=eps
+        )
+        for table, start, count in zip(tables.split_embedding_weights(), starts_F.tolist(), count_F, strict=True):
+            table.copy_(weights_PD[4 * start : 4 * (start + count)])
+
+        def pooled(_: None) -> Callable[[], Tensor]:
+            found_GD = shard.pool(positions_N, lengths_G)
+            return lambda: torch.from_numpy(found_GD).view(*bags, -1).transpose(0, 1).flatten(1)
+
+        def step(_: None) -> Callable[[], Tensor]:
+            shard.apply_(adagrad, merge([Bags(positions_N, lengths_G, None, gradient_GD)]), lr, 1, {"eps": eps})
+            return lambda: torch.from_numpy(shard.gather_weights(every_P))
+
+        def fbgemm(_: None) -> Tensor:
+            found: Tensor = tables(local_N, self.offsets())
+            return found.detach()
+
+        def fbgemm_step(made: Tensor) -> Callable[[], Tensor]:
+            torch.autograd.backward(made, gradient)
+            return lambda: torch.cat(tables.split_embedding_weights())
+
+        yield Case("pooled at the slot", {"ours": (_nothing, pooled), "fbgemm": (_nothing, fbgemm)})
+        forward = lambda: tables(local_N, self.offsets())  # noqa: E731
+        yield Case("step of bags at the slot", {"ours": (_nothing, step), "fbgemm": (forward, fbgemm_step)})
+
     # ------------------------------------------------------------------------------------------------- fewer bits a row
 
     def bfloat16(self) -> Case:
@@ -286,6 +342,7 @@ class _Batch:
         for weighted in (False, True):
             yield from (self.pooled(weighted), self.pooled_backward(weighted))
         yield from (self.sequence(), self.sequence_backward())
+        yield from self.at_the_slot()
         yield from (self.bfloat16(), self.eight_bits(), self.of_eight_bits())
 
 
@@ -297,7 +354,8 @@ def _same(result: Tensor, other: Tensor) -> str:
 
 
 def _measure(case: Case, repeats: int) -> dict[str, Any]:
-    results = {name: call(prepare()) for name, (prepare, call) in case.alternatives.items()}
+    found = {name: call(prepare()) for name, (prepare, call) in case.alternatives.items()}
+    results = {name: result() if callable(result) else result for name, result in found.items()}
     first, *others = results
     times = interleaved(case.alternatives, repeats, 1)
     row: dict[str, Any] = {"what": case.what, "ours_ms": None}

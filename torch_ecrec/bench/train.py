@@ -2,8 +2,9 @@
 
 All systems (`experiment.py` has their names) are started, then take turns: one block of steps each, again and again,
 while the others wait. So noise that comes and goes meets all of them, and ratios hold where times do not. CPU seconds
-are user + system time of all processes of a system. Bytes on the wire are what passes the loopback interface while a
-block runs, or, with `--hosts`, what leaves the hosts (places.py).
+are user + system time of all processes of a system. Trainers of ours wait from when they ask for rows until these are
+there, and until a push may be sent: of a block's time, the share of the trainer that does so most. Bytes on the wire
+are what passes the loopback interface while a block runs, or, with `--hosts`, what leaves the hosts (places.py).
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from torch_ecrec.bench import record, workload
-from torch_ecrec.bench.experiment import Experiment, Mode, Model, Part, Running, parse_mode
+from torch_ecrec.bench.experiment import KERNELS, Experiment, Mode, Model, Part, Running, parse_mode
 from torch_ecrec.bench.places import Here, OnHosts, require_hosts
+from torch_ecrec.demo.training import require_device
 from torch_ecrec.runtime.checks import require
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 DEFAULT = "torchrec,torchrec+ckpt,none,none+snap,k2r1,k2r1+snap,k4r1,k4r1+snap,k4r2,k4r2+snap"
 DEFAULT_OF_SEQUENCES = "torch,none,k2r1,k2r1+snap,k4r2,k4r2+snap"
+BASES = ("torchrec", *(f"torchrec{kernel}" for kernel in KERNELS), "torch", "none")  # rates are divided by theirs
 FIGURES = ("samples_per_s", "step_ms", "cpu_s_per_step", "server_cpu_s_per_step", "wire_bytes", "rss_bytes")
 
 
@@ -62,16 +63,18 @@ def summarise(modes: Sequence[Mode], blocks: Mapping[str, Sequence[Mapping[str, 
         figure: {mode.name: record.spread(block[figure] for block in blocks[mode.name]) for mode in modes}
         for figure in FIGURES
     }
+    ours = [mode.name for mode in modes if mode.code is not None]
+    result["waits_share"] = {name: record.spread(block["waits_share"] for block in blocks[name]) for name in ours}
     last = {mode.name: blocks[mode.name][-1] for mode in modes}
     result["sent_bytes"] = {
         name: {kind: round(size) for kind, size in block["sent"].items() if size} for name, block in last.items()
     }
-    result["server_bytes"] = {mode.name: last[mode.name]["server_bytes"] for mode in modes if mode.code is not None}
+    result["server_bytes"] = {name: last[name]["server_bytes"] for name in ours}
     return {**result, "blocks": blocks}
 
 
 def rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the table: a row per mode, with ratios to TorchRec and to our servers without protection."""
+    """Returns the table: a row per mode, with ratios to those of `BASES` that ran."""
     medians = {figure: {name: v["median"] for name, v in result[figure].items()} for figure in FIGURES}
     lines = []
     for name, rate in medians["samples_per_s"].items():
@@ -87,10 +90,12 @@ def rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
             "wire MB/step": medians["wire_bytes"][name] / 1e6,
             "resident GB": medians["rss_bytes"][name] / 1e9,
         }
-        for base in ("torchrec", "torch", "none"):
+        for base in BASES:
             if base in medians["samples_per_s"]:
                 line[f"rate / {base}"] = rate / medians["samples_per_s"][base]
                 line[f"CPU / {base}"] = cpu / medians["cpu_s_per_step"][base]
+        waits = result.get("waits_share", {}).get(name)  # not there in results of before
+        line["waits %"] = None if waits is None else 100 * waits["median"]
         held = result["server_bytes"].get(name)
         line["memory / records"] = sum(held.values()) / held["record_bytes"] if held else None
         lines.append(line)
@@ -140,11 +145,14 @@ def check(arguments: argparse.Namespace) -> tuple[workload.Shape, list[Mode]]:
             + ("FBGEMM has no Adam on a CPU; take torch" if shape.sequence else "take torchrec"),
         )
     require(len({mode.name for mode in modes}) == len(modes), f"a system is named twice: {arguments.systems}")
-    require(
-        arguments.device == "cpu" or all(mode.code is not None for mode in modes),
-        f"`--device {arguments.device}` is for our systems: TorchRec's tables would be on it, too",
-    )
-    require(arguments.device == "cpu" or torch.cuda.is_available(), "`--device cuda`: torch sees no GPU here")
+    for mode in modes:
+        require(
+            arguments.device == "cuda" or mode.kernel == "fused",
+            f"{mode.name!r}: tables that a GPU reads in the host's memory go with `--device cuda`",
+        )
+    require_device(arguments.device)
+    if arguments.device == "cuda" and any(mode.code is None for mode in modes):
+        workload.require_fbgemm_cuda()
     record.require_counts(arguments, "blocks", "trainers")
     record.require_counts(arguments, "hosts", least=0)
     require(arguments.link_gbit >= 0, f"`--link-gbit` must not be negative, got {arguments.link_gbit}")
@@ -205,7 +213,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=["cpu", "cuda"],
         default="cpu",
-        help="of the dense model; cuda: trainers take the GPUs in turn, servers stay on the CPU",
+        help="of the dense model and TorchRec's tables; cuda: trainers take the GPUs in turn, servers stay on the CPU",
     )
     parser.add_argument(
         "--hosts",

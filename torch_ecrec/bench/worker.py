@@ -2,7 +2,8 @@
 
 The first line says what to train (`Assignment`), torchrun's variables say who it is. Then, per line,
     {"run": STEPS, "snapshot": BOOL, "checkpoint": STEPS or 0}   trains; answers {"seconds": S, "losses": [first, last],
-                                                                 "begin_s": B, "ends_s": [of each step]}
+                         "begin_s": B, "ends_s": [of each step], "waits_s": until rows came, and pushes could be sent}
+    {"profile": FILE, "steps": N}   trains; answers likewise, and leaves a trace of torch.profiler
     {"finish": true}     waits for what is being saved; answers {"saves_s": [[begin, end] of each save since the last]}
     {"go": true}         trains without a pause, and says {"step": N, "begin_s": B, "end_s": E} of each step
     {"pause": N}         no more after step N, or at once where that is over; answers {"paused": the last step}
@@ -17,6 +18,7 @@ is left to the next.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import queue
@@ -56,6 +58,8 @@ class Assignment:
         pipeline: train in TorchRec's `TrainPipelineSparseDist`.
         device: of the dense model. Several trainers may share a GPU.
         pool: batches that are drawn, and used in turn; 0: each step draws another one.
+        kernel: how FBGEMM holds the tables of "torchrec".
+        trainers: of the job.
     """
 
     backend: str
@@ -65,6 +69,8 @@ class Assignment:
     pipeline: bool = False
     device: str = "cpu"
     pool: int = workload.POOL
+    kernel: str = "fused"
+    trainers: int = 1
 
 
 class Orders:
@@ -103,7 +109,7 @@ class Trainer:
         if self.device.type == "cuda":
             self.device = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
-        model = workload.distributed(shape, assignment.backend, assignment.seed, self.device)
+        model = workload.distributed(shape, assignment.backend, assignment.seed, self.device, assignment.kernel)
         self.model: Any = model
         self.optimizers = workload.optimizers(model)
         if assignment.pool:
@@ -113,14 +119,31 @@ class Trainer:
             reader = workload.Reader(workload.Draws(shape, rank, assignment.seed))
         self.ours = model if isinstance(model, torch_ecrec.DistributedModelParallel) else None
         self.batches: Iterator[Batch] = iter(reader)
+        self.waits_s = 0.0  # so far
         if self.ours is not None:
             self.batches = self.ours.attach(optimizer=self.optimizers[0], reader=reader)
+            for name in ("lookup_parts", "lookup_bags", "push"):
+                self._time(self.ours.session, name)
         self.pipeline = TrainPipelineSparseDist(model, self.optimizers[0], self.device) if assignment.pipeline else None
         self.steps = 0
         self.saving: Any = None
         self.saves_s: list[list[float]] = []  # begin and end of each save
         # Of its own: its collectives run beside those of training.
         self.saving_group = group_with(range(dist.get_world_size()), "gloo")
+
+    def _time(self, session: Any, name: str) -> None:
+        """Adds the time in a method of the session to `waits_s`."""
+        method = getattr(session, name)
+
+        @functools.wraps(method)
+        def timed(*words: Any, **named: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return method(*words, **named)
+            finally:
+                self.waits_s += time.perf_counter() - begin
+
+        setattr(session, name, timed)
 
     def step(self) -> torch.Tensor:
         """Trains one step; returns its loss."""
@@ -141,7 +164,7 @@ class Trainer:
         """Trains for some steps; returns the figures."""
         if self.ours is not None and self.ours.snapshot_every != int(snapshot):
             self.ours.snapshot_every = int(snapshot)
-        losses, ends_s = [], []
+        losses, ends_s, waits_s = [], [], self.waits_s
         dist.barrier()
         begin, begin_s = time.perf_counter(), time.time()
         for _ in range(steps):
@@ -159,7 +182,19 @@ class Trainer:
             "losses": [float(losses[0]), float(losses[-1])],
             "begin_s": begin_s,
             "ends_s": ends_s,
+            "waits_s": self.waits_s - waits_s,
         }
+
+    def profile(self, steps: int, trace: Path) -> dict[str, Any]:
+        """Trains for some steps under torch's profiler; returns the figures. Trainer 0 leaves the trace in a file."""
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=kinds) as profiler:
+            figures = self.run(steps, False, 0, False)
+        if dist.get_rank() == 0:
+            profiler.export_chrome_trace(str(trace))
+        return figures
 
     def go(self, orders: Orders) -> None:
         """Trains until it is told to pause; reports each step."""
@@ -228,18 +263,26 @@ class Trainer:
         return found
 
 
+def backend_of(assignment: Assignment) -> str:
+    """Returns the backend of the process group. NCCL refuses trainers that share a GPU: these sum on the host."""
+    has_own_gpu = assignment.device == "cuda" and assignment.trainers <= torch.cuda.device_count()
+    return "cpu:gloo,cuda:nccl" if has_own_gpu else "gloo"
+
+
 def main() -> int:
     imported_s = time.time()
     torch.set_num_threads(1)  # the cores are shared with servers and other trainers
     orders = Orders()
     sys.stdout = sys.stderr  # what others print
-    dist.init_process_group("gloo")
+    dist.init_process_group(backend_of(orders.assignment))
     trainer = Trainer(orders.assignment)
     answer(ready=time.time(), imported_s=imported_s)
     while "end" not in (order := orders.next()):
         if "run" in order:
             asynchronous = order.get("asynchronous", True)
             answer(**trainer.run(order["run"], order["snapshot"], order["checkpoint"], asynchronous))
+        elif "profile" in order:
+            answer(**trainer.profile(order["steps"], Path(order["profile"])))
         elif "go" in order:
             trainer.go(orders)
         elif "finish" in order:

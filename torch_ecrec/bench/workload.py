@@ -168,13 +168,14 @@ def build(shape: Shape, seed: int) -> nn.Module:
     return model
 
 
-def distributed(shape: Shape, backend: str, seed: int, device: torch.device = CPU) -> nn.Module:
+def distributed(shape: Shape, backend: str, seed: int, device: torch.device = CPU, kernel: str = "fused") -> nn.Module:
     """Returns the model on all trainers.
 
     Args:
         backend: "ecrec": tables on our servers; "torchrec": in TorchRec's own trainers; "torch": a copy on each, in
             `DistributedDataParallel`.
-        device: of the dense part, for "ecrec".
+        device: of the dense part; of the tables, too, for "torchrec".
+        kernel: for "torchrec", how FBGEMM holds the tables, as in `torchrec_plan`.
     """
     if backend == "torch":
         torch.manual_seed(seed)
@@ -182,8 +183,8 @@ def distributed(shape: Shape, backend: str, seed: int, device: torch.device = CP
     model = build(shape, seed)
     if backend == "ecrec":
         return torch_ecrec.DistributedModelParallel(model, device=device, seed=seed)
-    plan = torchrec_plan(model, dist.get_world_size())
-    return torchrec.distributed.DistributedModelParallel(model, device=CPU, plan=plan)  # type: ignore[no-any-return]
+    plan = torchrec_plan(model, dist.get_world_size(), device, kernel)
+    return torchrec.distributed.DistributedModelParallel(model, device=device, plan=plan)  # type: ignore[no-any-return]
 
 
 def optimizers(model: nn.Module) -> list[Optimizer]:
@@ -195,12 +196,38 @@ def optimizers(model: nn.Module) -> list[Optimizer]:
     return [*found, torch.optim.SparseAdam(sparse, lr=0.001)] if sparse else found
 
 
-def torchrec_plan(model: nn.Module, trainers: int) -> ShardingPlan:
-    """Returns a table-wise plan that deals tables out in turn. TorchRec's would make small ones data-parallel."""
+def torchrec_plan(model: nn.Module, trainers: int, device: torch.device = CPU, kernel: str = "fused") -> ShardingPlan:
+    """Returns a table-wise plan that deals tables out in turn. TorchRec's would make small ones data-parallel.
+
+    Args:
+        model: has one `EmbeddingBagCollection`.
+        trainers: the number of trainers.
+        device: of the tables.
+        kernel: one of TorchRec's `EmbeddingComputeKernel`: "fused", in the memory of the device; on a GPU also
+            "fused_uvm", in the host's memory, which the GPU reads, or "fused_uvm_caching", with a cache on the GPU.
+    """
     path, collection = next((p, m) for p, m in model.named_modules() if isinstance(m, torchrec.EmbeddingBagCollection))
-    ranks = {config.name: table_wise(rank=i % trainers) for i, config in enumerate(collection.embedding_bag_configs())}
-    entries = construct_module_sharding_plan(collection, ranks, EmbeddingBagCollectionSharder(), device_type="cpu")
+    configs = collection.embedding_bag_configs()
+    ranks = {one.name: table_wise(rank=i % trainers, compute_kernel=kernel) for i, one in enumerate(configs)}
+    entries = construct_module_sharding_plan(
+        collection,
+        ranks,
+        EmbeddingBagCollectionSharder(),
+        local_size=trainers,
+        world_size=trainers,
+        device_type=device.type,
+    )
     return ShardingPlan({path: entries})
+
+
+def require_fbgemm_cuda() -> None:
+    """Raises ValueError unless FBGEMM's operators run on a GPU, as those of TorchRec's tables must. Needs a GPU."""
+    try:
+        torch.ops.fbgemm.asynchronous_complete_cumsum(torch.ones(2, dtype=torch.int32, device="cuda"))
+    except NotImplementedError as error:
+        raise ValueError(
+            "TorchRec's tables on a GPU need FBGEMM's CUDA build, fbgemm-gpu; here is a CPU build, fbgemm-gpu-cpu"
+        ) from error
 
 
 def zipf_ranks(rng: np.random.Generator, count: int, rows: int, exponent: float) -> Any:

@@ -21,7 +21,10 @@ BENCHMARKS = {
     "connections": "a call and a MB over TCP: CPU time of both ends",
     "storage": "a part of a checkpoint, written and read: raw, quantised, compressed",
     "exactness": "kills in real runs: bit-identical? how long a pause?",
+    "overlap": "copies between host and GPU: do they overlap with kernels? a profiler's trace",
+    "gpu": "all that a machine with a GPU can show: streams, exactness, overlap, rates; one report",
     "scaling": "how each cost of a step grows: rows, dim, batch, trainers, servers, codes; fan-out",
+    "placement": "where the tables of a job lie: records and load of each slot, drawn; nothing is measured",
     "report": "writes docs/performance.md and the tables of docs/scaling.md from what the others left",
 }
 

@@ -37,9 +37,9 @@ _DIGIT = np.full(256, _NO_DIGIT, dtype=np.uint8)
 for _place, _digit in enumerate("0123456789abcdef0123456789ABCDEF"):
     _DIGIT[ord(_digit)] = _place % 16
 
-# Distinct categories per column in the Kaggle data set; they shape the synthetic data.
-_CARDINALITIES = [1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306]
-_CARDINALITIES += [10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572]
+# Distinct categories per column in the Kaggle data set; they shape the synthetic data, and the placement that is drawn.
+CARDINALITIES = [1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306]
+CARDINALITIES += [10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572]
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def _draw(rows: int, seed: int) -> tuple[NDArray[np.uint8], NDArray[np.uint64], 
     if rows < 1:
         raise ValueError(f"`rows` must be at least 1, got {rows}")
     random = np.random.default_rng(seed)
-    cardinality = np.array(_CARDINALITIES, dtype=np.float64)
+    cardinality = np.array(CARDINALITIES, dtype=np.float64)
     # Log-uniform ranks: the frequency of a category falls with 1 / rank, as in Zipf's law.
     ranks = np.exp(random.random((rows, CATEGORIES)) * np.log(cardinality + 1)).astype(np.uint64) - np.uint64(1)
     hashed = _mix(ranks + (np.arange(CATEGORIES, dtype=np.uint64) << np.uint64(40)))

@@ -21,7 +21,7 @@ from torch_ecrec.demo.interrupts import sigterm_interrupts
 from torch_ecrec.demo.kills import KillSpec, check_beyond, parse_kills
 from torch_ecrec.demo.result import assemble
 from torch_ecrec.demo.terminal import Terminal
-from torch_ecrec.demo.training import DemoRun
+from torch_ecrec.demo.training import DemoRun, require_device
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.processes.launch import warm
 from torch_ecrec.runtime.checks import require, require_int
@@ -38,6 +38,7 @@ def check(arguments: argparse.Namespace) -> tuple[CodeSpec, list[KillSpec]]:
     require_int("seed", arguments.seed, 0)
     require_int("snapshot-every", arguments.snapshot_every, 1)
     OptimizerSpec(arguments.optimizer)
+    require_device(arguments.device)
     kills = parse_kills(arguments.kill, code.slots, arguments.steps, arguments.trainers)
     every_steps, _ = arguments.checkpoint_every or (0, 0.0)
     check_beyond(kills, code.parities, arguments.beyond, every_steps)

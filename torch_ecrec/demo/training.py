@@ -23,6 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import torch
+
 import torch_ecrec
 from torch_ecrec.demo import report
 from torch_ecrec.demo.catching_up import catch_up
@@ -34,6 +36,7 @@ from torch_ecrec.demo.watch import Watch
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss
 from torch_ecrec.processes.children import reasons, tail, torchrun
 from torch_ecrec.processes.supervisor import Supervisor
+from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec
 
 HEARTBEAT_S = 0.25  # of the processes of a run, for fresh figures
@@ -56,6 +59,22 @@ def example() -> tuple[str, Path]:
     if (root / "examples" / "dlrm_criteo.py").is_file():
         return "examples.dlrm_criteo", root
     return "torch_ecrec.examples.dlrm_criteo", root
+
+
+def require_device(device: str) -> None:
+    """Raises ValueError if dense layers cannot be on a device ("cpu" or "cuda") of this machine; says what to do."""
+    if device == "cpu":
+        return
+    require(
+        torch.version.cuda is not None,
+        f"`--device {device}`: torch {torch.__version__} has no CUDA. `make gpu` makes an environment that has it, or"
+        " takes that of GPU_PYTHON=/path/to/python; pip must not be told to prefer CPU builds (docs/gpu.md)",
+    )
+    require(
+        torch.cuda.is_available(),
+        f"`--device {device}`: torch sees no GPU here. Does `nvidia-smi` show one, with a driver for"
+        f" CUDA {torch.version.cuda}? In a container: was it given the GPU?",
+    )
 
 
 class Process(Protocol):
@@ -287,7 +306,7 @@ class DemoRun:
         words = ["-m", example()[0], "--redraw", "--steps", str(arguments.steps)]
         words += ["--batch-size", str(arguments.batch_size)]
         words += ["--optimizer", arguments.optimizer, "--seed", str(arguments.seed)]
-        words += ["--snapshot-every", str(arguments.snapshot_every)]
+        words += ["--snapshot-every", str(arguments.snapshot_every), "--device", arguments.device]
         words += ["--report", str((self.logs / "trainer.json").resolve())]
         if arguments.data is not None:
             words += ["--data", str(arguments.data.resolve())]
