@@ -69,8 +69,8 @@ def test_parts_are_commands_that_there_are(device: str, tmp_path: Path) -> None:
     assert len(set(names)) == len(names) and names[:3] == ["streams", "exactness", "overlap"]
     assert device == "cpu" or names[3:] == ["rates", "rates-criteo", "uvm", "uvm-criteo"]
     for part in parts[1:]:
-        assert part.command[:3] == ["-P", "-m", "torch_ecrec"]
-        words = list(part.command[3:])
+        assert part.command[:2] == ["-m", "torch_ecrec"]
+        words = list(part.command[2:])
         told: argparse.Namespace = cli.parser(command.named_in(words)).parse_args(words)
         assert told.device == device and told.out == tmp_path / part.name
     assert str(gpu.TESTS) in parts[0].command and gpu.TESTS == ROOT / "tests" / "unit" / "test_staging.py"

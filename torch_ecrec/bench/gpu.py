@@ -152,7 +152,7 @@ def parts(device: str, out: Path) -> list[Part]:
 
     def bench(folder: str, *words: object) -> list[str]:
         told = [*words, "--device", device, "--out", (out / folder).resolve()]
-        return ["-P", "-m", "torch_ecrec", "bench", *map(str, told)]
+        return ["-m", "torch_ecrec", "bench", *map(str, told)]
 
     pytest = ["-m", "pytest", str(TESTS), "-q", "-p", "no:cacheprovider"]
     pytest.append(f"--junitxml={(out / 'streams' / 'streams.xml').resolve()}")
@@ -217,7 +217,7 @@ def run_part(part: Part, out: Path, left_s: float) -> Outcome:
         shutil.rmtree(folder, ignore_errors=True)  # what a run before has left
         folder.mkdir(parents=True)
         try:
-            code = _run([sys.executable, *part.command], log, limit_s)
+            code = _run([sys.executable, "-P", *part.command], log, limit_s)
             rows = part.read(folder) if code == 0 else []
             if code:
                 error = f"exit code {code}: {reason(_text(log))}"
