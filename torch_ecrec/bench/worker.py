@@ -12,8 +12,8 @@ The first line says what to train (`Assignment`), torchrun's variables say who i
     {"end": true}        leaves in order; where its input ends, it ends at once
 With "asynchronous": false beside "run", training stands while a checkpoint is saved. Every answer is one line on its
 output; {"ready": time, "imported_s": when Python had imported all, "done": steps that count already} comes first.
-Moments are of `time.time()`. A block is timed from a barrier of all trainers to a barrier after everything sent in it is
-acknowledged, so that no work of it is left to the next.
+Moments are of `time.time()`. A block is timed from a barrier of all trainers to a barrier after everything sent in it
+is acknowledged, so that no work of it is left to the next.
 """
 
 from __future__ import annotations

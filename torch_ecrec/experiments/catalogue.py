@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,7 +111,7 @@ def read(path: Path) -> Spec:
     return spec
 
 
-def unknown(what: str, name: str, known: Sequence[str] | dict[str, Any]) -> str:
+def unknown(what: str, name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
     """Returns the message for a name that is not known, with the one most like it."""
     like = difflib.get_close_matches(name.lower(), [one.lower() for one in known], 1, 0.5)
     nearest = next((one for one in known if like and one.lower() == like[0]), "")

@@ -24,8 +24,12 @@ COLOURS = {
     "Ckpt-60": "#f59e0b",
     "ECRM-k2": "#2563eb",
     "ECRM-k4": "#059669",
+    "ECRM-k4-minusNNRep": "#7c3aed",
+    "ECRM-k4-minus2PC": "#db2777",
+    "ECRM-k4-minusNNRep-minus2PC": "#0891b2",
+    "ECRM-k4-ranges1": "#78350f",
+    "ECRM-k4-ranges10": "#d97706",
 }
-OTHERS = ("#7c3aed", "#db2777", "#0891b2", "#65a30d")
 STORE = "store"  # of the three, the one that pictures show
 HOURS = 2.0  # of the paper's time, in the picture of progress
 
@@ -123,9 +127,9 @@ FIGURES: Mapping[str, Callable[[Found], list[dict[str, Any]]]] = {
 # pictures ---------------------------------------------------------------------------------------------
 
 
-def colour(mode: str, number: int) -> str:
+def colour(mode: str) -> str:
     """Returns the colour of a mode, the same in all pictures."""
-    return COLOURS.get(mode) or OTHERS[number % len(OTHERS)]
+    return COLOURS.get(mode, "#333333")
 
 
 def _bars(axes: Axes, models: Sequence[str], series: Mapping[str, Sequence[float | None]], label: str) -> None:
@@ -133,8 +137,8 @@ def _bars(axes: Axes, models: Sequence[str], series: Mapping[str, Sequence[float
     width = 0.8 / max(len(series), 1)
     for number, (mode, values) in enumerate(series.items()):
         at = [i - 0.4 + width * (number + 0.5) for i in range(len(models))]
-        bars = axes.bar(at, [value or 0.0 for value in values], width, label=mode, color=colour(mode, number))
-        texts = ["-" if value is None else f"{value:.3g}" for value in values]
+        bars = axes.bar(at, [value or 0.0 for value in values], width, label=mode, color=colour(mode))
+        texts = ["-" if v is None else f"{v:,.0f}" if v >= 100 else f"{v:.3g}" for v in values]
         axes.bar_label(bars, texts, fontsize=6, padding=1)
     axes.set_xticks(range(len(models)), models)
     axes.set_ylabel(label)
@@ -170,7 +174,7 @@ def draw(results: Results, spec: Spec) -> Figure | None:
         panel(axes, spec, found, results)
     data = "Criteo rows" if results.run.data else "made-up rows"
     figure.suptitle(f"{spec.name}: {spec.title} ({results.scale}; {data})", fontsize=10)
-    figure.axes[0].legend(fontsize=7)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), fontsize=7, loc="outside lower center", ncols=8)
     return figure
 
 
@@ -199,7 +203,7 @@ def _progress(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
     """Samples trained over the paper's time, as rate and saves of the largest model give it."""
     model = next(name for name in reversed(spec.models) if any(cell.model == name for cell in found))
     time = results.scale.time
-    for number, mode in enumerate(spec.modes):
+    for mode in spec.modes:
         one = next((one for cell, one in found.items() if (cell.model, cell.mode) == (model, mode)), None)
         if one is None:
             continue
@@ -215,7 +219,7 @@ def _progress(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
             if interval_s:
                 at_s = min(at_s + stands_s, HOURS * 3600)
                 points.append((at_s / 3600, samples / 1e6))
-        axes.plot(*zip(*points, strict=True), color=colour(mode, number), label=mode)
+        axes.plot(*zip(*points, strict=True), color=colour(mode), label=mode)
     axes.set_xlabel("hours of the paper's time (computed from rates and saves)")
     axes.set_ylabel(f"10^6 samples trained, {model}")
     axes.spines[["top", "right"]].set_visible(False)
@@ -228,18 +232,18 @@ def _recovery_times(axes: Axes, spec: Spec, found: Found, results: Results) -> N
 
 def _shares(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
     series = _series(spec, found, lambda one: None if one["share"] is None else 100 * one["share"])
-    _bars(axes, spec.models, series, "new samples per second while recovering, % of before")
+    _bars(axes, spec.models, series, "new samples/s while recovering,\n% of before")
 
 
 def _progress_after(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
     """Steps that count over time around the kill, for the first model that has run."""
     model = next(name for name in spec.models if any(cell.model == name for cell in found))
-    for number, mode in enumerate(spec.modes):
+    for mode in spec.modes:
         one = next((one for cell, one in found.items() if (cell.model, cell.mode) == (model, mode)), None)
         if one is not None:
             at_kill = max((step for time_s, step in one["progress"] if time_s <= 0), default=0)
             points = [(time_s, step - at_kill) for time_s, step in one["progress"] if time_s >= -spec.seconds]
-            axes.plot(*zip(*points, strict=True), color=colour(mode, number), label=mode)
+            axes.plot(*zip(*points, strict=True), color=colour(mode), label=mode)
     axes.axvline(0, color="#333333", linewidth=0.8, linestyle=":")
     axes.set_xlabel(f"seconds after the kill, {model}")
     axes.set_ylabel("steps that count, since the kill")
@@ -247,7 +251,7 @@ def _progress_after(axes: Axes, spec: Spec, found: Found, results: Results) -> N
 
 
 def _by_workers(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
-    for number, mode in enumerate(spec.modes):
+    for mode in spec.modes:
         for model, style in zip(spec.models, ("-", "--", "-.", ":", (0, (5, 1))), strict=False):
             points = sorted(
                 (cell.workers, one["samples_per_s"]["median"])
@@ -260,7 +264,7 @@ def _by_workers(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
                     style if isinstance(style, str) else "-",
                     marker="o",
                     markersize=3,
-                    color=colour(mode, number),
+                    color=colour(mode),
                     label=f"{mode}, {model}",
                 )
     axes.set_xlabel(f"workers, on {results.run.header['cores']} cores")

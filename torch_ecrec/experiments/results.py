@@ -8,6 +8,7 @@ DIR/*.png                          the figures (`figures.py`)
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -112,9 +113,7 @@ class Results:
 
     def write(self, cell: Cell, figures: Mapping[str, Any] | None, error: str | None) -> None:
         """Writes what a cell has found, or why it failed."""
-        of = {"experiment": cell.experiment, "model": cell.model, "mode": cell.mode}
-        of |= {"workers": cell.workers, "seed": cell.seed}
-        content = {"cell": of, "factor": self.run.factor, "error": error, "figures": figures}
+        content = {"cell": dataclasses.asdict(cell), "factor": self.run.factor, "error": error, "figures": figures}
         path = self.path(cell)
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, content)
