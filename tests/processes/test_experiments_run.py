@@ -70,3 +70,21 @@ def test_after_a_kill_one_goes_on_and_one_goes_back(
     steps = [step for _, step in theirs["progress"]]
     assert steps != sorted(steps), "it goes back"
     assert theirs["share"] == 0.0 and theirs["recovered_s"] == theirs["caught_up_s"]
+
+
+def test_emulated_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact runs lose nothing; the same cell run twice is the same."""
+    only(monkeypatch, "accuracy")
+    for folder in ("one", "two"):
+        assert run.begin("accuracy", FACTOR, None, tmp_path / folder) == 0
+    texts = [
+        {path.name: path.read_text() for path in (tmp_path / folder / "cells").rglob("*.json")}
+        for folder in ("one", "two")
+    ]
+    assert texts[0] == texts[1] and len(texts[0]) == 4
+    lost = {name: json.loads(text)["figures"]["lost"] for name, text in texts[0].items()}
+    assert all((share == 0) == ("exact" in name) for name, share in lost.items())
+    only(monkeypatch, "cpr")
+    assert run.begin("cpr", FACTOR, None, tmp_path / "cpr") == 0
+    found = found_in(tmp_path / "cpr")
+    assert found["cpr", "full"]["overhead"] > found["cpr", "mfu"]["overhead"] > 0

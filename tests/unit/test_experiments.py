@@ -24,26 +24,37 @@ SPECS = catalogue.all_specs()
 
 
 def test_the_artefacts_experiments_are_there() -> None:
-    assert list(SPECS) == ["normal-1", "normal-3", "normal-4", "recovery-1", "recovery-2"]
+    assert list(SPECS) == [*("normal-1", "normal-3", "normal-4"), *("recovery-1", "recovery-2"), "accuracy", "cpr"]
     assert SPECS["normal-1"].models == list(scale.MODELS)
     assert [
         claim.figure for spec in SPECS.values() for claim in spec.claims if claim.figure not in figures.FIGURES
     ] == []
     assert catalogue.chosen("all") == list(SPECS.values())
-    assert [spec.name for spec in catalogue.chosen("smoke")] == ["normal-1", "recovery-1"]
+    assert [spec.name for spec in catalogue.chosen("smoke")] == ["normal-1", "recovery-1", "accuracy", "cpr"]
     assert catalogue.chosen("smoke")[0].models == ["Criteo"]
 
 
+def kind_of(cell: Cell) -> tuple[str, bool, bool]:
+    """What of the code runs it."""
+    kind = SPECS[cell.experiment].kind
+    if SPECS[cell.experiment].is_emulated:
+        return kind, cell.mode in ("exact", "full"), False
+    mode = modes.parse(cell.mode)
+    return kind, bool(mode.interval_s), bool(mode.k)
+
+
 def test_smoke_visits_each_kind_of_cell() -> None:
-    smoked = [cell for group in cells.groups(catalogue.chosen("smoke")) for cell in group.cells]
-    kinds = {
-        (SPECS[c.experiment].kind, bool(modes.parse(c.mode).interval_s), bool(modes.parse(c.mode).k)) for c in smoked
-    }
-    everything = [cell for group in cells.groups(list(SPECS.values())) for cell in group.cells]
-    assert kinds == {
-        (SPECS[c.experiment].kind, bool(modes.parse(c.mode).interval_s), bool(modes.parse(c.mode).k))
-        for c in everything
-    }
+    smoked, everything = (
+        {kind_of(cell) for group in cells.groups(catalogue.chosen(name)) for cell in group.cells}
+        for name in ("smoke", "all")
+    )
+    assert smoked == everything
+
+
+def test_failures_change_nothing_of_what_is_exact() -> None:
+    found = [cell for group in cells.groups([SPECS["accuracy"]]) for cell in group.cells]
+    assert [(cell.failures, cell.seed) for cell in found if cell.mode == "exact"] == [(0, 0), (0, 1), (0, 2)]
+    assert len({cell.name for cell in found}) == len(found) == 3 * (1 + 4 * 3)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +64,7 @@ def test_smoke_visits_each_kind_of_cell() -> None:
         ("NORMAL-4", "did you mean normal-4?"),
         ("recovery", "did you mean recovery-"),
         ("al", "did you mean all?"),
-        ("xyz", "(there are normal-1, normal-3, normal-4, recovery-1, recovery-2, all, smoke)"),
+        ("xyz", "(there are normal-1, normal-3, normal-4, recovery-1, recovery-2, accuracy, cpr, all, smoke)"),
     ],
 )
 def test_an_unknown_experiment_is_refused_with_the_nearest(asked: str, says: str) -> None:
@@ -199,6 +210,11 @@ def spread(value: float) -> dict[str, float]:
 
 def made_up(cell: Cell, kind: str) -> dict[str, Any]:
     """Figures of a cell as it would leave them."""
+    if kind == "accuracy":
+        lost = 0.0 if cell.mode == "exact" else cell.failures / 100
+        return {"auc": 0.75 + cell.seed / 1000 - lost / 10, "log_loss": 0.5, "lost": lost}
+    if kind == "emulated":
+        return {"overhead": 0.09 if cell.mode == "full" else 0.006, "saves": 0.004, "down": 0.002, "again": 0.0}
     mode = modes.parse(cell.mode)
     if kind == "kill":
         took_s = 20.0 if mode.interval_s else 1.0
@@ -261,6 +277,28 @@ def test_what_another_commit_began_is_not_gone_on_with(tmp_path: Path, monkeypat
 # runs ----------------------------------------------------------------------------------------------------------------
 
 Ran = list[str]
+SMOKED = 1 + 2 + 4 + 2  # a group of all modes, cells with a kill, of accuracy, of the emulation
+SECOND = "recovery-1, Criteo-Ckpt-30-w2-s0"
+
+
+def test_a_difference_in_accuracy_is_told_only_beyond_two_standard_errors() -> None:
+    def cell(mode: str, seed: int, failures: int) -> Cell:
+        return Cell("accuracy", "Criteo", mode, 1, seed, failures)
+
+    def quality(auc: float) -> dict[str, float]:
+        return {"auc": auc, "log_loss": 0.5, "lost": 0.02}
+
+    found = {cell("exact", seed, 0): quality(0.75 + seed / 100) for seed in range(3)}
+    for seed, (near, off) in enumerate([(0.001, -0.004), (-0.002, -0.005), (0.0015, -0.003)]):
+        found[cell("mfu", seed, 1)] = quality(0.75 + seed / 100 + near)
+        found[cell("mfu", seed, 5)] = quality(0.75 + seed / 100 + off)
+    exact, near_one, off_one = figures.accuracy(found)
+    assert (exact["AUC"], exact["failures"]) == ("0.7600", "any") and "differs" not in exact
+    assert near_one["differs"] == "no" and off_one["differs"] == "yes"
+    assert off_one["AUC - exact"] == pytest.approx(-0.004) and off_one["standard error"] == pytest.approx(
+        0.001 / 3**0.5
+    )
+    assert off_one["lost updates %"] == pytest.approx(2.0)
 
 
 @pytest.fixture
@@ -297,13 +335,14 @@ def failing(monkeypatch: pytest.MonkeyPatch, which: int, error: BaseException) -
 
 def test_all_cells_run_and_are_told(ran: Ran, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.begin("smoke", 4096, None, tmp_path) == 0
-    assert len(ran) == 3  # a group of all modes, and two cells with a kill
+    assert len(ran) == SMOKED
     said = capsys.readouterr().out
-    assert "smoke: rows / 4,096, times / 240; 3 of 3 groups of cells to run" in said
-    assert "[2/3, about" in said and "to go] recovery-1, Criteo, w2, s0, Ckpt-30" in said
+    assert f"smoke: rows / 4,096, times / 240; {SMOKED} of {SMOKED} groups of cells to run" in said
+    assert f"[2/{SMOKED}, about" in said and f"to go] {SECOND}" in said
     assert not (tmp_path / "running").exists() and not (tmp_path / "logs").exists()
-    assert {path.name for path in tmp_path.glob("*.png")} == {"experiments-normal-1.png", "experiments-recovery-1.png"}
-    assert run.resume(tmp_path) == 0 and len(ran) == 3, "nothing is left"
+    drawn = {path.name for path in tmp_path.glob("*.png")}
+    assert drawn == {report.picture(spec) for spec in catalogue.chosen("smoke")}
+    assert run.resume(tmp_path) == 0 and len(ran) == SMOKED, "nothing is left"
 
 
 def test_a_cell_that_fails_is_told_and_the_others_run(
@@ -311,16 +350,16 @@ def test_a_cell_that_fails_is_told_and_the_others_run(
 ) -> None:
     mend = failing(monkeypatch, 1, Stopped("Ckpt-30: waiting for a checkpoint: not within 9 s\nits log"))
     assert run.begin("smoke", 1024, None, tmp_path) == 1
-    assert len(ran) == 3
+    assert len(ran) == SMOKED
     told = capsys.readouterr()
-    assert "recovery-1, Criteo, w2, s0, Ckpt-30 failed: Ckpt-30: waiting for a checkpoint" in told.err
+    assert f"{SECOND} failed: Ckpt-30: waiting for a checkpoint" in told.err
     assert f"1 groups of cells failed; `torch-ecrec experiments resume --out {tmp_path}` runs them again" in told.err
     assert "failed: Ckpt-30: waiting for a checkpoint: not within 9 s" in told.out
     (log,) = tmp_path.glob("logs/*/trainers.log")
     assert log.read_text() == "what they said"
     mend()
     assert run.resume(tmp_path) == 0
-    assert ran[3:] == ["recovery-1, Criteo, w2, s0, Ckpt-30"]
+    assert ran[SMOKED:] == [SECOND]
 
 
 def test_an_interrupted_run_goes_on_to_the_same_cells(
@@ -335,7 +374,7 @@ def test_an_interrupted_run_goes_on_to_the_same_cells(
     assert run.resume(tmp_path / "cut") == 0
     folders = [tmp_path / name / "cells" for name in ("whole", "cut")]
     whole, cut = ({str(path.relative_to(one)): path.read_text() for path in one.rglob("*.json")} for one in folders)
-    assert whole == cut and len(whole) == 5
+    assert whole == cut and len(whole) == 3 + SMOKED - 1
 
 
 def test_bad_data_is_refused_before_anything_is_made(ran: Ran, tmp_path: Path) -> None:
@@ -388,6 +427,8 @@ def test_claims_are_judged_either_way(tmp_path: Path) -> None:
     }  # 10 % of at most 13, and 7
     (ablation,) = SPECS["normal-4"].claims
     assert {line["published"] for line in report.judged(results, SPECS["normal-4"], ablation)} == {None}
+    (partly,) = SPECS["cpr"].claims
+    assert [line["case"] for line in report.judged(results, SPECS["cpr"], partly)] == ["mfu", "ssu"]
     nobody = Claim(source="x", says="y", figure="recovery_speedup", wanted=1.0)
     assert report.judged(results, SPECS["normal-4"], nobody)[0]["case"] == "not run"
 

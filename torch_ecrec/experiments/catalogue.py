@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from torch_ecrec.experiments import modes, scale
+from torch_ecrec.experiments import emulation, modes, scale
 
 FOLDER = Path(__file__).parent / "specs"
 
@@ -43,6 +43,7 @@ class Selection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     modes: list[str] | None = None
     workers: list[int] | None = None
     seeds: list[int] | None = None
+    failures: list[int] | None = None
     repeats: int | None = None
     seconds: float | None = None
 
@@ -54,10 +55,13 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         name: that of its file.
         title, shows: what it asks, and which figures of the artefact answer that.
         kind: "undisturbed": all modes of a model train in turns; "kill": each cell trains, loses a server, and goes on.
+            "accuracy" and "emulated": no cluster, but what `bench partial` emulates of one (`emulation.py`).
         models: names of `scale.MODELS`.
-        modes: names that `modes.parse` knows.
+        modes: names that `modes.parse` knows; of an emulation, ways of recovery.
         workers: numbers of trainers.
-        seeds: of models, batches, and moments of kills.
+        seeds: of models, batches, and moments of failures.
+        failures: how many, of an emulation.
+        options: arguments of `torch-ecrec bench partial`, for an emulation.
         repeats: turns of each mode.
         seconds: of training in a turn, or around a kill.
         claims: what it is held against.
@@ -68,16 +72,23 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     name: str
     title: str
     shows: str
-    kind: Literal["undisturbed", "kill"]
+    kind: Literal["undisturbed", "kill", "accuracy", "emulated"]
     models: list[str]
     modes: list[str]
     workers: list[int]
     seeds: list[int] = msgspec.field(default_factory=lambda: [0])
+    failures: list[int] = msgspec.field(default_factory=lambda: [0])
+    options: list[str] = msgspec.field(default_factory=list)
     repeats: int = 1
     seconds: float = 4.0
     claims: list[Claim] = msgspec.field(default_factory=list)
     theirs: dict[str, Any] = msgspec.field(default_factory=dict)
     smoke: Selection | None = None
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether there is no cluster."""
+        return self.kind in ("accuracy", "emulated")
 
     def smoked(self) -> Spec:
         """Returns the small part of it that `run smoke` runs."""
@@ -102,11 +113,11 @@ def read(path: Path) -> Spec:
                 raise ValueError(f"{path}: {unknown('model', model, scale.MODELS)}")
         for mode in one.modes:
             try:
-                modes.parse(mode)
+                emulation.require_way(mode) if one.is_emulated else modes.parse(mode)
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
         positive = [*one.workers, one.repeats, one.seconds]
-        if min(positive) <= 0 or not all([one.models, one.modes, one.workers, one.seeds]):
+        if min(positive) <= 0 or not all([one.models, one.modes, one.workers, one.seeds, one.failures]):
             raise ValueError(f"{path}: `workers`, `repeats` and `seconds` must be positive, and no list empty")
     return spec
 
@@ -119,8 +130,10 @@ def unknown(what: str, name: str, known: Sequence[str] | Mapping[str, Any]) -> s
     return f"unknown {what} {name!r}{hint} (there are {', '.join(known)})"
 
 
-def _order(path: Path) -> tuple[bool, str]:
-    return not path.stem.startswith("normal"), re.sub(r"\d+", lambda found: found[0].zfill(3), path.stem)
+def _order(path: Path) -> tuple[int, str]:
+    return ("normal", "recovery", "accuracy", "cpr").index(path.stem.partition("-")[0]), re.sub(
+        r"\d+", lambda found: found[0].zfill(3), path.stem
+    )
 
 
 def all_specs(folder: Path = FOLDER) -> dict[str, Spec]:

@@ -12,6 +12,7 @@ that time, divided by the time between two.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch_ecrec.bench.checkpoint import written
 from torch_ecrec.bench.experiment import Experiment, Model, Part, Running
 from torch_ecrec.bench.faults import GoBack, Kill, progress, start_training
 from torch_ecrec.bench.train import Blocks
-from torch_ecrec.experiments import modes, scale
+from torch_ecrec.experiments import emulation, modes, scale
 from torch_ecrec.experiments.catalogue import Spec
 from torch_ecrec.experiments.modes import Mode
 from torch_ecrec.experiments.scale import Scale
@@ -30,6 +31,7 @@ from torch_ecrec.experiments.scale import Scale
 WARM_UP = 2  # steps, twice, before the first block
 LEAST_STEPS = 3
 SAVED_EVERY = 4  # steps of a block, after which training stands for a checkpoint
+EMULATED_S = 20.0  # of a cell without a cluster
 START_S = 30.0  # of the processes of one system: for the time that is left
 KILL_S = {True: 75.0, False: 45.0}  # of a cell with a kill besides what it trains, by whether all go back
 
@@ -43,14 +45,13 @@ class Cell:
     mode: str
     workers: int
     seed: int
+    failures: int = 0  # of an emulation
 
     @property
     def name(self) -> str:
         """Of its file."""
-        return f"{self.model}-{self.mode}-w{self.workers}-s{self.seed}"
-
-    def __str__(self) -> str:
-        return f"{self.experiment}: {self.model}, {self.mode}, {self.workers} workers, seed {self.seed}"
+        failures = f"-f{self.failures}" if self.failures else ""
+        return f"{self.model}-{self.mode}-w{self.workers}-s{self.seed}{failures}"
 
 
 @dataclass(frozen=True)
@@ -62,18 +63,21 @@ class Group:
 
     @property
     def modes(self) -> list[Mode]:
-        """The modes of its cells, in order."""
-        return [modes.parse(cell.mode) for cell in self.cells]
+        """The modes of its cells, in order; none of an emulation."""
+        return [] if self.spec.is_emulated else [modes.parse(cell.mode) for cell in self.cells]
 
     @property
     def name(self) -> str:
         """Of its logs, and in lines of progress."""
         first = self.cells[0]
-        name = f"{first.experiment}, {first.model}, w{first.workers}, s{first.seed}"
-        return f"{name}, {first.mode}" if self.spec.kind == "kill" else name
+        if self.spec.kind == "undisturbed":
+            return f"{first.experiment}, {first.model}, w{first.workers}, s{first.seed}"
+        return f"{first.experiment}, {first.name}"
 
     def seconds(self, factor: Scale) -> float:
         """Returns about how long it takes: what is told as the time that is left."""
+        if self.spec.is_emulated:
+            return EMULATED_S
         systems = {mode.trained.group: mode for mode in self.modes}.values()
         if self.spec.kind == "undisturbed":
             return len(systems) * (START_S + (self.spec.repeats + 2) * self.spec.seconds)
@@ -94,6 +98,12 @@ class Group:
         Raises:
             Stopped: a cell failed; the message says which, and why.
         """
+        if self.spec.is_emulated:
+            (cell,) = self.cells
+            options = self.spec.options
+            if self.spec.kind == "emulated":
+                return {cell.mode: emulation.cost(options, cell.mode, cell.seed)}
+            return {cell.mode: emulation.quality(options, cell.mode, cell.seed, cell.failures, data)}
         run = _undisturbed if self.spec.kind == "undisturbed" else _killed
         return run(self, factor, data, out)
 
@@ -107,11 +117,13 @@ def groups(specs: Sequence[Spec]) -> list[Group]:
     """Returns all cells of some experiments, in the order in which they run."""
     found = []
     for spec in specs:
-        for seed in spec.seeds:
-            for workers in spec.workers:
-                for model in spec.models:
-                    cells = [Cell(spec.name, model, mode, workers, seed) for mode in spec.modes]
-                    found += [Group(spec, cells)] if spec.kind == "undisturbed" else [Group(spec, [c]) for c in cells]
+        for seed, workers, model in itertools.product(spec.seeds, spec.workers, spec.models):
+            cells = [
+                Cell(spec.name, model, mode, workers, seed, failures)
+                for mode in spec.modes
+                for failures in ([0] if mode == emulation.EXACT else spec.failures)  # they change nothing there
+            ]
+            found += [Group(spec, cells)] if spec.kind == "undisturbed" else [Group(spec, [cell]) for cell in cells]
     return found
 
 

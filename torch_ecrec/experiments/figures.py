@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch_ecrec.experiments import modes, scale
 from torch_ecrec.experiments.catalogue import Spec
 from torch_ecrec.experiments.cells import Cell, groups
+from torch_ecrec.experiments.emulation import EXACT
 from torch_ecrec.experiments.results import Results
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ COLOURS = {
     "ECRM-k4-ranges10": "#d97706",
 }
 STORE = "store"  # of the three, the one that pictures show
+PARTIAL = ("mfu", "ssu")  # those that CPR's abstract has figures of
 HOURS = 2.0  # of the paper's time, in the picture of progress
 
 Found = Mapping[Cell, Mapping[str, Any]]
@@ -116,11 +118,42 @@ def least_of_ablations(found: Found) -> list[dict[str, Any]]:
     return rows
 
 
+def overhead_of_partial(found: Found) -> list[dict[str, Any]]:
+    """The overhead of each way of recovery, emulated."""
+    return [{"case": cell.mode, "value": one["overhead"]} for cell, one in found.items() if cell.mode in PARTIAL]
+
+
+def accuracy(found: Found) -> list[dict[str, Any]]:
+    """Returns a row for each way of recovery and number of failures, over all seeds.
+
+    A difference is that from the exact run of the same seed. It is told to be one where its mean is more than two
+    standard errors from zero.
+    """
+    exact = {cell.seed: one for cell, one in found.items() if cell.mode == EXACT}
+    by: dict[tuple[str, int], list[tuple[int, Mapping[str, Any]]]] = {}
+    for cell, one in found.items():
+        by.setdefault((cell.mode, cell.failures), []).append((cell.seed, one))
+    rows = []
+    for (mode, failures), some in by.items():
+        row: dict[str, Any] = {"mode": mode, "failures": "any" if mode == EXACT else failures, "seeds": len(some)}
+        row["AUC"], row["log loss"] = (
+            f"{statistics.fmean(one[name] for _, one in some):.4f}" for name in ("auc", "log_loss")
+        )
+        row["lost updates %"] = 100 * statistics.fmean(one["lost"] for _, one in some)
+        differences = [one["auc"] - exact[seed]["auc"] for seed, one in some if seed in exact]
+        if mode != EXACT and len(differences) > 1:
+            mean, error = statistics.fmean(differences), statistics.stdev(differences) / len(differences) ** 0.5
+            row |= {"AUC - exact": mean, "standard error": error, "differs": "yes" if abs(mean) > 2 * error else "no"}
+        rows.append(row)
+    return rows
+
+
 FIGURES: Mapping[str, Callable[[Found], list[dict[str, Any]]]] = {
     "overhead_reduced": overhead_reduced,
     "recovery_speedup": recovery_speedup,
     "recovering_loss": recovering_loss,
     "least_of_ablations": least_of_ablations,
+    "overhead_of_partial": overhead_of_partial,
 }
 
 
@@ -182,6 +215,10 @@ Panel = Callable[["Axes", Spec, Found, Results], None]
 
 
 def _panels(spec: Spec) -> list[Panel]:
+    if spec.kind == "accuracy":
+        return [_accuracies]
+    if spec.kind == "emulated":
+        return [_emulated]
     if spec.kind == "kill":
         return [_recovery_times, _shares, _progress_after]
     if len(spec.workers) > 1:
@@ -269,4 +306,27 @@ def _by_workers(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
                 )
     axes.set_xlabel(f"workers, on {results.run.header['cores']} cores")
     axes.set_ylabel("samples/s of all workers")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _accuracies(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
+    rows = [row for row in accuracy(found) if "AUC - exact" in row]
+    names = [f"{row['mode']}, {row['failures']}" for row in rows]
+    errors = [2 * row["standard error"] for row in rows]
+    axes.errorbar(
+        names, [row["AUC - exact"] for row in rows], yerr=errors, fmt="o", capsize=3, label="2 standard errors"
+    )
+    axes.axhline(0, color="#333333", linewidth=0.8, linestyle=":")
+    axes.set_ylabel("AUC, less that of exact recovery")
+    axes.tick_params(axis="x", rotation=60, labelsize=7)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _emulated(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
+    names, below = [cell.mode for cell in found], [0.0] * len(found)
+    for part, label in (("saves", "saves"), ("down", "loads and restarts"), ("again", "trained again")):
+        values = [100 * one[part] for one in found.values()]
+        axes.bar(names, values, bottom=below, label=label)
+        below = [one + other for one, other in zip(below, values, strict=True)]
+    axes.set_ylabel("% of the training time")
     axes.spines[["top", "right"]].set_visible(False)

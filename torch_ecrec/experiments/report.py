@@ -21,13 +21,20 @@ STORES = ", ".join(f"{name} {rate / 1e6:g} MB/s" for name, rate in scale.BANDWID
 
 def rows(results: Results, spec: Spec) -> list[dict[str, Any]]:
     """Returns a row for each cell of an experiment, those that have not run included."""
-    lines = []
+    lines: list[dict[str, Any]] = []
+    if spec.kind == "accuracy":
+        lines = [{**row, "state": "run"} for row in figures.accuracy(figures.found_of(results, spec))]
     for cell in (cell for group in groups([spec]) for cell in group.cells):
         read = results.read(cell)
         line: dict[str, Any] = {"model": cell.model, "mode": cell.mode, "workers": cell.workers, "seed": cell.seed}
         one = None if read is None else read["figures"]
         if one is None:
             line["state"] = "not run" if read is None else "failed: " + str(read["error"]).partition("\n")[0]
+        elif spec.kind == "accuracy":
+            continue  # a line for all seeds is there
+        elif spec.kind == "emulated":
+            names = {"overhead": "overhead %", "saves": "saves %", "down": "down %", "again": "again %"}
+            line |= {title: 100 * one[name] for name, title in names.items()} | {"state": "run"}
         elif spec.kind == "kill":
             line |= {
                 "recovered s": one["recovered_s"],
@@ -54,7 +61,7 @@ def columns(lines: Sequence[dict[str, Any]]) -> list[str]:
     """Returns the columns that some row has; the state comes last, and only if a cell has not run."""
     found = list(dict.fromkeys(name for line in lines for name in line if name != "state"))
     for name in ("workers", "seed"):
-        if len({line[name] for line in lines}) == 1:
+        if name in found and len({line.get(name) for line in lines}) == 1:
             found.remove(name)
     return found if all(line["state"] == "run" for line in lines) else [*found, "state"]
 

@@ -56,8 +56,9 @@ def require_machine(specs: Sequence[Spec], scale: Scale) -> None:
     """Raises ValueError if this machine has too little memory or too few cores for some cells."""
     cores = len(os.sched_getaffinity(0))
     require(cores >= CORES_LEAST, f"experiments take {CORES_LEAST} cores at least, and here is {cores}")
-    needs = [(group.cells[0].model, group.modes, group.cells[0].workers) for group in groups(specs)]
-    require_memory(scale, needs)
+    needs = [(group.cells[0].model, group.modes, group.cells[0].workers) for group in groups(specs) if group.modes]
+    if needs:
+        require_memory(scale, needs)
 
 
 def _go_on(results: Results) -> int:
