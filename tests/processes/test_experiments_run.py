@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from torch_ecrec.bench import workload
-from torch_ecrec.experiments import catalogue, run, scale
+from torch_ecrec.experiments import catalogue, limits, run, scale
 from torch_ecrec.experiments.results import Results
 from torch_ecrec.experiments.scale import Scale
+from torch_ecrec.testing import cpu_quota
 
 FACTOR = 1 << 14  # 453 rows a table; Ckpt-30 saves each 1.9 s
 
@@ -54,6 +55,16 @@ def test_modes_train_undisturbed_in_turns(small: None, tmp_path: Path, monkeypat
     costs = [half["overhead"][store]["median"] for store in scale.BANDWIDTHS]
     assert costs == sorted(costs, reverse=True) and costs[0] > 0
     assert not any(path.name == "store" for path in tmp_path.rglob("*"))
+
+
+@pytest.mark.skipif(bool(limits.unavailable("lessNetwork") or limits.unavailable("lessCPU")), reason="it takes root")
+def test_servers_have_less_in_some_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each limit is met, or its cell would fail."""
+    spec = msgspec.structs.replace(catalogue.all_specs()["normal-2"], models=["Criteo"], repeats=1, seconds=0.5)
+    monkeypatch.setattr(run, "chosen", lambda _: [spec])
+    assert run.begin("normal-2", FACTOR, None, tmp_path) == 0
+    assert all(one["samples_per_s"]["median"] > 0 for one in found_in(tmp_path).values())
+    assert not list(cpu_quota.V1.glob("torch-ecrec-*")) and not list(cpu_quota.V2.glob("torch-ecrec-*"))
 
 
 def test_after_a_kill_one_goes_on_and_one_goes_back(

@@ -11,7 +11,7 @@ import pytest
 
 from torch_ecrec.bench import record
 from torch_ecrec.bench.experiment import Stopped
-from torch_ecrec.experiments import catalogue, cells, figures, modes, report, run, scale
+from torch_ecrec.experiments import catalogue, cells, figures, limits, modes, report, run, scale
 from torch_ecrec.experiments.catalogue import Claim, Spec
 from torch_ecrec.experiments.cells import Cell, Group
 from torch_ecrec.experiments.results import Results
@@ -24,7 +24,12 @@ SPECS = catalogue.all_specs()
 
 
 def test_the_artefacts_experiments_are_there() -> None:
-    assert list(SPECS) == [*("normal-1", "normal-3", "normal-4"), *("recovery-1", "recovery-2"), "accuracy", "cpr"]
+    assert list(SPECS) == [
+        *("normal-1", "normal-2", "normal-3", "normal-4"),
+        *("recovery-1", "recovery-2"),
+        "accuracy",
+        "cpr",
+    ]
     assert SPECS["normal-1"].models == list(scale.MODELS)
     assert [
         claim.figure for spec in SPECS.values() for claim in spec.claims if claim.figure not in figures.FIGURES
@@ -64,7 +69,10 @@ def test_failures_change_nothing_of_what_is_exact() -> None:
         ("NORMAL-4", "did you mean normal-4?"),
         ("recovery", "did you mean recovery-"),
         ("al", "did you mean all?"),
-        ("xyz", "(there are normal-1, normal-3, normal-4, recovery-1, recovery-2, accuracy, cpr, all, smoke)"),
+        (
+            "xyz",
+            "(there are normal-1, normal-2, normal-3, normal-4, recovery-1, recovery-2, accuracy, cpr, all, smoke)",
+        ),
     ],
 )
 def test_an_unknown_experiment_is_refused_with_the_nearest(asked: str, says: str) -> None:
@@ -116,6 +124,8 @@ def test_modes() -> None:
     assert modes.parse("ECRM-k4-ranges10").settings == {"TORCH_ECREC_EXPERIMENT_RANGES": "10"}
     groups = [modes.parse(name).trained.group for name in SPECS["normal-1"].modes]
     assert groups == ["XDL", "Ckpt", "Ckpt", "ECRM-k2", "ECRM-k4"]  # both intervals are one system
+    less_cpu = modes.parse("ECRM-k4-lessCPU")
+    assert (less_cpu.limit, less_cpu.trained.group, less_cpu.settings) == ("lessCPU", "ECRM-k4", {})
     for wrong in ("xdl", "Ckpt", "ECRM", "ECRM-k4-minus2PC-minusNNRep", "XDL-minus2PC", "ECRM-k4-ranges"):
         with pytest.raises(ValueError, match="unknown mode"):
             modes.parse(wrong)
@@ -157,6 +167,19 @@ def test_too_few_cores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run.os, "sched_getaffinity", lambda pid: {0})
     with pytest.raises(ValueError, match="experiments take 2 cores at least, and here is 1"):
         run.require_machine([SPECS["normal-1"]], Scale())
+
+
+def test_what_cannot_be_limited_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "require_memory", lambda *_: None)
+    monkeypatch.setattr(run, "require_memory", lambda *_: None)
+    monkeypatch.setattr(run.hosts, "unavailable", lambda: "")
+    monkeypatch.setattr(limits.cpu_quota, "unavailable", lambda: "it takes root")
+    with pytest.raises(ValueError, match="normal-2: lessCPU: it takes root"):
+        run.require_machine([SPECS["normal-2"]], Scale())
+    monkeypatch.setattr(run.hosts, "unavailable", lambda: "no `ip`")
+    with pytest.raises(ValueError, match="normal-2: lessNetwork: no `ip`"):
+        run.require_machine([SPECS["normal-2"]], Scale())
+    run.require_machine([SPECS["normal-2"], SPECS["normal-1"]], Scale())  # its cells fail, and the others run
 
 
 # figures of cells ----------------------------------------------------------------------------------------------------

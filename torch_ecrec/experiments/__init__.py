@@ -4,6 +4,8 @@
     catalogue.py   reads these files
     scale.py       one factor for rows and times; the models; what memory they need
     modes.py       what a mode is here: its servers, settings and checkpoints
+    limits.py      less of a resource for the servers, while a mode has its turn
+    emulation.py   cells without a cluster
     cells.py       runs the cells of an experiment with the parts of benchmarks (`bench/experiment.py`)
     results.py     a folder of results, in which a run that was interrupted goes on
     figures.py     draws what cells have left

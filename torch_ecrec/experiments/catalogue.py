@@ -64,6 +64,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         options: arguments of `torch-ecrec bench partial`, for an emulation.
         repeats: turns of each mode.
         seconds: of training in a turn, or around a kill.
+        hosts: so many network namespaces, of which trainers have the first and servers the last; 0: this host.
         claims: what it is held against.
         theirs: the published setting, for the report.
         smoke: what of it is run to see that it runs; None: nothing.
@@ -81,6 +82,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     options: list[str] = msgspec.field(default_factory=list)
     repeats: int = 1
     seconds: float = 4.0
+    hosts: int = 0
     claims: list[Claim] = msgspec.field(default_factory=list)
     theirs: dict[str, Any] = msgspec.field(default_factory=dict)
     smoke: Selection | None = None

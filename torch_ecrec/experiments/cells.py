@@ -20,10 +20,11 @@ from typing import Any
 
 from torch_ecrec.bench import record
 from torch_ecrec.bench.checkpoint import written
-from torch_ecrec.bench.experiment import Experiment, Model, Part, Running
+from torch_ecrec.bench.experiment import Experiment, Model, Part, Running, Stopped
 from torch_ecrec.bench.faults import GoBack, Kill, progress, start_training
+from torch_ecrec.bench.places import Here, OnHosts
 from torch_ecrec.bench.train import Blocks
-from torch_ecrec.experiments import emulation, modes, scale
+from torch_ecrec.experiments import emulation, limits, modes, scale
 from torch_ecrec.experiments.catalogue import Spec
 from torch_ecrec.experiments.modes import Mode
 from torch_ecrec.experiments.scale import Scale
@@ -164,27 +165,40 @@ def _undisturbed(group: Group, factor: Scale, data: str | None, out: Path) -> di
     model = group.model(factor, data)
     blocks, saves = Blocks(WARM_UP, LEAST_STEPS, group.spec.seconds), StandingSaves()
     parts = []
-    for mode in {mode.trained.group: mode for mode in group.modes}.values():
+    for mode in {mode.system: mode for mode in group.modes}.values():
         trained = mode.trained
         if mode.interval_s:
             store = ("--checkpoint", str(out / "store"), "--checkpoint-every", str(SAVED_EVERY))
             options = (*store, "--checkpoint-bytes-per-s", "0", "--checkpoint-keep", "1")
-            parts.append(Part(trained.group, trained, model, [saves.turn], coordinator=options, watched=True))
+            parts.append(Part(mode.system, trained, model, [saves.turn], coordinator=options, watched=True))
         else:
-            parts.append(Part(trained.group, trained, model, [functools.partial(blocks.turn, trained)]))
+            parts.append(Part(mode.system, trained, model, [functools.partial(_limited, mode, blocks)]))
 
     def begin(running: Running, part: Part) -> None:
         saves.warm_up(running) if part.coordinator else blocks.warm_up(running, part)
 
-    experiment = Experiment(
-        group.name.replace(", ", "-"), out, parts, repeats=group.spec.repeats, together=True, begin=begin, after=_tell
-    )
+    def place(part: Part) -> Here:
+        if not group.spec.hosts:
+            return Here()
+        try:
+            return OnHosts(group.spec.hosts)
+        except ValueError as error:
+            raise Stopped(str(error)) from error
+
+    name = group.name.replace(", ", "-")
+    experiment = Experiment(name, out, parts, group.spec.repeats, True, place, begin, _tell)
     found = experiment.results()
     base = found.get("XDL")
     return {
-        cell.mode: figures_of_blocks(mode, found[mode.trained.group], base, factor)
+        cell.mode: figures_of_blocks(mode, found[mode.system], base, factor)
         for cell, mode in zip(group.cells, group.modes, strict=True)
     }
+
+
+def _limited(mode: Mode, blocks: Blocks, running: Running) -> dict[str, Any]:
+    """Trains a block while the servers have what the mode leaves them. Raises `Stopped`."""
+    with limits.applied(mode.limit, running):
+        return blocks.turn(mode.trained, running)
 
 
 def _tell(name: str, block: Mapping[str, Any]) -> None:

@@ -50,7 +50,7 @@ def cost(options: Sequence[str], way: str, seed: int) -> dict[str, Any]:
 
 
 def quality(options: Sequence[str], way: str, seed: int, failures: int, data: str | None) -> dict[str, Any]:
-    """Trains a model with failures; returns `auc`, `log_loss`, and `lost`, the share of updates that failures have lost.
+    """Trains a model with failures; returns `auc`, `log_loss`, and `lost`, the share of updates lost.
 
     Args:
         options, seed: as for `cost`.

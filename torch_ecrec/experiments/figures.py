@@ -30,6 +30,8 @@ COLOURS = {
     "ECRM-k4-minusNNRep-minus2PC": "#0891b2",
     "ECRM-k4-ranges1": "#78350f",
     "ECRM-k4-ranges10": "#d97706",
+    "ECRM-k4-lessNetwork": "#b45309",
+    "ECRM-k4-lessCPU": "#9333ea",
 }
 STORE = "store"  # of the three, the one that pictures show
 PARTIAL = ("mfu", "ssu")  # those that CPR's abstract has figures of

@@ -7,9 +7,10 @@
     ...-minusNNRep       without keeping the dense model
     ...-minus2PC         a step is acknowledged when it is applied, not when its parity is
     ...-ranges1, -ranges10   a rebuild that locks so many ranges, one after the other
+    ...-lessNetwork, -lessCPU   servers that have less of that (`limits.py`)
 
-The last three are policies that give something up (docs/experiments.md): settings that begin with
-`TORCH_ECREC_EXPERIMENT_` choose them, and nothing else does.
+What comes after k2 or k4, but for the last line, are policies that give something up (docs/experiments.md). Settings
+that begin with `TORCH_ECREC_EXPERIMENT_` choose them, and nothing else does.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from torch_ecrec.bench.experiment import Mode as Trained
 from torch_ecrec.bench.experiment import parse_mode
 
 MINUTE_S = 60.0
-FORM = re.compile(r"XDL|Ckpt-(\d+)|ECRM-k(\d+)((?:-minusNNRep)?(?:-minus2PC)?)(?:-ranges(\d+))?")
+FORM = re.compile(
+    r"XDL|Ckpt-(\d+)|ECRM-k(\d+)((?:-minusNNRep)?(?:-minus2PC)?)(?:-ranges(\d+))?(?:-(lessNetwork|lessCPU))?"
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Mode:
         interval_s: seconds of the paper's time between two checkpoints; 0: none are written.
         replicates: the dense model is kept by servers after each step.
         settings: of all processes, as environment variables.
+        limit: what its servers have less of, one of `limits.LIMITS`; "": nothing.
     """
 
     name: str
@@ -42,12 +46,18 @@ class Mode:
     interval_s: float = 0.0
     replicates: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
+    limit: str = ""
+
+    @property
+    def system(self) -> str:
+        """What takes a turn: the mode, but those with checkpoints, which differ in how often, are one."""
+        return "Ckpt" if self.interval_s else self.name
 
     @property
     def trained(self) -> Trained:
         """The mode as benchmarks run it. Modes of one group share their processes, and these do not."""
         base = parse_mode(f"k{self.k}r1" if self.k else "none")
-        group = re.sub(r"-\d+$", "", self.name) if self.interval_s else self.name
+        group = self.system.removesuffix(f"-{self.limit}")
         return Trained(self.name, group, base.code, self.settings, self.replicates, False)
 
 
@@ -57,9 +67,9 @@ def parse(name: str) -> Mode:
     if found is None:
         raise ValueError(
             f"unknown mode {name!r}; there are XDL, Ckpt-30, Ckpt-60, ECRM-k2, ECRM-k4, with -minusNNRep, -minus2PC or"
-            " both, and -ranges1 and -ranges10"
+            " both, -ranges1 or -ranges10, -lessNetwork or -lessCPU"
         )
-    minutes, k, less, ranges = found.groups()
+    minutes, k, less, ranges, limit = found.groups()
     if minutes is not None:
         return Mode(name, interval_s=int(minutes) * MINUTE_S)
     if k is None:
@@ -69,4 +79,4 @@ def parse(name: str) -> Mode:
         settings["TORCH_ECREC_EXPERIMENT_MODE"] = less.removeprefix("-")
     if ranges is not None:
         settings["TORCH_ECREC_EXPERIMENT_RANGES"] = ranges
-    return Mode(name, int(k), replicates="minusNNRep" not in less, settings=settings)
+    return Mode(name, int(k), replicates="minusNNRep" not in less, settings=settings, limit=limit or "")

@@ -16,12 +16,13 @@ from pathlib import Path
 from torch_ecrec.bench import record
 from torch_ecrec.bench.experiment import Stopped
 from torch_ecrec.demo import criteo
-from torch_ecrec.experiments import report
+from torch_ecrec.experiments import limits, report
 from torch_ecrec.experiments.catalogue import Spec, chosen
 from torch_ecrec.experiments.cells import Group, groups
 from torch_ecrec.experiments.results import Results
 from torch_ecrec.experiments.scale import Scale, require_memory
 from torch_ecrec.runtime.checks import require
+from torch_ecrec.testing import hosts
 
 CORES_LEAST = 2
 
@@ -59,6 +60,11 @@ def require_machine(specs: Sequence[Spec], scale: Scale) -> None:
     needs = [(group.cells[0].model, group.modes, group.cells[0].workers) for group in groups(specs) if group.modes]
     if needs:
         require_memory(scale, needs)
+    if len(specs) == 1:  # else its cells are told to have failed, and the others run
+        reasons = {mode.limit: limits.unavailable(mode.limit) for _, modes, _ in needs for mode in modes if mode.limit}
+        reasons["hosts"] = hosts.unavailable() if specs[0].hosts else ""
+        for reason in filter(None, reasons.values()):
+            raise ValueError(f"{specs[0].name}: {reason}")
 
 
 def _go_on(results: Results) -> int:
