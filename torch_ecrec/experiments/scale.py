@@ -33,8 +33,8 @@ MODELS: Mapping[str, tuple[int, int]] = {  # rows and dim, of Criteo's
     "8S": (8, 1),
 }
 BANDWIDTHS = {"slow store": 25e6, "store": 100e6, "fast store": 400e6}  # bytes/s of all servers together
-SYSTEM_BYTES = 1.8e9  # that the processes of one mode take without records, measured with two trainers
-WORKER_BYTES = 0.35e9  # of one more trainer
+# What processes take without records. Measured: 1.63 GB for a coordinator, three servers and two workers.
+BASE_BYTES, SERVER_BYTES, WORKER_BYTES = 0.5e9, 0.2e9, 0.4e9
 SPARE_BYTES = 1.5e9  # for this process and the machine
 FACTORS_MOST = 1 << 20
 
@@ -83,9 +83,13 @@ class Scale:
 
     def memory(self, model: str, modes: Sequence[Mode], workers: int) -> float:
         """Returns the bytes that a model takes if these modes are there at once."""
-        systems = {mode.trained.group: mode for mode in modes}.values()
-        records = sum(1 + (1 / mode.k if mode.k else 0) for mode in systems) * self.record_bytes(model)
-        return records + len(systems) * (SYSTEM_BYTES + max(workers - 2, 0) * WORKER_BYTES) + SPARE_BYTES
+        total = SPARE_BYTES
+        for mode in {mode.trained.group: mode for mode in modes}.values():
+            code = mode.trained.code
+            assert code is not None, "all modes are ours"
+            total += self.record_bytes(model) * (1 + (1 / mode.k if mode.k else 0))
+            total += BASE_BYTES + code.slots * SERVER_BYTES + workers * WORKER_BYTES
+        return total
 
 
 def require_memory(scale: Scale, needs: Sequence[tuple[str, Sequence[Mode], int]], available: float = 0.0) -> None:
