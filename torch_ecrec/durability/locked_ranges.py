@@ -37,7 +37,7 @@ class LockedRebuild(Rebuild):
 
     def _in_ranges(self) -> list[list[Portion]]:
         """All portions, cut where a range ends."""
-        ranges: list[list[Portion]] = [[] for _ in range(self.settings.experiment_ranges)]
+        ranges: list[list[Portion]] = [[] for _ in range(self.settings.experiment.ranges)]
         for slab, parity, first, end in self._portions():
             for number, portions in enumerate(ranges):
                 low = max(first, self._end_of(number, slab, parity))
@@ -48,7 +48,7 @@ class LockedRebuild(Rebuild):
 
     def _end_of(self, ranges: int, slab: int, parity: bool) -> int:
         """Where the first so many ranges end."""
-        return len(self.missing.of(slab, parity)) * ranges // self.settings.experiment_ranges
+        return len(self.missing.of(slab, parity)) * ranges // self.settings.experiment.ranges
 
     def is_missing(self, positions: list[np.ndarray]) -> bool:
         if self.missing.remaining == 0:

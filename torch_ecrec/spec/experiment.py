@@ -69,7 +69,9 @@ class Experiment:
         """Returns a clause for each thing that is not as it is without the experiment, for people."""
         said = []
         if self.acknowledges_when_applied:
-            said.append("a step is acknowledged before it survives a loss: one that is lost with a server is lost for good")
+            said.append(
+                "a step is acknowledged before it survives a loss: one that is lost with a server is lost for good"
+            )
         if self.keeps_no_dense_snapshots:
             said.append("no dense snapshots are kept: the job ends when trainers are lost")
         if self.ranges:
@@ -77,7 +79,9 @@ class Experiment:
         return said
 
     def __str__(self) -> str:
-        return f"{' '.join(f'{name}={value}' for name, value in self.variables().items())}: {'; '.join(self.gives_up())}"
+        return (
+            f"{' '.join(f'{name}={value}' for name, value in self.variables().items())}: {'; '.join(self.gives_up())}"
+        )
 
 
 def difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
