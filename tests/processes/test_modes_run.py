@@ -1,4 +1,4 @@
-"""A mode of an experiment in a cluster of real processes: chosen by the environment, said by the status, alike everywhere."""
+"""A mode of an experiment in a cluster of real processes: chosen by the environment, alike everywhere, and said."""
 
 from __future__ import annotations
 

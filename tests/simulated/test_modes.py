@@ -1,7 +1,7 @@
 """The modes of experiments (`spec/experiment.py`) keep every promise of the contract but those that they name.
 
-`PROMISES` has a check for each promise of `docs/design.md`; `BROKEN` says which ones a mode gives up. Both directions are
-tests: what is listed fails, and what is not listed passes. Parity, which gives up nothing, is one of the modes.
+`PROMISES` has a check for each promise of `docs/design.md`; `BROKEN` says which ones a mode gives up. Both directions
+are tests: what is listed fails, and what is not listed passes. Parity, which gives up nothing, is one of the modes.
 """
 
 import dataclasses
@@ -162,7 +162,7 @@ def more_than_r_losses_are_the_end(experiment: Experiment) -> None:
 
 
 def memory_is_bounded(experiment: Experiment) -> None:
-    """I6: logs hold a few steps, and nothing else grows, though a holder lacks a fold for as long as many steps take."""
+    """I6: logs hold a few steps, and nothing else grows, though a holder lacks a fold for the time of many steps."""
 
     def looks(cluster: Watched) -> None:
         verifier = cluster.verifier
@@ -257,7 +257,7 @@ def test_trainers_lost_with_a_server_hang_nobody():
             try:
                 run = cluster.go()
             except AssertionError as error:  # trainers of the harness compare what they see again with what they saw
-                assert "another value after going back" in str(error)  # noqa: PT017
+                assert "another value after going back" in str(error)
                 became.append("another value")
                 continue
             assert run.fatal is None and run.trainer_kills >= 1 and (fault.fired or fault.skipped)

@@ -1,8 +1,8 @@
 """The rebuild of the experiment "ranges": it locks the slot in ranges, and decodes one after another.
 
-As ECRec recovers (PVLDB 2023, section 4, its number of locks): while a range is decoded, whoever needs a record of it, or
-of one that comes later, waits until its range is whole. `rebuild.py`, which it is compared with, locks nothing: it
-decodes first what somebody waits for. All else is that one's: what is read, decoded and installed, at which rate.
+As ECRec recovers (PVLDB 2023; its number of locks): while a range is decoded, whoever needs a record of it, or of one
+that comes later, waits until its range is whole. `rebuild.py`, which it is compared with, locks nothing: it decodes
+first what somebody waits for. All else is that one's: what is read, decoded and installed, at which rate.
 
     3 ranges of a slot with 90 records: 0 to 29 are decoded; a lookup of record 12 waits for the first range, one of
     record 70 for all three. Once the first is whole, record 12 is given, though 70 is still missing.

@@ -38,6 +38,9 @@ class Unprotected(Durability):
     def on_applied(self, step: int) -> None:
         self.slot.on_settled(self.settled)
 
+    def on_forgotten(self, step: int) -> None:
+        """Does nothing: what is lost is final."""
+
     def adopt(self) -> None:
         """Nobody knows anything of a lost slot; the coordinator stops the cluster when one is lost."""
 

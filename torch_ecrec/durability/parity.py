@@ -91,6 +91,9 @@ class Parity(Durability):
             stream.pump()
         self.slot.on_settled(self.settled)
 
+    def on_forgotten(self, step: int) -> None:
+        """Does nothing: what was acknowledged survives."""
+
     def on_folded(self, holder: int, before: int, through: int) -> None:
         """A holder has folded the slot's own steps after `before`, up to `through`."""
         settled = self.held.rule.settled

@@ -92,11 +92,10 @@ class Durability(ABC):
         """The slot has applied a step; what it changed is the last entry of its log. Calls `SlotContext.on_settled`,
         now or later."""
 
+    @abstractmethod
     def on_forgotten(self, step: int) -> None:
-        """A trainer asks when a step counts: it may be one that was acknowledged to it, so that nobody sends it again.
-
-        With most policies that needs no answer but the one that the slot gives.
-        """
+        """A trainer asks when a step counts. Where it may have been told so by an earlier life of the slot, which was
+        lost with it, nobody sends that step again."""
 
     # the slot's life ----------------------------------------------------------------------------
 

@@ -102,7 +102,7 @@ class SlotReport(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         saver_pick_s: seconds that its longest pick took.
         scrubbed_bytes: looked at for damage, since it began. `scrub_rounds`: so often at everything.
         damaged, mended: records and parities that were found damaged, and those that were repaired.
-        wrong_stripes: parities that were not the code of their stripes, as the scrubber compared them; in `damaged`, too.
+        wrong_stripes: parities that were not the code of their stripes, as the scrubber saw; counted in `damaged`, too.
         lost_steps: acknowledged steps whose changes this life of the slot lacks: in an experiment only.
     """
 

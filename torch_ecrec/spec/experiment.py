@@ -1,7 +1,7 @@
 """Modes that give up a part of what the protocol promises, so that experiments can measure what that part costs.
 
-They are those of the evaluation of ECRec (PVLDB 2023, arXiv:2104.01981, section 5). No cluster has one by accident: only
-settings whose names begin with TORCH_ECREC_EXPERIMENT_ choose them, all members must have the same, and a status says so.
+They are those of the evaluation of ECRec (PVLDB 2023, arXiv:2104.01981). No cluster has one by accident: only settings
+whose names begin with TORCH_ECREC_EXPERIMENT_ choose them, all members must have the same, and a status says so.
 
     TORCH_ECREC_EXPERIMENT_MODE=minus2PC      a step is acknowledged before it survives a loss
     TORCH_ECREC_EXPERIMENT_RANGES=10          a rebuild locks ten ranges of a slot, one after another
@@ -15,7 +15,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.runtime.checks import require_int
 
 PREFIX = "TORCH_ECREC_EXPERIMENT_"
 MODES = ("minus2PC", "minusNNRep", "minusNNRep-minus2PC")  # as the paper names them
