@@ -1,9 +1,9 @@
 """The policy of the experiment minus2PC: a step is acknowledged as soon as its slot has applied it.
 
 Asynchronous replication: deltas are folded into parities as in `parity.py`, in order, but nobody waits for holders. So
-Asynchronous replication: deltas are folded into parities as in `parity.py`, in order, but nobody waits for holders. So
-so that what the acknowledgement costs is measured alone. The cut stays, too: stripes fit together after any kill, and what
-is lost are whole steps of a slot.
+trainers forget a step that nobody but its slot has, and it may be lost with that. Nothing else of parity is left out,
+so that what the acknowledgement costs is measured alone. The cut stays, too: stripes fit together after any kill, and
+what is lost are whole steps of a slot.
 
     slot 1 has applied steps 1 to 9 and acknowledged them; its holders have folded 9 and 7; it is lost
     the cut is 7: the first holder takes steps 8 and 9 back. Stripes fit together, as of step 7

@@ -39,11 +39,10 @@ class Experiment:
 
     def __post_init__(self) -> None:
         if self.mode and self.mode not in MODES:
-            by_lower = {mode.lower(): mode for mode in MODES}
-            near = difflib.get_close_matches(self.mode.lower(), by_lower, 1, 0.0)
+            modes = {_parts_of(mode): mode for mode in MODES}
+            (near,) = difflib.get_close_matches(_parts_of(self.mode[:80]), modes, 1, 0.0)
             raise ValueError(
-                f"`experiment_mode` must be one of {', '.join(MODES)}, got {self.mode!r};"
-                f" did you mean {by_lower[near[0]]}?"
+                f"`experiment_mode` must be one of {', '.join(MODES)}, got {self.mode!r}; did you mean {modes[near]}?"
             )
         require_int("experiment_ranges", self.ranges, 0, RANGES_MOST)
 
@@ -82,6 +81,11 @@ class Experiment:
         return (
             f"{' '.join(f'{name}={value}' for name, value in self.variables().items())}: {'; '.join(self.gives_up())}"
         )
+
+
+def _parts_of(mode: str) -> str:
+    """A mode as it is compared with others: however its parts are ordered, and its letters written."""
+    return "-".join(sorted(mode.lower().split("-")))
 
 
 def difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
