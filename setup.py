@@ -49,7 +49,7 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["torch_ecrec", "torch_ecrec.*"]), "torch_ecrec.examples"],
     package_dir={"torch_ecrec": "torch_ecrec", "torch_ecrec.examples": "examples"},
-    package_data={"torch_ecrec": ["py.typed"]},
+    package_data={"torch_ecrec": ["py.typed"], "torch_ecrec.experiments": ["specs/*.toml"]},
     include_package_data=False,
     zip_safe=False,
     install_requires=[

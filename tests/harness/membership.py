@@ -354,6 +354,7 @@ class ControlPlane:
             launch=launch,
             relaunched=relaunched,
             again=again,
+            experiment=self.settings.experiment,
         )
         return self.add(VirtualProcess(join, number, self.clock.now_s, predecessor))
 

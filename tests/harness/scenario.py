@@ -18,6 +18,7 @@ from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.records.halves import numbers_of, records_of
 from torch_ecrec.records.schema import Schema
+from torch_ecrec.spec.experiment import Experiment
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
 
 NO_LEASE_S = 1e9
@@ -133,6 +134,7 @@ class Scenario:
         lease_s: who was silent for so long is lost. For clusters with heartbeats (`tests/harness/links.py`).
         standstill_s: how long training stands for members that are silent; see `ClusterSettings`.
         drain_slow: see `ClusterSettings`.
+        experiment: that all processes take part in.
         coordinators: of several, one leads and the others stand by (`tests/harness/standbys.py`); one is started again.
     """
 
@@ -174,6 +176,7 @@ class Scenario:
     standstill_s: float = 0.0
     coordinators: int = 1
     drain_slow: bool = False
+    experiment: Experiment = Experiment()
 
     @property
     def job(self) -> JobSpec:
@@ -191,6 +194,7 @@ class Scenario:
             checkpoint=self.checkpoint,
             restore=self.restore,
             drain_slow=self.drain_slow,
+            experiment=self.experiment,
         )
 
 

@@ -59,6 +59,8 @@ class SimulatedCluster:
             rebuild_bytes_per_s=scenario.rebuild_bytes_per_s,
             move_bytes_per_s=scenario.rebuild_bytes_per_s,
             wire=scenario.wire,
+            experiment_mode=scenario.experiment.mode,
+            experiment_ranges=scenario.experiment.ranges,
         )
         self.network = LocalNetwork(
             scenario.network_seed,

@@ -225,6 +225,7 @@ def test_a_parity_that_is_not_the_code_of_its_stripe_is_found_and_encoded_again(
         while not all(slot.whole for slot in cluster.slots()):  # some answers come late, and it is encoded again later
             advance(cluster)
     assert cluster.names() == [("mismatch", *place) for place in wanted]
+    assert sum(slot.figures().wrong_stripes for slot in cluster.slots()) == len(wanted), "as a status counts them"
     check_parity(cluster.slots())
 
 

@@ -31,7 +31,7 @@ SWEEPS = (  # runs of the simulated cluster, hundreds of them
 )
 PROCESSES = (  # clusters of real processes, or many of them
     *("bench_gpu", "bench_runs", "chaos_hosts", "checkpointing", "checkpoints", "clean_end"),
-    *("cli", "cluster", "columns", "coordinator_end", "drain", "exit_codes", "flips", "fork_server"),
+    *("cli", "cluster", "columns", "coordinator_end", "drain", "exit_codes", "experiments_run", "flips", "fork_server"),
     *("given_numbers_run", "hanging_store", "hangs", "heartbeats", "held_lock", "host_clusters", "hostile", "hosts"),
     *("ipv6", "killed_early", "lifetime", "membership", "oracle_model_parallel", "oracle_optim", "oracle_pipelines"),
     *("oracle_sequences", "oracle_shardings", "public_names", "real_loops", "reduce", "rehearsal", "run"),

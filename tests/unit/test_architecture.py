@@ -59,8 +59,9 @@ RANKS = {
     "rehearsal": 14,
     "bench": 14,
     "examples": 14,
-    "cli": 15,
-    "__main__": 16,
+    "experiments": 15,
+    "cli": 16,
+    "__main__": 17,
 }
 
 # Only this module reads the environment.

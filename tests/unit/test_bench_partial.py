@@ -155,9 +155,10 @@ def test_nothing_lost_is_exact(tmp_path: Path) -> None:
     train_on, test_on = criteo.read(tmp_path / "clicks.tsv", 20).split()
     training = Training.of(arguments, Job.of(arguments), 10 * HOUR_S / 4, len(train_on))
     assert (training.steps, training.every, training.some) == (32, 8, 2)
-    exact, _ = train(training, train_on, test_on, "exact", 5)
+    exact = train(training, train_on, test_on, "exact", 5)
+    assert exact.lost == 0.0
     never = dataclasses.replace(training, job=dataclasses.replace(training.job, failures=[]))
-    assert [train(never, train_on, test_on, way, 5) for way in ("everything", "mfu")] == [(exact, 0.0)] * 2
+    assert [train(never, train_on, test_on, way, 5) for way in ("everything", "mfu")] == [exact] * 2
 
 
 def test_areas_want_saves_within_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

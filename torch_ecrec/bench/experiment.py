@@ -277,6 +277,7 @@ class Running:
         self.ready: list[dict[str, Any]] = []
         self.cluster: Any = None  # a `Supervisor`, or `chaos/hosted.py:HostedCluster`
         self.workers: list[subprocess.Popen[str]] = []
+        self._goes_back = False  # trainers may end: they are started again
         self._is_free = self._rests = False  # trains without a pause; would, if others did not have their turn
         self.resumed_s = 0.0  # when its last turn began, where parts take turns
         self.watch: Watch | None = None
@@ -315,7 +316,12 @@ class Running:
                 self._stack.enter_context(self.watch)
         elif mode.group.endswith(":tuned"):
             environment.update(allocator.environment(Settings().keep_freed_bytes))
-        environment.update(self.place.meeting(), WORLD_SIZE=str(model.trainers))
+        environment.update(WORLD_SIZE=str(model.trainers))
+        self._environment = environment
+        self._start_trainers()
+
+    def _start_trainers(self) -> None:
+        mode, model, meeting = self.mode, self.model, self.place.meeting()
         self.started_s = time.time()
         for rank in range(model.trainers):
             with self.log.open("ab") as log:
@@ -325,7 +331,7 @@ class Running:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
-                    env={**environment, "RANK": str(rank), **self.place.local(rank, model.trainers)},
+                    env={**self._environment, **meeting, "RANK": str(rank), **self.place.local(rank, model.trainers)},
                     start_new_session=True,  # Ctrl-C reaches us, and we end them
                 )
             self.workers.append(worker)
@@ -337,6 +343,31 @@ class Running:
         )
         self.tell(dataclasses.asdict(assignment))
         self.ready = self.answers(model.start_limit_s, "the trainers' models")
+
+    def start_again(self, limit_s: float) -> int:
+        """Starts the trainers again, as torchrun would, once all of them have ended: everybody has gone back.
+
+        They train freely if they did. `steps` begins anew.
+
+        Returns:
+            The number of steps that count already.
+
+        Raises:
+            Stopped: they do not end, or do not come back.
+        """
+        with self.changed:
+            self._goes_back = True  # until `_ended` is theirs no more
+        lacks = lambda: "" if len(self._ended) == self.model.trainers else "they live"  # noqa: E731
+        self.until(lacks, limit_s, "the trainers' end")
+        await_end(self.workers, END_S)
+        with self.changed:
+            self.workers, self._ended = [], []
+            self._answers = [deque() for _ in range(self.model.trainers)]
+            self.steps, self._goes_back = Steps(self.model.trainers), False
+        self._start_trainers()
+        if self._is_free:
+            self.go()
+        return int(self.ready[0]["done"])
 
     # what arrives -------------------------------------------------------------------------------
 
@@ -385,7 +416,7 @@ class Running:
         """Returns why the run cannot go on; "": nothing is wrong. Servers lost with their hosts may be intended."""
         if self.record.fatal is not None:
             return f"the cluster has stopped: {self.record.fatal['reason']}"
-        if self._ended:
+        if self._ended and not self._goes_back:
             return f"trainer {self._ended[0]} has ended at step {self.steps.newest}"
         if not self.place.takes_hosts:
             return next(iter(self.record.unexpected), self._gone and f"the coordinator is gone: {self._gone}")

@@ -138,6 +138,22 @@ def figures_of_kill(
     }
 
 
+def kill_host(running: Running, rng: random.Random) -> Killed:
+    """Kills the process that hosts a random slot, by SIGKILL. Raises `Stopped` if it cannot be done."""
+    slot = rng.randrange(len(running.record.places))
+    with running.changed:
+        lacks = running.whole() or running.trouble()
+        if lacks:
+            raise Stopped(f"{running.part.name}: a kill did not fire: {lacks}")
+        kill = running.record.on_kill(running.part.name, "server", slot, time.time())
+        assert kill.pid is not None, "of all processes alone it is not known"
+        try:
+            os.kill(kill.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            raise Stopped(f"{running.part.name}: a kill did not fire: no process {kill.pid}") from None
+    return kill
+
+
 class Kill:
     """Kills the host of a random slot by SIGKILL: a turn of a part.
 
@@ -162,7 +178,7 @@ class Kill:
         if self.idle:
             running.pause()
             time.sleep(self._rng.uniform(0.5, 0.5 + MOMENT_S))  # for what is still under way to end
-        kill = self._kill(running)
+        kill = kill_host(running, self._rng)
         shape, code = running.model.shape, running.mode.code
         assert code is not None
         record_bytes = optimizer("rowwise_adagrad").schema(shape.dim).nbytes
@@ -180,20 +196,6 @@ class Kill:
         self._before_s = after_s
         return {"slot": kill.number, "server": kill.member, "pid": kill.pid, "kill_s": kill.kill_s, **figures}
 
-    def _kill(self, running: Running) -> Killed:
-        slot = self._rng.randrange(len(running.record.places))
-        with running.changed:
-            lacks = running.whole() or running.trouble()
-            if lacks:
-                raise Stopped(f"{running.part.name}: a kill did not fire: {lacks}")
-            kill = running.record.on_kill(running.part.name, "server", slot, time.time())
-            assert kill.pid is not None, "of all processes alone it is not known"
-            try:
-                os.kill(kill.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                raise Stopped(f"{running.part.name}: a kill did not fire: no process {kill.pid}") from None
-        return kill
-
     def _recover(self, running: Running, kill: Killed, read_bytes: float) -> None:
         """Waits for every phase, until all is whole again, with a spare."""
         limit_s = REPAIR_S + 2 * read_bytes / MB / min(self.mb_per_s or LEAST_MB_PER_S, LEAST_MB_PER_S)
@@ -210,6 +212,70 @@ class Kill:
         if not running.part.restart:
             running.cluster.start_server()
         running.until(running.whole, WHOLE_S, "a spare")
+
+
+class GoBack:
+    """Kills the host of a random slot of a cluster without parity: all go back to a checkpoint. A turn of a part.
+
+    The part's coordinator has `--checkpoint`, `--checkpoint-every` in seconds, and `--beyond checkpoint`. The kill
+    comes half an interval after a checkpoint is complete: in the middle of what random moments would give. The trainers
+    are started again, as torchrun would.
+
+    Args:
+        interval_s: between two checkpoints.
+        steady_s: of training before the kill, and once it has caught up.
+        seed: of the slot.
+    """
+
+    def __init__(self, interval_s: float, steady_s: float, seed: object) -> None:
+        self.interval_s, self.steady_s, self._rng = interval_s, steady_s, random.Random(str(seed))
+
+    def __call__(self, running: Running) -> dict[str, Any]:
+        """Kills once, and returns the figures and steps of both lives. Raises `Stopped`.
+
+        `first_step_s`: the first step after the kill; `caught_up_s`: training is where it was, each in seconds after
+        it; `redone`: the steps in between.
+        """
+        whole = len(running.record.checkpoints)
+        limit_s = 3 * self.interval_s + STEP_S
+        running.until(lambda: "" if len(running.record.checkpoints) > whole else "it", limit_s, "a checkpoint")
+        before_s, _ = running.trains(max(self.interval_s / 2, self.steady_s))
+        kill = kill_host(running, self._rng)
+        before = running.steps
+        done = running.start_again(running.model.start_limit_s)
+        with running.changed:
+            reached = done_before(before, kill.kill_s)
+        redone = reached - done
+        if redone < 0:
+            raise Stopped(f"{running.part.name}: training went on after step {done}, and had only reached {reached}")
+        running.until(
+            lambda: "" if len(running.steps.times) > redone else f"step {reached}",
+            self.interval_s + running.model.start_limit_s,
+            "training to be where it was",
+        )
+        after_s, end_s = running.trains(self.steady_s)
+        with running.changed:
+            after = running.steps
+        rate = before.rate(before_s, before.times[-1])
+        return {
+            "kill_s": kill.kill_s,
+            "first_step_s": after.times[0] - kill.kill_s,
+            "caught_up_s": after.times[redone] - kill.kill_s,
+            "redone": redone,
+            "before_samples_per_s": None if rate is None else rate * running.model.samples,
+            "after_samples_per_s": (after.rate(after_s, end_s) or 0.0) * running.model.samples,
+            "progress": [*progress(before, 0, kill.kill_s), *progress(after, done, kill.kill_s)],
+        }
+
+
+def done_before(steps: Steps, time_s: float) -> int:
+    """Returns how many steps all trainers had completed until then."""
+    return int(np.searchsorted(steps.times, time_s, "right"))
+
+
+def progress(steps: Steps, done: int, kill_s: float) -> list[tuple[float, int]]:
+    """Returns seconds after a kill, and how many steps counted. `done`: those before these."""
+    return [(round(time_s - kill_s, 3), done + i + 1) for i, time_s in enumerate(steps.times)]
 
 
 # what befalls hosts -----------------------------------------------------------------------------------

@@ -425,8 +425,17 @@ class Tables:
         return len(rows_U)
 
 
-def train(training: Training, train_on: Clicks, test_on: Clicks, way: str, seed: int) -> tuple[float, float]:
-    """Returns the AUC on test rows, and the share of all updates of rows that failures have lost."""
+@dataclass(frozen=True)
+class Trained:
+    """A model's quality on test rows, and the share of all updates of rows that failures have lost."""
+
+    auc: float
+    log_loss: float
+    lost: float
+
+
+def train(training: Training, train_on: Clicks, test_on: Clicks, way: str, seed: int) -> Trained:
+    """Trains a model with failures, recovering in this way: "exact", or with one of `SAVERS`."""
     torch.manual_seed(seed)
     job, exact = training.job, way == "exact"
     model, tables = Model(job.dim), Tables(training, "everything" if exact else way, seed)
@@ -453,14 +462,15 @@ def train(training: Training, train_on: Clicks, test_on: Clicks, way: str, seed:
             lost += sum(tables.slots[slot].lose()[0] for slot in failures.get(step, ()))
             for slot in [] if exact else tables.slots:
                 slot.save_if_due(step, training.every, training.some)
-    return _score(model, tables, test_on), lost / updates
+    return Trained(*_score(model, tables, test_on), lost / updates)
 
 
-def _score(model: Model, tables: Tables, test_on: Clicks) -> float:
+def _score(model: Model, tables: Tables, test_on: Clicks) -> tuple[float, float]:
     rows_U, at_NC = tables.rows_of(test_on)
     with torch.no_grad():
         scores = model(torch.from_numpy(test_on.dense), tables.lookup(rows_U)[at_NC])
-    return criteo.auc(test_on.labels, scores.numpy())
+        log_loss = nn.functional.binary_cross_entropy_with_logits(scores, torch.from_numpy(test_on.labels))
+    return criteo.auc(test_on.labels, scores.numpy()), float(log_loss)
 
 
 def compare(arguments: argparse.Namespace, job: Job) -> list[dict[str, Any]]:
@@ -473,13 +483,13 @@ def compare(arguments: argparse.Namespace, job: Job) -> list[dict[str, Any]]:
     train_on, test_on = clicks.split()
     training = Training.of(arguments, job, interval_of(job), len(train_on))
     torch.set_num_threads(1)  # models this small are slower with more, and their sums depend on it
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    found: dict[str, list[Trained]] = {way: [] for way in WAYS}
     for seed in range(job.seed, job.seed + arguments.seeds):
         for way in WAYS:
             found[way].append(train(training, train_on, test_on, way, seed))
-        print(f"seed {seed}: " + ", ".join(f"{way} {found[way][-1][0]:.4f}" for way in WAYS))
-    exact = [area for area, _ in found["exact"]]
-    return [_row(way, [a for a, _ in found[way]], exact, [lost for _, lost in found[way]]) for way in WAYS]
+        print(f"seed {seed}: " + ", ".join(f"{way} {found[way][-1].auc:.4f}" for way in WAYS))
+    exact = [one.auc for one in found["exact"]]
+    return [_row(way, [one.auc for one in found[way]], exact, [one.lost for one in found[way]]) for way in WAYS]
 
 
 def _row(way: str, areas: Sequence[float], exact: Sequence[float], lost: Sequence[float]) -> dict[str, Any]:

@@ -11,9 +11,9 @@ The first line says what to train (`Assignment`), torchrun's variables say who i
     {"load": FOLDER}     answers {"loaded_s": S, "sample": X}
     {"end": true}        leaves in order; where its input ends, it ends at once
 With "asynchronous": false beside "run", training stands while a checkpoint is saved. Every answer is one line on its
-output; {"ready": time, "imported_s": when Python had imported all} comes first. Moments are of `time.time()`. A block
-is timed from a barrier of all trainers to a barrier after everything sent in it is acknowledged, so that no work of it
-is left to the next.
+output; {"ready": time, "imported_s": when Python had imported all, "done": steps that count already} comes first.
+Moments are of `time.time()`. A block is timed from a barrier of all trainers to a barrier after everything sent in it
+is acknowledged, so that no work of it is left to the next.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Trainer:
             for name in ("lookup_parts", "lookup_bags", "push"):
                 self._time(self.ours.session, name)
         self.pipeline = TrainPipelineSparseDist(model, self.optimizers[0], self.device) if assignment.pipeline else None
-        self.steps = 0
+        self.steps = 0 if self.ours is None else self.ours.steps_done
         self.saving: Any = None
         self.saves_s: list[list[float]] = []  # begin and end of each save
         # Of its own: its collectives run beside those of training.
@@ -276,7 +276,7 @@ def main() -> int:
     sys.stdout = sys.stderr  # what others print
     dist.init_process_group(backend_of(orders.assignment))
     trainer = Trainer(orders.assignment)
-    answer(ready=time.time(), imported_s=imported_s)
+    answer(ready=time.time(), imported_s=imported_s, done=trainer.steps)
     while "end" not in (order := orders.next()):
         if "run" in order:
             asynchronous = order.get("asynchronous", True)

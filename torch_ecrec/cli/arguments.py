@@ -113,6 +113,17 @@ def code_of(arguments: argparse.Namespace) -> CodeSpec:
     return CodeSpec(arguments.servers, arguments.k, arguments.r, arguments.protection)
 
 
+def require_experiment(arguments: argparse.Namespace) -> None:
+    """Checks, before anything starts, that the experiment that the environment names can be made with such a cluster.
+
+    Raises:
+        ValueError: there is no such experiment, or it cannot; says why.
+    """
+    from torch_ecrec.coordinator.settings import check_experiment
+
+    check_experiment(Settings.from_environment().experiment, code_of(arguments), checkpoints_of(arguments))
+
+
 def interval(text: str) -> tuple[int, float]:
     """Parses an interval, "200" steps or "90s", "10m", "2h", to steps and seconds, of which one is 0."""
     seconds = {"s": 1.0, "m": 60.0, "h": 3600.0}

@@ -16,6 +16,7 @@ from torch_ecrec.cli.arguments import (
     checkpoints_of,
     code_of,
     port,
+    require_experiment,
     require_guarded,
     require_store,
     settings_of,
@@ -57,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     from torch_ecrec.processes.coordination import Coordination, run_coordinator
 
     require_guarded(arguments)
+    require_experiment(arguments)
     code, checkpoint = code_of(arguments), checkpoints_of(arguments)
     require_int("spares", arguments.spares, 0)
     if arguments.elect:

@@ -22,6 +22,7 @@ from torch_ecrec.cli import (
     coordinator,
     demo,
     drain,
+    experiments,
     plan,
     rehearse,
     run,
@@ -67,6 +68,7 @@ COMMANDS: dict[str, Command] = {  # in the order of `--help`
     "coordinator": coordinator,
     "plan": plan,
     "bench": bench,
+    "experiments": experiments,
     "warm": warm,
 }
 

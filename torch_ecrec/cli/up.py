@@ -19,6 +19,7 @@ from torch_ecrec.cli.arguments import (
     checkpoint_arguments,
     code_of,
     port,
+    require_experiment,
     require_guarded,
     require_store,
     settings_of,
@@ -60,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     told: list[int] = []  # to end: the signals
     require_guarded(arguments)
+    require_experiment(arguments)
     code = code_of(arguments)
     require_int("spares", arguments.spares, 0)
     checkpoints = checkpoint_arguments(arguments)  # complains before anything is started

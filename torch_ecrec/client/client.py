@@ -86,9 +86,10 @@ class Client(SlotReads):
         self.first_trained: int | None = None  # from there on, the dense model is not as the script builds it
         self.left: list[int] = []  # trainers that are done: for a coordinator that is started again
         self.ended_loading = False  # trainer 0: the coordinator was told
-        self.snapshot_every = snapshot_every
+        self.snapshot_every = 0 if settings.experiment.keeps_no_dense_snapshots else snapshot_every
         self._settles = False  # somebody waits until all is acknowledged
         self._settling: dict[int, tuple[int, RetryingCall[wire.Acknowledged]]] = {}  # slot -> step, and who asks
+        self._acknowledged: dict[int, int] = {}  # slot -> the last step that it has acknowledged
         self._owed = False  # a snapshot was due after the step before, and is due after one that loads behind it
         self.open: dict[int, _StepState] = {}
         self.renewals: list[messages.Renewal] = []  # slots that began anew, in this run
@@ -117,13 +118,27 @@ class Client(SlotReads):
                 self.run(self._tell_again)
 
     def place(self, placement: Placement) -> bool:
+        before = [] if self.placement is None else self.placement.slots
         newer = super().place(placement)
+        if newer and self.settings.experiment.acknowledges_when_applied:
+            for slot, (old, new) in enumerate(zip(before, placement.slots, strict=False)):
+                if new.incarnation > old.incarnation:
+                    self._tell_forgotten(slot)
         for state in self.open.values() if newer else ():
             for slot, incarnation in list(state.ran_ahead.items()):
                 if incarnation != placement.slots[slot].incarnation:  # only what is acknowledged is there for certain
                     self._send_to(slot, state)
         self.on_change()
         return newer
+
+    def _tell_forgotten(self, slot: int) -> None:
+        """A slot may have been lost with steps that it had acknowledged (experiment minus2PC): its new host hears up to
+        which step it is sent nothing any more, and passes over what it lacks of these."""
+        last = max(self.complete, self._acknowledged.get(slot, 0))
+        if last > 0:
+            self.ask(slot, lambda incarnation: wire.WhenAcknowledged(slot, incarnation, last), lambda answer: None)
+        if self.trainer == 0:
+            self.not_exact(f"slot {slot} has another host: acknowledged steps may be lost (experiment minus2PC)")
 
     def resume(self, era: int, step: int, origin: int | None, done: int) -> None:
         """Goes on after `step`, with `done` steps of training, in the era that began there.
@@ -416,6 +431,7 @@ class Client(SlotReads):
 
     def _acknowledge(self, slot: int, through: int) -> None:
         """A slot has said that every step up to `through` survives."""
+        self._acknowledged[slot] = max(through, self._acknowledged.get(slot, 0))
         for state in [state for step, state in self.open.items() if step <= through]:
             state.ran_ahead.pop(slot, None)
             if (call := state.calls.pop(slot, None)) is not None:

@@ -358,6 +358,12 @@ class Session:
 
     @snapshot_every.setter
     def snapshot_every(self, steps: int) -> None:
+        experiment = self.client.settings.experiment
+        if steps and experiment.keeps_no_dense_snapshots:
+            raise ValueError(
+                f"`snapshot_every` must be 0 in the experiment {experiment.mode}, which keeps no dense snapshots,"
+                f" got {steps}: unset TORCH_ECREC_EXPERIMENT_MODE to keep some"
+            )
         self.client.snapshot_every = steps
 
     def snapshot(self, payload: Tensor, header: list[int]) -> None:

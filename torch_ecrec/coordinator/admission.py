@@ -15,6 +15,7 @@ from torch_ecrec.coordinator.members import MemberRecord
 from torch_ecrec.coordinator.state import ClusterState
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import Join, OfMember, OfSlot, Rejoin
+from torch_ecrec.spec import experiment
 from torch_ecrec.spec.job import CodeSpec
 
 WENT_BACK = "more was lost than parity can repair, and the cluster went back to a checkpoint"
@@ -27,6 +28,8 @@ def join_refusal(state: ClusterState, join: Join) -> str | None:
         wanted, ours = getattr(join.code, name), getattr(state.job.code, name)
         if wanted is not None and wanted != ours:
             return f"code parameter {name} is {ours} in this cluster, got {wanted}"
+    if why := experiment.difference(join.messages, state.job.experiment.variables()):
+        return why
     if state.job.fatal is not None:
         return f"the cluster has stopped: {state.job.fatal}"
     reason = state.job.refusal(join.job)
@@ -50,6 +53,8 @@ def other_cluster(state: ClusterState, rejoin: Rejoin) -> str:
         return ""
     if rejoin.code != job.code:
         return f"code parameters are {_said(job.code)} here, and {_said(rejoin.code)} in its cluster"
+    if why := experiment.difference(rejoin.messages, job.experiment.variables()):
+        return why
     if placed and own is not None and rejoin.run != own:
         return f"this is cluster {own}, and it is a member of {rejoin.run}"
     return job.refusal(rejoin.known.job) or ""
@@ -107,6 +112,8 @@ def rejoin_refusal(state: ClusterState, rejoin: Rejoin) -> tuple[str, str] | Non
         return job.fatal_kind, f"the cluster has stopped: {job.fatal}"
     if rejoin.code != job.code:
         return "fenced", f"code parameters are {_said(job.code)} here, got {_said(rejoin.code)}: joins as a new server"
+    if why := experiment.difference(rejoin.messages, job.experiment.variables()):
+        return "fenced", why
     if (reason := job.refusal(rejoin.known.job)) is not None:
         return "stopped", reason
     member = state.members.by_name.get(rejoin.name)

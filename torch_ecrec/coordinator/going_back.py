@@ -187,9 +187,12 @@ class Eras:
                 return False
             begin = steps_of_training_before(reach, job.done_at_origin - (job.origin or 0))
             first, last = (max(0, begin + step) for step in (first, last))
+            why = "snapshots are off?"
+            if job.experiment.keeps_no_dense_snapshots:
+                why = f"none is in the experiment {job.experiment.mode}, which a lost trainer ends"
             job.stop(
                 f"the trainers were lost, and no dense snapshot of the steps {first} to {last} is kept, which"
-                " are those that the servers can go back to (snapshots are off?): restore a checkpoint",
+                f" are those that the servers can go back to ({why}): restore a checkpoint",
                 "stopped",
             )
             return False

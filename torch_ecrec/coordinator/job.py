@@ -10,8 +10,11 @@ from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.bounds import INEXACT_MOST, TEXT_MOST
 from torch_ecrec.protocol.messages import Rejoin, Restored
+from torch_ecrec.spec.experiment import Experiment
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Beyond
+
+NO_EXPERIMENT = Experiment()
 
 
 class RunningJob:
@@ -25,6 +28,7 @@ class RunningJob:
         beyond: what follows when more is lost than can be repaired (`CheckpointSettings`).
         run: a word of this coordinator's; that of the first one stays.
         known: the run is one that there was before, and this coordinator leads no other.
+        experiment: that all members take part in.
 
     Attributes:
         goes_back: the job has ended as it was, and begins again from a checkpoint.
@@ -49,7 +53,9 @@ class RunningJob:
         beyond: Beyond = "stop",
         run: str = "run",
         known: bool = False,
+        experiment: Experiment = NO_EXPERIMENT,
     ) -> None:
+        self.experiment = experiment
         self.code, self._beyond, self.goes_back = code, beyond, False
         self.restored = None if restore is None else restore[0]
         self._restored_job = None if restore is None else restore[1]

@@ -50,6 +50,7 @@ class ClusterState:
             checkpoint.beyond,
             checkpoint.run,
             settings.run_is_known,
+            settings.experiment,
         )
         self.launches = Launches(self.job, self.members)
         self.suspicion = Suspicion()

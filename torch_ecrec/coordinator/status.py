@@ -11,6 +11,7 @@ from torch_ecrec.coordinator.state import ClusterState
 from torch_ecrec.protocol.status import (
     Complaint,
     DomainAtRisk,
+    ExperimentStatus,
     Inexactness,
     MemberStatus,
     MoveStatus,
@@ -22,6 +23,7 @@ from torch_ecrec.protocol.status import (
     TableStatus,
     Unresolved,
 )
+from torch_ecrec.spec.experiment import Experiment
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.spread import of_mean, spread_of
 
@@ -53,12 +55,19 @@ def status_of(state: ClusterState, now_s: float) -> Status:
         stands_still=state.silence.status(now_s),
         unresolved=Unresolved(*state.suspicion.unresolved),
         gathering=state.gathering(),
+        experiment=_experiment(job.experiment),
         tables=len(job.spec.tables) if job.spec else 0,
         slots=[SlotStatus(slot, p.server, p.incarnation, p.healthy) for slot, p in enumerate(table.slots)],
         spread=None if job.spec is None else _spread(job.spec, _rounded(state)),
         move=None if move is None else MoveStatus(move.slot, move.server),
         members=[_member(state, one, now_s) for one in state.members.by_name.values()],
     )
+
+
+def _experiment(experiment: Experiment) -> ExperimentStatus | None:
+    if not experiment:
+        return None
+    return ExperimentStatus(experiment.mode, experiment.ranges, experiment.gives_up())
 
 
 def _rounded(state: ClusterState) -> bool:

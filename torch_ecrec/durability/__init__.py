@@ -11,15 +11,34 @@ rebuild.py    what is missing on the new host: decoded on first touch, the rest 
 scrubber.py   looks for records and parities that are damaged
 none.py       the policy "none": a step counts as soon as it is applied, and any loss is final
 
+For experiments only, chosen by `spec/experiment.py`:
+
+acknowledged_when_applied.py   parity, but a step counts as soon as it is applied, and may be lost with its slot
+locked_ranges.py               parity, but a rebuild locks ranges of the slot, one after another
+
 Knows messages, but not how they travel: whoever hosts a slot is a `HostContext` here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
 
+from torch_ecrec.durability.acknowledged_when_applied import AcknowledgedWhenApplied
+from torch_ecrec.durability.locked_ranges import LockedRebuild
 from torch_ecrec.durability.none import Unprotected
 from torch_ecrec.durability.parity import Parity
 from torch_ecrec.durability.policy import Policy
+from torch_ecrec.spec.experiment import Experiment
 
-POLICIES: Mapping[str, Policy] = {"parity": Parity, "none": Unprotected}  # by `CodeSpec.protection`
+
+def policy_of(protection: str, experiment: Experiment) -> Policy:
+    """Returns the policy of a cluster's slots.
+
+    Args:
+        protection: as `CodeSpec.protection`.
+        experiment: that the cluster makes.
+    """
+    if protection == "none":
+        return Unprotected
+    policy = AcknowledgedWhenApplied if experiment.acknowledges_when_applied else Parity
+    return functools.partial(policy, rebuild=LockedRebuild) if experiment.ranges else policy

@@ -39,12 +39,14 @@ class HostContext(ABC):
         era: which life of the trainers the process takes part in.
         frozen: whether all servers have stopped and the step at which they go on is not known yet.
         origin: the step that training begins after; None: initial values are being loaded.
+        resume_step: the step that the era began after: all servers went back to it.
         waits: notes for whom this process waits.
     """
 
     era: int
     frozen: bool
     origin: int | None
+    resume_step: int
     waits: SlotWaits
 
     @property
@@ -155,6 +157,10 @@ class SlotContext(ABC):
     @abstractmethod
     def on_settled(self, through: int) -> None:
         """Steps up to `through` survive what the policy promises: they count now."""
+
+    @abstractmethod
+    def pass_over(self, through: int) -> None:
+        """The next steps up to `through` change nothing here: whatever trainers have sent of them is let go."""
 
     @abstractmethod
     def become_ready(self, cut: int, floor: int, log: DeltaLog) -> None:

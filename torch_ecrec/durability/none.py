@@ -21,6 +21,14 @@ class Unprotected(Durability):
         self.slot, self.held = slot, slot.held
 
     @property
+    def settled(self) -> int:
+        return self.held.rule.applied
+
+    @property
+    def reach(self) -> int:
+        return self.held.rule.applied
+
+    @property
     def caught_up(self) -> bool:
         return True
 
@@ -28,7 +36,10 @@ class Unprotected(Durability):
         return Kept()
 
     def on_applied(self, step: int) -> None:
-        self.slot.on_settled(self.held.rule.settled)
+        self.slot.on_settled(self.settled)
+
+    def on_forgotten(self, step: int) -> None:
+        """Does nothing: what is lost is final."""
 
     def adopt(self) -> None:
         """Nobody knows anything of a lost slot; the coordinator stops the cluster when one is lost."""

@@ -33,19 +33,45 @@ from torch_ecrec.spec.settings import Settings
 
 
 class Parity(Durability):
-    """The `Durability` of a slot whose records are protected by parities on other slots."""
+    """The `Durability` of a slot whose records are protected by parities on other slots.
 
-    def __init__(self, slot: SlotContext, host: HostContext, scrubber: Scrubber, settings: Settings) -> None:
+    Args:
+        slot, host, scrubber, settings: as any policy is given.
+        rebuild: how what is missing is brought back.
+    """
+
+    def __init__(
+        self,
+        slot: SlotContext,
+        host: HostContext,
+        scrubber: Scrubber,
+        settings: Settings,
+        rebuild: type[Rebuild] = Rebuild,
+    ) -> None:
         self.slot, self.host, self.scrubber, self.held = slot, host, scrubber, slot.held
         self.streams = {
-            holder: FoldStream(self.held, host, holder, slot.ready, self._on_folded)
+            holder: FoldStream(self.held, host, holder, slot.ready, self.on_folded, lambda: self.held_by_all)
             for holder in self.held.rule.holders
         }
         self._rounds: dict[int, Round] = {}  # of steps that not all holders have folded
         self.folds = Folds(slot, host, scrubber)
         self.adoption = Adoption(slot, host)
         self.audit = ParityAudit(slot, host, scrubber)
-        self.rebuild = Rebuild(slot, host, scrubber, self.folds, settings)
+        self.rebuild = rebuild(slot, host, scrubber, self.folds, settings)
+
+    @property
+    def settled(self) -> int:
+        """What all holders have folded (rule 4)."""
+        return self.held.rule.settled
+
+    @property
+    def held_by_all(self) -> int:
+        """The greatest step that all holders have had at once: one that has folded less is being rebuilt (rule 3)."""
+        return self.held.rule.acknowledged
+
+    @property
+    def reach(self) -> int:
+        return self.held.rule.applied
 
     @property
     def caught_up(self) -> bool:
@@ -63,16 +89,20 @@ class Parity(Durability):
         self._rounds[step] = self.host.waits.begin(self.streams)
         for stream in self.streams.values():
             stream.pump()
-        self.slot.on_settled(self.held.rule.settled)
+        self.slot.on_settled(self.settled)
 
-    def _on_folded(self, holder: int, before: int, through: int) -> None:
+    def on_forgotten(self, step: int) -> None:
+        """Does nothing: what was acknowledged survives."""
+
+    def on_folded(self, holder: int, before: int, through: int) -> None:
+        """A holder has folded the slot's own steps after `before`, up to `through`."""
         settled = self.held.rule.settled
         for step in range(before + 1, through + 1):
             if (one := self._rounds.get(step)) is not None:
                 self.host.waits.answered(one, holder)
                 if step <= settled:
                     del self._rounds[step]
-        self.slot.on_settled(settled)
+        self.slot.on_settled(self.settled)
 
     def _stop_streams(self) -> None:
         for stream in self.streams.values():

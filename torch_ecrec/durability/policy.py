@@ -56,7 +56,25 @@ class Kept:
 
 
 class Durability(ABC):
-    """What makes the steps of one life of a slot survive: `parity.py:Parity`, `none.py:Unprotected`."""
+    """What makes the steps of one life of a slot survive: `parity.py:Parity`, `none.py:Unprotected`, and those of
+    experiments, which derive from `Parity`."""
+
+    @property
+    @abstractmethod
+    def settled(self) -> int:
+        """The last step that counts, by what the policy promises: it is acknowledged to the trainers."""
+
+    @property
+    @abstractmethod
+    def reach(self) -> int:
+        """The last step that the slot can go on after when all slots go back to one: what it has applied, or a later
+        one, if it may pass over what it lacks."""
+
+    @property
+    def lost_steps(self) -> int:
+        """How many steps that were acknowledged have changed nothing here, since they were lost. A policy that keeps
+        its promises has none."""
+        return 0
 
     @property
     @abstractmethod
@@ -73,6 +91,11 @@ class Durability(ABC):
     def on_applied(self, step: int) -> None:
         """The slot has applied a step; what it changed is the last entry of its log. Calls `SlotContext.on_settled`,
         now or later."""
+
+    @abstractmethod
+    def on_forgotten(self, step: int) -> None:
+        """A trainer asks when a step counts. Where it may have been told so by an earlier life of the slot, which was
+        lost with it, nobody sends that step again."""
 
     # the slot's life ----------------------------------------------------------------------------
 

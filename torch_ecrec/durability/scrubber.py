@@ -48,6 +48,7 @@ class Scrubber:
         scrubbed_bytes: looked at in the background, all rounds together.
         rounds: how often it has been through all.
         damaged, mended: records and parities.
+        mismatched: parities, of the damaged ones, that were not the code of their stripes.
         beyond: why the slot has given up; "": it has not.
     """
 
@@ -64,7 +65,7 @@ class Scrubber:
         self._kinds = [(slab, parity) for slab in range(len(held.shards)) for parity in (False, True)]
         self._kind = self._next = 0  # where the round is
         self._used = [np.zeros(shard.data_rows if self._marks else 0, np.bool_) for shard in held.shards]
-        self.scrubbed_bytes = self.rounds = self.damaged = self.mended = 0
+        self.scrubbed_bytes = self.rounds = self.damaged = self.mended = self.mismatched = 0
         self.beyond = ""
 
     @property
@@ -160,7 +161,9 @@ class Scrubber:
 
     def on_mismatch(self, slab: int, positions_M: Positions) -> None:
         """These parities are not the code of their stripes, whose records fit their seals: they are encoded again."""
+        before = self.damaged
         self._on_found(slab, True, positions_M, "mismatch")
+        self.mismatched += self.damaged - before
 
     def on_log(self, what: str) -> None:
         """A delta log is damaged, and what follows from that."""

@@ -30,11 +30,19 @@ class FoldStream:
         holder: which slot.
         attached: true at the start of a job, when both know all there is.
         folded: called with the holder, and the last steps that it had folded before and has now, whenever it says so.
+        held_by_all: gives the greatest step that all holders have had at once.
     """
 
     def __init__(
-        self, held: Holdings, host: HostContext, holder: int, attached: bool, folded: Callable[[int, int, int], None]
+        self,
+        held: Holdings,
+        host: HostContext,
+        holder: int,
+        attached: bool,
+        folded: Callable[[int, int, int], None],
+        held_by_all: Callable[[], int],
     ) -> None:
+        self.held_by_all = held_by_all
         self.held, self.host, self.holder, self.attached, self.folded = held, host, holder, attached, folded
         self.sent = 0
         self.under_way: dict[int, Pending] = {}
@@ -56,8 +64,8 @@ class FoldStream:
         incarnation = held.rule.incarnations[self.holder]
 
         def make(_: int) -> wire.Attach:
-            floor, acknowledged = held.log.floor, held.rule.acknowledged
-            return wire.Attach(self.holder, incarnation, held.index, held.incarnation, floor, acknowledged)
+            floor, least = held.log.floor, self.held_by_all()
+            return wire.Attach(self.holder, incarnation, held.index, held.incarnation, floor, least)
 
         def done(answer: wire.Attached) -> None:
             self.attaching = None

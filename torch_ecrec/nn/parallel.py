@@ -181,7 +181,8 @@ class DistributedModelParallel(ShardedAtAllPaths):
         self._step, self.coverage, self._unprotected, self._compiled = step, covered, unprotected, Compiled()
         self._recorder, self._owns_session = recorder, connected is not None  # None but in a rehearsal
         shards = _left_to_torchrec(self.module, step, covered, unprotected)
-        self._dense = DenseSnapshot(self, session.trainer, session.trainers, snapshot_every, shards)
+        every = snapshot_every if session.snapshot_every else 0  # an experiment may be without, whatever is asked for
+        self._dense = DenseSnapshot(self, session.trainer, session.trainers, every, shards)
         self._step.on_training_lookup, self._step.may_load = self._keep_dense, self._may_load
         self._abandoned = weakref.finalize(self, _leave, connected)
         self._abandoned.atexit = False

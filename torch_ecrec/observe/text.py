@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch_ecrec.protocol.status import (
     CheckpointsStatus,
     Connections,
+    ExperimentStatus,
     Late,
     MemberStatus,
     PartialStatus,
@@ -55,8 +56,10 @@ def format_status(status: Status, tables: bool = False) -> str:
         f"torch-ecrec {status.version}: {protection} on {code.slots} slots, {status.tables} tables,"
         f" epoch {status.epoch}, roster {status.roster}, step {status.step}"
     ]
-    lines += _troubles(status)
     reports = status.slot_reports()
+    if status.experiment is not None:
+        lines.append(format_experiment(status.experiment, list(reports.values())))
+    lines += _troubles(status)
     if status.checkpoints is not None:
         lines += format_checkpoints(status.checkpoints)
         if status.checkpoints.saves is not None:
@@ -190,6 +193,17 @@ def format_connections(said: Connections) -> str:
     if said.bytes_packed:
         told.append(f"packed to {1 - said.bytes_saved / said.bytes_packed:.0%} where it pays")
     return ", ".join(told) or "-"
+
+
+def format_experiment(experiment: ExperimentStatus, slots: Sequence[SlotReport]) -> str:
+    """Returns a text that names a cluster's experiment, what it gives up, and what came of that so far."""
+    named = [experiment.mode] if experiment.mode else []
+    named += [f"ranges={experiment.ranges}"] if experiment.ranges else []
+    lost, wrong = sum(slot.lost_steps for slot in slots), sum(slot.wrong_stripes for slot in slots)
+    return (
+        f"EXPERIMENT {', '.join(named)}: {'; '.join(experiment.gives_up)}."
+        f" So far {lost} acknowledged steps of slots are lost, {wrong} stripes were wrong"
+    )
 
 
 def format_partial(partial: PartialStatus) -> str:

@@ -237,6 +237,8 @@ class _Coordinator:
         if checkpoint.url:
             self._ledger = FileLedger(checkpoint, lambda: self._router.core.job, self._do_soon)
         settings = told.settings
+        if settings.experiment:
+            log.warning("EXPERIMENT %s", settings.experiment)
         transport = cast(TransportName, settings.transport)
         self._router = Router(
             ClusterSettings(
@@ -250,6 +252,7 @@ class _Coordinator:
                 begins,
                 run_is_known=told.again and self._lease is None,
                 drain_slow=told.drain_slow,
+                experiment=settings.experiment,
             ),
             ledger=self._ledger,
             probe=self._probe,

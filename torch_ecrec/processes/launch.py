@@ -99,6 +99,8 @@ def run_server(settings: Settings, code: dict[str, int | None] | None = None) ->
     allocator.keep_freed(settings.keep_freed_bytes)
     warm()
     freeze()
+    if settings.experiment:
+        log.warning("EXPERIMENT %s", settings.experiment)
     while isinstance(reason := _serve_once(settings, code), Fenced):
         log.warning("%s; joins again", reason)
         gc.collect()  # the slots of before
@@ -134,6 +136,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
             os.getpid(),
             code=messages.WantedCode(**(code or {})),
             domain=settings.failure_domain or socket.gethostname(),
+            experiment=settings.experiment,
         ),
         make,
         on_control=on_control,
@@ -205,6 +208,8 @@ def connect(
             " model first, put both into one DistributedModelParallel, or give each a cluster of its own"
             " (`Settings(join=None)`, without TORCH_ECREC_JOIN)"
         )
+    if settings.experiment:
+        log.warning("EXPERIMENT %s", settings.experiment)
     allocator.keep_freed(settings.keep_freed_bytes)
     warm()
     own: Supervisor | None = None
@@ -280,6 +285,7 @@ class _Trainer:
             launch=launch if len(launch) <= LAUNCH_MOST else hashlib.sha256(launch.encode()).hexdigest(),
             relaunched=bool(settings.launch) or restarts() > 0,
             again=bool(settings.again),
+            experiment=settings.experiment,
         )
 
     def _at_exit(self) -> None:

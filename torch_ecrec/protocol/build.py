@@ -27,6 +27,7 @@ import torch_ecrec
 from torch_ecrec.protocol.encoding import WIRE, Vocabulary, answers_of
 from torch_ecrec.protocol.wire import TensorOf
 from torch_ecrec.runtime.kernel_cache import digest_of_sources
+from torch_ecrec.spec import experiment
 from torch_ecrec.spec.job import JobSpec
 
 DIGEST_BYTES = 16
@@ -119,12 +120,18 @@ def _text(hint: Any) -> str:
     return f"{name}[{', '.join(map(_text, parts))}]" if parts else name
 
 
+def is_of_experiment(name: str) -> bool:
+    """Whether what a process tells under this name is no declaration, but which experiment it takes part in."""
+    return name.startswith(experiment.PREFIX)
+
+
 def refusal(version: object, told: object) -> str:
     """Why a process of that version, whose messages are `told`, may not be here; "": it may, as far as this goes."""
     if version != torch_ecrec.__version__:
         return f"version {str(version)[:40]} joins a cluster of version {torch_ecrec.__version__}"
     if isinstance(told, dict) and told:
-        other = Build(str(version), {str(name): str(digest) for name, digest in told.items()})
+        declared = {str(name): str(digest) for name, digest in told.items() if not is_of_experiment(str(name))}
+        other = Build(str(version), declared)
         if difference := own_build().difference(other):
             return f"joins a cluster of another build: {difference}"
     return ""

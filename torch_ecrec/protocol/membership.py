@@ -51,6 +51,7 @@ from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.bounds import NO_SECRET, Address, Role
 from torch_ecrec.protocol.build import own_build
 from torch_ecrec.protocol.messages import BadMessage
+from torch_ecrec.spec.experiment import Experiment
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import STANDS_S, Settings
 
@@ -59,6 +60,7 @@ FAREWELL_S = 30.0  # how long a trainer that is done stays for the coordinator, 
 AGAIN_LEAST_S, AGAIN_MOST_S = 0.05, 1.0  # between two attempts to join, where connections end at once
 LOOK_S, LOOK_PART = 10.0, 0.25  # whether anybody answers there, is looked at so often, and in such parts of `give_up_s`
 ANY_CODE = messages.WantedCode()
+NO_EXPERIMENT = Experiment()
 ENDS: dict[str, type[ClusterError]] = {
     "data_loss": DataLoss,
     "checkpoint": CheckpointError,
@@ -81,6 +83,7 @@ def join_of(
     again: bool = False,
     address: Address | None = None,
     led: int = 0,
+    experiment: Experiment = NO_EXPERIMENT,
 ) -> messages.Join:
     """Returns what a process of this build says to join; the fields are those of `messages.Join`.
 
@@ -90,7 +93,7 @@ def join_of(
     build = own_build()
     return messages.Join(
         version=build.version,
-        messages=dict(build.messages),
+        messages={**build.messages, **experiment.variables()},
         role=role,
         birth=birth,
         pid=pid,

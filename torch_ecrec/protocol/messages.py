@@ -134,7 +134,8 @@ class Entering(ForLeader, frozen=True, kw_only=True, omit_defaults=True):
     """Base of `join` and `rejoin`: who is there.
 
     Attributes:
-        messages: of the data plane, as its build declares them: `Build.messages`.
+        messages: of the data plane, as its build declares them: `Build.messages`; and, where it takes part in an
+            experiment, the settings that say in which.
         birth: a random word, the same for as long as this membership lasts, on however many connections.
         address: (host, port) where the process listens for as long as it lives, and closes what it accepts; None: it
             does not, and the end of its connection counts as its own.

@@ -102,6 +102,8 @@ class SlotReport(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         saver_pick_s: seconds that its longest pick took.
         scrubbed_bytes: looked at for damage, since it began. `scrub_rounds`: so often at everything.
         damaged, mended: records and parities that were found damaged, and those that were repaired.
+        wrong_stripes: parities that were not the code of their stripes, as the scrubber saw; counted in `damaged`, too.
+        lost_steps: acknowledged steps whose changes this life of the slot lacks: in an experiment only.
     """
 
     slot: Annotated[int, Meta(ge=0, lt=SLOTS_MOST)]
@@ -122,6 +124,8 @@ class SlotReport(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     scrub_rounds: Version
     damaged: Version
     mended: Version
+    wrong_stripes: Version = 0
+    lost_steps: Version = 0
 
 
 class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -371,6 +375,19 @@ class Gathering(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type
     trainers: tuple[Count, Count]
 
 
+class ExperimentStatus(Struct, frozen=True):
+    """The cluster gives up a part of what the protocol promises, for an experiment (`spec/experiment.py`).
+
+    Attributes:
+        mode: one of `experiment.MODES`; "": none. `ranges`: that a rebuild locks; 0: none.
+        gives_up: what is not as it is without, for people.
+    """
+
+    mode: str
+    ranges: int
+    gives_up: list[str]
+
+
 class MoveStatus(Struct, frozen=True):
     """A slot is being copied to that server, and goes on where it is meanwhile."""
 
@@ -407,6 +424,7 @@ class Status(Struct, frozen=True, kw_only=True, tag_field="type", tag="status"):
         cannot_begin: why there is nothing to begin with, so that whoever joins is refused; "": there is, or may be.
         store_trouble: why it is not known yet what to begin with; "": it is, or nothing is in the way.
         refused_messages: on the control channel, since the coordinator began.
+        experiment: that all members take part in; None: none, and all is as it is promised.
         time_s: when this was said, by the coordinator's clock, in seconds since the epoch; 0: it has none.
     """
 
@@ -440,6 +458,7 @@ class Status(Struct, frozen=True, kw_only=True, tag_field="type", tag="status"):
     cannot_begin: str = ""
     store_trouble: str = ""
     refused_messages: int = 0
+    experiment: ExperimentStatus | None = None
     time_s: float = 0.0
 
     @property

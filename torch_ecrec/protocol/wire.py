@@ -201,7 +201,8 @@ class Push(Request[Acknowledged]):
 
 
 class WhenAcknowledged(Request[Acknowledged]):
-    """Answered once a step is acknowledged, as its push would be. Who asks sends the push to each life of the slot."""
+    """Answered once a step is acknowledged, as its push would be. Who asks sends the push to each life of the slot;
+    but in the experiment minus2PC, where a new life is asked for the last step that it will not be sent again."""
 
     step: Count
 

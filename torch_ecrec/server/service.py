@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch_ecrec.codec.linear import LinearCode
-from torch_ecrec.durability import POLICIES
+from torch_ecrec.durability import policy_of
 from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.protocol import messages, wire
@@ -249,7 +249,7 @@ class Host(ServerProcess):
         else:
             born = [0] * len(incarnations) if fresh else incarnations
             held = self._holdings(job, index, incarnation, born, fresh, filled=renewal is not None)
-        policy = POLICIES[job.code.protection]
+        policy = policy_of(job.code.protection, self.settings.experiment)
         slot = self.slots[index] = Slot(self, held, policy, self.settings, fresh, renewal, arrival)
         for renewal in self.renewals if fresh else ():
             slot.on_renewal(renewal)

@@ -120,6 +120,7 @@ class Slot(SlotContext):
             case wire.Push() | wire.Pass():
                 self._on_push(request, reply)
             case wire.WhenAcknowledged():
+                self.durability.on_forgotten(request.step)
                 self._once_acknowledged(request.step, reply)
                 self.forget()
             case wire.Snapshot():
@@ -220,6 +221,18 @@ class Slot(SlotContext):
             self.log.append(step, *change)
             self.checkpoints.on_applied(step, *change[:2], iteration)
             self.durability.on_applied(step)
+
+    def pass_over(self, through: int) -> None:
+        for step in range(self.rule.applied + 1, through + 1):
+            positions = [np.empty(0, np.int64) for _ in self.shards]
+            deltas = [np.empty((0, shard.schema.nbytes), np.uint8) for shard in self.shards]
+            self.inbox.on_applied(step)
+            self.rule.on_applied(step)
+            self.log.append(step, positions, deltas)
+            iteration = None if self.not_trained is None else step - self.not_trained
+            self.checkpoints.on_applied(step, positions, deltas, iteration)
+            self.durability.on_applied(step)
+        self.progress()
 
     def on_settled(self, through: int) -> None:
         """Tells the trainers what counts now."""
@@ -356,7 +369,7 @@ class Slot(SlotContext):
     def check_durable(self) -> None:
         """The step that the trainers start again after survives r losses, of records and of the dense model."""
         step = self.going_back_to
-        if step is None or self.host.frozen or self.rule.settled < step or not self.snapshots.complete:
+        if step is None or self.host.frozen or self.durability.settled < step or not self.snapshots.complete:
             return
         self.going_back_to = None
         self.tell(messages.Durable(*self.life, self.host.era))
@@ -374,9 +387,9 @@ class Slot(SlotContext):
         """Which steps it can go back to, if that is asked for."""
         if self.host.frozen and self.ready:
             kept = [(step, *found) for step, found in self.snapshots.found().items()]
-            applied, floor = self.rule.applied, self.log.floor
-            done = None if self.not_trained is None else applied - self.not_trained
-            self.tell(messages.Reach(*self.life, self.host.era, applied, floor, kept, done))
+            done = None if self.not_trained is None else self.rule.applied - self.not_trained
+            reach = self.durability.reach, self.log.floor
+            self.tell(messages.Reach(*self.life, self.host.era, *reach, kept, done))
 
     def tell_again(self) -> None:
         """Everything the coordinator should know of this incarnation: it may have missed some of it."""
@@ -413,6 +426,8 @@ class Slot(SlotContext):
             scrub_rounds=self.scrubber.rounds,
             damaged=self.scrubber.damaged,
             mended=self.scrubber.mended,
+            wrong_stripes=self.scrubber.mismatched,
+            lost_steps=self.durability.lost_steps,
         )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch_ecrec.runtime.checks import Flag, require, require_int, take_fields
+from torch_ecrec.spec.experiment import Experiment
 
 _NUMBERS: dict[type, Callable[[str], object]] = {int: int, float: float}
 STANDS_S, STANDS_BEFORE_CHECKPOINT_S = 3600.0, 60.0  # `standstill_s`, where it is not given
@@ -222,6 +223,8 @@ class Settings:
         again: of a trainer. 1: where the cluster's job has ended, it is trained on from there. 0: that is refused.
         checkpoint_memory_bytes: most of what one slot keeps of records that steps change before a checkpoint has
             written them; a checkpoint that needs more is given up.
+        experiment_mode, experiment_ranges: for experiments only. They give up what the protocol promises: see
+            `spec/experiment.py`. All members of a cluster must have the same; "" and 0: no experiment.
     """
 
     join: str | None = None
@@ -249,6 +252,8 @@ class Settings:
     launch: str = ""
     again: Flag = 0
     checkpoint_memory_bytes: int = 1 << 30
+    experiment_mode: str = ""
+    experiment_ranges: int = 0
 
     def __post_init__(self) -> None:
         take_fields(self)
@@ -291,6 +296,12 @@ class Settings:
         require_int("spoil_step", self.spoil_step, 0)
         for name in ("standstill_s", "scrub_bytes_per_s", "rebuild_bytes_per_s", "move_bytes_per_s"):
             require(getattr(self, name) >= 0, f"`{name}` must not be negative, got {getattr(self, name)}")
+        Experiment(self.experiment_mode, self.experiment_ranges)
+
+    @property
+    def experiment(self) -> Experiment:
+        """What this process leaves out, or does otherwise, for the sake of an experiment."""
+        return Experiment(self.experiment_mode, self.experiment_ranges)
 
     @staticmethod
     def from_environment(**overrides: Any) -> Settings:

@@ -1,0 +1,292 @@
+"""Runs the cells of an experiment: each is a mode with a model, workers and a seed.
+
+Undisturbed cells of one model train in turns, block after block, so that noise of the machine meets all of them. Cells
+with a kill run one after the other. What is here is put together of the parts of benchmarks (`bench/experiment.py`).
+
+Two checkpoints cost the same whatever lies between them, so `Ckpt-30` and `Ckpt-60` are one system. In its turn it
+trains a block, and then stands until a checkpoint is written, as fast as this machine's disk takes it. Into a store of
+B bytes a second, of which there are three (`scale.BANDWIDTHS`), it would take at least its bytes / B; what it costs is
+that time, divided by the time between two.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch_ecrec.bench import record
+from torch_ecrec.bench.checkpoint import written
+from torch_ecrec.bench.experiment import Experiment, Model, Part, Running, Stopped
+from torch_ecrec.bench.faults import GoBack, Kill, progress, start_training
+from torch_ecrec.bench.places import Here, OnHosts
+from torch_ecrec.bench.train import Blocks
+from torch_ecrec.experiments import emulation, limits, modes, scale
+from torch_ecrec.experiments.catalogue import Spec
+from torch_ecrec.experiments.modes import Mode
+from torch_ecrec.experiments.scale import Scale
+
+WARM_UP = 2  # steps, twice, before the first block
+LEAST_STEPS = 3
+SAVED_EVERY = 4  # steps of a block, after which training stands for a checkpoint
+EMULATED_S = 20.0  # of a cell without a cluster
+START_S = 30.0  # of the processes of one system: for the time that is left
+KILL_S = {True: 75.0, False: 45.0}  # of a cell with a kill besides what it trains, by whether all go back
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One of the runs that an experiment is made of."""
+
+    experiment: str
+    model: str
+    mode: str
+    workers: int
+    seed: int
+    failures: int = 0  # of an emulation
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        failures = f"-f{self.failures}" if self.failures else ""
+        return f"{self.model}-{self.mode}-w{self.workers}-s{self.seed}{failures}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells that run at once: they differ in their modes only."""
+
+    spec: Spec
+    cells: Sequence[Cell]
+
+    @property
+    def modes(self) -> list[Mode]:
+        """The modes of its cells, in order; none of an emulation."""
+        return [] if self.spec.is_emulated else [modes.parse(cell.mode) for cell in self.cells]
+
+    @property
+    def name(self) -> str:
+        """Of its logs, and in lines of progress."""
+        first = self.cells[0]
+        if self.spec.kind == "undisturbed":
+            return f"{first.experiment}, {first.model}, w{first.workers}, s{first.seed}"
+        return f"{first.experiment}, {first.name}"
+
+    def seconds(self, factor: Scale) -> float:
+        """Returns about how long it takes: what is told as the time that is left."""
+        if self.spec.is_emulated:
+            return EMULATED_S
+        systems = {mode.trained.group: mode for mode in self.modes}.values()
+        if self.spec.kind == "undisturbed":
+            return len(systems) * (START_S + (self.spec.repeats + 2) * self.spec.seconds)
+        (mode,) = systems
+        return KILL_S[bool(mode.interval_s)] + 3 * self.spec.seconds + 2.5 * mode.interval_s / factor.time
+
+    def run(self, factor: Scale, data: str | None, out: Path) -> dict[str, dict[str, Any]]:
+        """Runs its cells.
+
+        Args:
+            factor: of the run.
+            data: a file of Criteo rows, or None.
+            out: folder for logs, and for checkpoints that are written meanwhile.
+
+        Returns:
+            For each cell, by its mode: its figures.
+
+        Raises:
+            Stopped: a cell failed; the message says which, and why.
+        """
+        if self.spec.is_emulated:
+            (cell,) = self.cells
+            options = self.spec.options
+            if self.spec.kind == "emulated":
+                return {cell.mode: emulation.cost(options, cell.mode, cell.seed)}
+            return {cell.mode: emulation.quality(options, cell.mode, cell.seed, cell.failures, data)}
+        run = _undisturbed if self.spec.kind == "undisturbed" else _killed
+        return run(self, factor, data, out)
+
+    def model(self, factor: Scale, data: str | None) -> Model:
+        """Returns what it trains."""
+        first = self.cells[0]
+        return Model(factor.shape(first.model, data), first.workers, first.seed)
+
+
+def groups(specs: Sequence[Spec]) -> list[Group]:
+    """Returns all cells of some experiments, in the order in which they run."""
+    found = []
+    for spec in specs:
+        for seed, workers, model in itertools.product(spec.seeds, spec.workers, spec.models):
+            cells = [
+                Cell(spec.name, model, mode, workers, seed, failures)
+                for mode in spec.modes
+                for failures in ([0] if mode == emulation.EXACT else spec.failures)  # they change nothing there
+            ]
+            found += [Group(spec, cells)] if spec.kind == "undisturbed" else [Group(spec, [cell]) for cell in cells]
+    return found
+
+
+# undisturbed ------------------------------------------------------------------------------------------
+
+
+class StandingSaves:
+    """Turns in which training stands while a checkpoint is written: of a block, and of the checkpoint after it.
+
+    A checkpoint is due after the last step but one of each block, since its part of the dense model is sent when the
+    next batch is drawn.
+    """
+
+    def __init__(self) -> None:
+        self._done = 0
+
+    def warm_up(self, running: Running) -> None:
+        """Trains until the first checkpoint is written: it finds no file of before in the page cache."""
+        self._train(running, SAVED_EVERY + 1)
+
+    def turn(self, running: Running) -> dict[str, Any]:
+        """Trains a block, and waits for its checkpoint; returns its figures. Raises `Stopped`."""
+        return self._train(running, SAVED_EVERY)
+
+    def _train(self, running: Running, steps: int) -> dict[str, Any]:
+        answers = running.ask({"run": steps, "snapshot": SAVED_EVERY, "checkpoint": 0})
+        self._done += steps
+        event, begin_s, end_s = written(running, self._done - 1)
+        seconds = max(answer["seconds"] for answer in answers)
+        return {
+            "samples_per_s": steps * running.model.samples / seconds,
+            "save_s": end_s - begin_s,
+            "bytes": event.bytes,
+        }
+
+
+def _undisturbed(group: Group, factor: Scale, data: str | None, out: Path) -> dict[str, dict[str, Any]]:
+    model = group.model(factor, data)
+    blocks, saves = Blocks(WARM_UP, LEAST_STEPS, group.spec.seconds), StandingSaves()
+    parts = []
+    for mode in {mode.system: mode for mode in group.modes}.values():
+        trained = mode.trained
+        if mode.interval_s:
+            store = ("--checkpoint", str(out / "store"), "--checkpoint-every", str(SAVED_EVERY))
+            options = (*store, "--checkpoint-bytes-per-s", "0", "--checkpoint-keep", "1")
+            parts.append(Part(mode.system, trained, model, [saves.turn], coordinator=options, watched=True))
+        else:
+            parts.append(Part(mode.system, trained, model, [functools.partial(_limited, mode, blocks)]))
+
+    def begin(running: Running, part: Part) -> None:
+        saves.warm_up(running) if part.coordinator else blocks.warm_up(running, part)
+
+    def place(part: Part) -> Here:
+        if not group.spec.hosts:
+            return Here()
+        try:
+            return OnHosts(group.spec.hosts)
+        except ValueError as error:
+            raise Stopped(str(error)) from error
+
+    name = group.name.replace(", ", "-")
+    experiment = Experiment(name, out, parts, group.spec.repeats, True, place, begin, _tell)
+    found = experiment.results()
+    base = found.get("XDL")
+    return {
+        cell.mode: figures_of_blocks(mode, found[mode.system], base, factor)
+        for cell, mode in zip(group.cells, group.modes, strict=True)
+    }
+
+
+def _limited(mode: Mode, blocks: Blocks, running: Running) -> dict[str, Any]:
+    """Trains a block while the servers have what the mode leaves them. Raises `Stopped`."""
+    with limits.applied(mode.limit, running):
+        return blocks.turn(mode.trained, running)
+
+
+def _tell(name: str, block: Mapping[str, Any]) -> None:
+    saved = f", saved {block['bytes'] / 1e6:,.0f} MB in {block['save_s']:.2f} s" if "save_s" in block else ""
+    print(f"  {name}: {block['samples_per_s']:,.0f} samples/s{saved}", flush=True)
+
+
+def figures_of_blocks(
+    mode: Mode, blocks: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]] | None, factor: Scale
+) -> dict[str, Any]:
+    """Returns the figures of an undisturbed cell.
+
+    Args:
+        mode: of the cell.
+        blocks: its turns.
+        base: those of XDL in the same run; None: it has no XDL.
+        factor: of the run.
+
+    Returns:
+        `samples_per_s`; `overhead`, the training time more than XDL's, of it, in the blocks of the same turn. Of
+        checkpoints, `save_s` and `bytes`, and `overhead` by the name of the store.
+    """
+    figures: dict[str, Any] = {"samples_per_s": record.spread(block["samples_per_s"] for block in blocks)}
+    if mode.interval_s:
+        interval_s = mode.interval_s / factor.time
+        figures |= {
+            "interval_s": interval_s,
+            "save_s": record.spread(block["save_s"] for block in blocks),
+            "bytes": record.spread(block["bytes"] for block in blocks),
+            "overhead": {
+                store: record.spread(max(block["save_s"], block["bytes"] / rate) / interval_s for block in blocks)
+                for store, rate in scale.BANDWIDTHS.items()
+            },
+        }
+    elif base is not None and base is not blocks:
+        pairs = zip(base, blocks, strict=True)
+        figures["overhead"] = record.spread(one["samples_per_s"] / other["samples_per_s"] - 1 for one, other in pairs)
+    return {**figures, "blocks": [dict(block) for block in blocks]}
+
+
+# kills ------------------------------------------------------------------------------------------------
+
+
+def _killed(group: Group, factor: Scale, data: str | None, out: Path) -> dict[str, dict[str, Any]]:
+    (cell,), (mode,), spec = group.cells, group.modes, group.spec
+    model, seed = group.model(factor, data), f"{cell.seed} {cell.name}"
+    code = mode.trained.code
+    assert code is not None, "all modes are ours"
+    if mode.interval_s:
+        interval_s, rate = mode.interval_s / factor.time, scale.BANDWIDTHS["store"] / code.slots
+        store = ("--checkpoint", str(out / "store"), "--checkpoint-every", f"{interval_s}s", "--checkpoint-keep", "2")
+        options = (*store, "--checkpoint-bytes-per-s", str(rate), "--beyond", "checkpoint")
+        turn: Any = GoBack(interval_s, spec.seconds, seed)
+        part = Part(mode.name, mode.trained, model, [turn], coordinator=options, watched=True)
+    else:
+        turn = functools.partial(_recovering, Kill(spec.seconds, seed))
+        part = Part(mode.name, mode.trained, model, [turn], spares=1, watched=True)
+    experiment = Experiment(group.name.replace(", ", "-"), out, [part], begin=start_training)
+    ((found,),) = experiment.results().values()
+    return {cell.mode: figures_of_recovery(mode, found)}
+
+
+def _recovering(kill: Kill, running: Running) -> dict[str, Any]:
+    """Kills, and returns the figures with the steps around it. Raises `Stopped`."""
+    found = kill(running)
+    with running.changed:
+        return {**found, "progress": progress(running.steps, 0, found["kill_s"])}
+
+
+def figures_of_recovery(mode: Mode, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the figures of a cell with a kill, from those of its turn.
+
+    Returns:
+        `recovered_s`: seconds after the kill until training is as before, and where it would be: everything is rebuilt,
+        or what a checkpoint had not is trained again. `share`: of its samples per second before, what new samples it
+        trained until then. `progress`: pairs of seconds after the kill and steps that count.
+    """
+    goes_back = bool(mode.interval_s)
+    return {
+        "recovered_s": found["caught_up_s"] if goes_back else max(found["first_step_s"], found["rebuilt_s"]),
+        "share": 0.0 if goes_back else found["during_share"],
+        **found,
+        "progress": thinned(found["progress"]),
+    }
+
+
+def thinned(points: Sequence[tuple[float, int]], most: int = 400) -> list[tuple[float, int]]:
+    """Returns at most so many of the points, the first and the last among them."""
+    if len(points) <= most:
+        return list(points)
+    return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]

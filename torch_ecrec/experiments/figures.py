@@ -1,0 +1,334 @@
+"""The figures of the experiments: numbers that claims are held against, and pictures.
+
+Every picture has the factor on it. A cell that has not run, or failed, is left out, and named in the report.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch_ecrec.experiments import modes, scale
+from torch_ecrec.experiments.catalogue import Spec
+from torch_ecrec.experiments.cells import Cell, groups
+from torch_ecrec.experiments.emulation import EXACT
+from torch_ecrec.experiments.results import Results
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = {
+    "XDL": "#8a8a8a",
+    "Ckpt-30": "#dc2626",
+    "Ckpt-60": "#f59e0b",
+    "ECRM-k2": "#2563eb",
+    "ECRM-k4": "#059669",
+    "ECRM-k4-minusNNRep": "#7c3aed",
+    "ECRM-k4-minus2PC": "#db2777",
+    "ECRM-k4-minusNNRep-minus2PC": "#0891b2",
+    "ECRM-k4-ranges1": "#78350f",
+    "ECRM-k4-ranges10": "#d97706",
+    "ECRM-k4-lessNetwork": "#b45309",
+    "ECRM-k4-lessCPU": "#9333ea",
+}
+STORE = "store"  # of the three, the one that pictures show
+PARTIAL = ("mfu", "ssu")  # those that CPR's abstract has figures of
+HOURS = 2.0  # of the paper's time, in the picture of progress
+
+Found = Mapping[Cell, Mapping[str, Any]]
+
+
+def found_of(results: Results, spec: Spec) -> dict[Cell, dict[str, Any]]:
+    """Returns the figures of those cells of an experiment that have run to their end."""
+    cells = [cell for group in groups([spec]) for cell in group.cells]
+    return {cell: figures for cell in cells if (figures := results.figures(cell)) is not None}
+
+
+# numbers ----------------------------------------------------------------------------------------------
+
+
+def overhead(figures: Mapping[str, Any], store: str = STORE) -> float | None:
+    """Returns the median overhead of an undisturbed cell; of checkpoints, into this store. None: it has none."""
+    spread = figures.get("overhead")
+    if spread is None:
+        return None
+    return float((spread if "median" in spread else spread[store])["median"])
+
+
+def _by_mode(found: Found, model: str) -> dict[str, list[Mapping[str, Any]]]:
+    by: dict[str, list[Mapping[str, Any]]] = {}
+    for cell, figures in found.items():
+        if cell.model == model:
+            by.setdefault(cell.mode, []).append(figures)
+    return by
+
+
+def overhead_reduced(found: Found) -> list[dict[str, Any]]:
+    """By how much the overhead of ECRM-k4 (or k2) is less than that of Ckpt-30, by model and store."""
+    rows = []
+    for model in scale.MODELS:
+        by = _by_mode(found, model)
+        ours = next((by[name] for name in ("ECRM-k4", "ECRM-k2") if name in by), None)
+        if ours is None or "Ckpt-30" not in by:
+            continue
+        least = max(statistics.median(overhead(one) or 0.0 for one in ours), 0.0)
+        for store in scale.BANDWIDTHS:
+            theirs = statistics.median(overhead(one, store) or 0.0 for one in by["Ckpt-30"])
+            rows.append({"case": f"{model}, {store}", "value": 1 - least / theirs, "theirs": theirs, "ours": least})
+    return rows
+
+
+def recovery_speedup(found: Found) -> list[dict[str, Any]]:
+    """How many times sooner ECRM-k4 (or k2) has recovered than Ckpt-30, by model."""
+    rows = []
+    for model in scale.MODELS:
+        by = _by_mode(found, model)
+        ours = next((by[name] for name in ("ECRM-k4", "ECRM-k2") if name in by), None)
+        if ours is not None and "Ckpt-30" in by:
+            theirs_s, ours_s = (statistics.median(one["recovered_s"] for one in some) for some in (by["Ckpt-30"], ours))
+            rows.append({"case": model, "value": theirs_s / ours_s, "theirs": theirs_s, "ours": ours_s})
+    return rows
+
+
+def recovering_loss(found: Found) -> list[dict[str, Any]]:
+    """By how much throughput is lower while ECRM recovers than before, by model and mode."""
+    rows = []
+    for model in scale.MODELS:
+        for mode, some in _by_mode(found, model).items():
+            shares = [one["share"] for one in some if one["share"] is not None]
+            if modes.parse(mode).k and shares:
+                rows.append({"case": f"{model}, {mode}", "value": 1 - statistics.median(shares)})
+    return rows
+
+
+def least_of_ablations(found: Found) -> list[dict[str, Any]]:
+    """The rate of ECRM-k4 over that of what leaves something out, by model and what that is."""
+    rows = []
+    for model in scale.MODELS:
+        rates = {
+            mode: statistics.median(one["samples_per_s"]["median"] for one in some)
+            for mode, some in _by_mode(found, model).items()
+        }
+        if "ECRM-k4" in rates:
+            rows += [
+                {"case": f"{model}, {mode}", "value": rates["ECRM-k4"] / rate}
+                for mode, rate in rates.items()
+                if mode != "ECRM-k4"
+            ]
+    return rows
+
+
+def overhead_of_partial(found: Found) -> list[dict[str, Any]]:
+    """The overhead of each way of recovery, emulated."""
+    return [{"case": cell.mode, "value": one["overhead"]} for cell, one in found.items() if cell.mode in PARTIAL]
+
+
+def accuracy(found: Found) -> list[dict[str, Any]]:
+    """Returns a row for each way of recovery and number of failures, over all seeds.
+
+    A difference is that from the exact run of the same seed. It is told to be one where its mean is more than two
+    standard errors from zero.
+    """
+    exact = {cell.seed: one for cell, one in found.items() if cell.mode == EXACT}
+    by: dict[tuple[str, int], list[tuple[int, Mapping[str, Any]]]] = {}
+    for cell, one in found.items():
+        by.setdefault((cell.mode, cell.failures), []).append((cell.seed, one))
+    rows = []
+    for (mode, failures), some in by.items():
+        row: dict[str, Any] = {"mode": mode, "failures": "any" if mode == EXACT else failures, "seeds": len(some)}
+        row["AUC"], row["log loss"] = (
+            f"{statistics.fmean(one[name] for _, one in some):.4f}" for name in ("auc", "log_loss")
+        )
+        row["lost updates %"] = 100 * statistics.fmean(one["lost"] for _, one in some)
+        differences = [one["auc"] - exact[seed]["auc"] for seed, one in some if seed in exact]
+        if mode != EXACT and len(differences) > 1:
+            mean, error = statistics.fmean(differences), statistics.stdev(differences) / len(differences) ** 0.5
+            row |= {"AUC - exact": mean, "standard error": error, "differs": "yes" if abs(mean) > 2 * error else "no"}
+        rows.append(row)
+    return rows
+
+
+FIGURES: Mapping[str, Callable[[Found], list[dict[str, Any]]]] = {
+    "overhead_reduced": overhead_reduced,
+    "recovery_speedup": recovery_speedup,
+    "recovering_loss": recovering_loss,
+    "least_of_ablations": least_of_ablations,
+    "overhead_of_partial": overhead_of_partial,
+}
+
+
+# pictures ---------------------------------------------------------------------------------------------
+
+
+def colour(mode: str) -> str:
+    """Returns the colour of a mode, the same in all pictures."""
+    return COLOURS.get(mode, "#333333")
+
+
+def _bars(axes: Axes, models: Sequence[str], series: Mapping[str, Sequence[float | None]], label: str) -> None:
+    """Draws groups of bars: a group for each model, a bar for each mode."""
+    width = 0.8 / max(len(series), 1)
+    for number, (mode, values) in enumerate(series.items()):
+        at = [i - 0.4 + width * (number + 0.5) for i in range(len(models))]
+        bars = axes.bar(at, [value or 0.0 for value in values], width, label=mode, color=colour(mode))
+        texts = ["-" if v is None else f"{v:,.0f}" if v >= 100 else f"{v:.3g}" for v in values]
+        axes.bar_label(bars, texts, fontsize=6, padding=1)
+    axes.set_xticks(range(len(models)), models)
+    axes.set_ylabel(label)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _series(
+    spec: Spec, found: Found, value: Callable[[Mapping[str, Any]], float | None]
+) -> dict[str, list[float | None]]:
+    """Returns for each mode the median of a figure, by model in the order of the experiment."""
+    series: dict[str, list[float | None]] = {}
+    for mode in spec.modes:
+        line: list[float | None] = []
+        for model in spec.models:
+            values = [value(one) for cell, one in found.items() if (cell.model, cell.mode) == (model, mode)]
+            known = [one for one in values if one is not None]
+            line.append(statistics.median(known) if known else None)
+        if any(one is not None for one in line):
+            series[mode] = line
+    return series
+
+
+def draw(results: Results, spec: Spec) -> Figure | None:
+    """Draws an experiment; None: none of its cells has run to its end."""
+    found = found_of(results, spec)
+    if not found:
+        return None
+    from matplotlib.figure import Figure
+
+    panels = _panels(spec)
+    figure = Figure(figsize=(6.5 * len(panels), 4.2), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        panel(axes, spec, found, results)
+    data = "Criteo rows" if results.run.data else "made-up rows"
+    figure.suptitle(f"{spec.name}: {spec.title} ({results.scale}; {data})", fontsize=10)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), fontsize=7, loc="outside lower center", ncols=8)
+    return figure
+
+
+Panel = Callable[["Axes", Spec, Found, Results], None]
+
+
+def _panels(spec: Spec) -> list[Panel]:
+    if spec.kind == "accuracy":
+        return [_accuracies]
+    if spec.kind == "emulated":
+        return [_emulated]
+    if spec.kind == "kill":
+        return [_recovery_times, _shares, _progress_after]
+    if len(spec.workers) > 1:
+        return [_by_workers]
+    return [_rates, _overheads, _progress] if "XDL" in spec.modes else [_rates]
+
+
+def _rates(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
+    _bars(axes, spec.models, _series(spec, found, lambda one: one["samples_per_s"]["median"]), "samples/s, undisturbed")
+
+
+def _overheads(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
+    series = _series(spec, found, lambda one: None if (cost := overhead(one)) is None else 100 * cost)
+    rate = scale.BANDWIDTHS[STORE] / 1e6
+    _bars(axes, spec.models, series, f"training time more than XDL's, %\n(checkpoints into a store of {rate:g} MB/s)")
+
+
+def _progress(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
+    """Samples trained over the paper's time, as rate and saves of the largest model give it."""
+    model = next(name for name in reversed(spec.models) if any(cell.model == name for cell in found))
+    time = results.scale.time
+    for mode in spec.modes:
+        one = next((one for cell, one in found.items() if (cell.model, cell.mode) == (model, mode)), None)
+        if one is None:
+            continue
+        interval_s = one.get("interval_s", 0.0) * time
+        base = next((o for cell, o in found.items() if (cell.model, cell.mode) == (model, "XDL")), one)
+        rate = (base if interval_s else one)["samples_per_s"]["median"]
+        stands_s = (overhead(one) or 0.0) * interval_s
+        at_s, samples, points = 0.0, 0.0, [(0.0, 0.0)]
+        while at_s < HOURS * 3600:
+            step_s = min(interval_s or HOURS * 3600, HOURS * 3600 - at_s)
+            at_s, samples = at_s + step_s, samples + rate * step_s / time
+            points.append((at_s / 3600, samples / 1e6))
+            if interval_s:
+                at_s = min(at_s + stands_s, HOURS * 3600)
+                points.append((at_s / 3600, samples / 1e6))
+        axes.plot(*zip(*points, strict=True), color=colour(mode), label=mode)
+    axes.set_xlabel("hours of the paper's time (computed from rates and saves)")
+    axes.set_ylabel(f"10^6 samples trained, {model}")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _recovery_times(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
+    _bars(axes, spec.models, _series(spec, found, lambda one: one["recovered_s"]), "seconds until recovered")
+    axes.set_yscale("log")
+
+
+def _shares(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
+    series = _series(spec, found, lambda one: None if one["share"] is None else 100 * one["share"])
+    _bars(axes, spec.models, series, "new samples/s while recovering,\n% of before")
+
+
+def _progress_after(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
+    """Steps that count over time around the kill, for the first model that has run."""
+    model = next(name for name in spec.models if any(cell.model == name for cell in found))
+    for mode in spec.modes:
+        one = next((one for cell, one in found.items() if (cell.model, cell.mode) == (model, mode)), None)
+        if one is not None:
+            at_kill = max((step for time_s, step in one["progress"] if time_s <= 0), default=0)
+            points = [(time_s, step - at_kill) for time_s, step in one["progress"] if time_s >= -spec.seconds]
+            axes.plot(*zip(*points, strict=True), color=colour(mode), label=mode)
+    axes.axvline(0, color="#333333", linewidth=0.8, linestyle=":")
+    axes.set_xlabel(f"seconds after the kill, {model}")
+    axes.set_ylabel("steps that count, since the kill")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _by_workers(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
+    for mode in spec.modes:
+        for model, style in zip(spec.models, ("-", "--", "-.", ":", (0, (5, 1))), strict=False):
+            points = sorted(
+                (cell.workers, one["samples_per_s"]["median"])
+                for cell, one in found.items()
+                if (cell.model, cell.mode) == (model, mode)
+            )
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True),
+                    style if isinstance(style, str) else "-",
+                    marker="o",
+                    markersize=3,
+                    color=colour(mode),
+                    label=f"{mode}, {model}",
+                )
+    axes.set_xlabel(f"workers, on {results.run.header['cores']} cores")
+    axes.set_ylabel("samples/s of all workers")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _accuracies(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
+    rows = [row for row in accuracy(found) if "AUC - exact" in row]
+    names = [f"{row['mode']}, {row['failures']}" for row in rows]
+    errors = [2 * row["standard error"] for row in rows]
+    axes.errorbar(
+        names, [row["AUC - exact"] for row in rows], yerr=errors, fmt="o", capsize=3, label="2 standard errors"
+    )
+    axes.axhline(0, color="#333333", linewidth=0.8, linestyle=":")
+    axes.set_ylabel("AUC, less that of exact recovery")
+    axes.tick_params(axis="x", rotation=60, labelsize=7)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _emulated(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
+    names, below = [cell.mode for cell in found], [0.0] * len(found)
+    for part, label in (("saves", "saves"), ("down", "loads and restarts"), ("again", "trained again")):
+        values = [100 * one[part] for one in found.values()]
+        axes.bar(names, values, bottom=below, label=label)
+        below = [one + other for one, other in zip(below, values, strict=True)]
+    axes.set_ylabel("% of the training time")
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,167 @@
+"""Writes what the cells of a run have shown, beside what is published: a summary to print, and `docs/evidence.md`.
+
+Everything comes from the JSON of the cells; what has not run is said to have not run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_ecrec.bench import record
+from torch_ecrec.experiments import figures, scale
+from torch_ecrec.experiments.catalogue import Claim, Spec
+from torch_ecrec.experiments.cells import groups
+from torch_ecrec.experiments.results import Results
+
+STORES = ", ".join(f"{name} {rate / 1e6:g} MB/s" for name, rate in scale.BANDWIDTHS.items())
+
+
+def rows(results: Results, spec: Spec) -> list[dict[str, Any]]:
+    """Returns a row for each cell of an experiment, those that have not run included."""
+    lines: list[dict[str, Any]] = []
+    if spec.kind == "accuracy":
+        lines = [{**row, "state": "run"} for row in figures.accuracy(figures.found_of(results, spec))]
+    for cell in (cell for group in groups([spec]) for cell in group.cells):
+        read = results.read(cell)
+        line: dict[str, Any] = {"model": cell.model, "mode": cell.mode, "workers": cell.workers, "seed": cell.seed}
+        one = None if read is None else read["figures"]
+        if one is None:
+            line["state"] = "not run" if read is None else "failed: " + str(read["error"]).partition("\n")[0]
+        elif spec.kind == "accuracy":
+            continue  # a line for all seeds is there
+        elif spec.kind == "emulated":
+            names = {"overhead": "overhead %", "saves": "saves %", "down": "down %", "again": "again %"}
+            line |= {title: 100 * one[name] for name, title in names.items()} | {"state": "run"}
+        elif spec.kind == "kill":
+            line |= {
+                "recovered s": one["recovered_s"],
+                "first step s": one["first_step_s"],
+                "new samples meanwhile / before": one["share"],
+                "samples/s before": one["before_samples_per_s"],
+                "after": one["after_samples_per_s"],
+                "state": "run",
+            }
+        else:
+            line["samples/s"] = one["samples_per_s"]["median"]
+            line["least"], line["most"] = one["samples_per_s"]["min"], one["samples_per_s"]["max"]
+            if "save_s" in one:
+                line["save s"], line["MB"] = one["save_s"]["median"], one["bytes"]["median"] / 1e6
+                line |= {f"overhead %, {name}": 100 * spread["median"] for name, spread in one["overhead"].items()}
+            elif "overhead" in one:
+                line |= {f"overhead %, {name}": 100 * one["overhead"]["median"] for name in scale.BANDWIDTHS}
+            line["state"] = "run"
+        lines.append(line)
+    return lines
+
+
+def columns(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns the columns that some row has; the state comes last, and only if a cell has not run."""
+    found = list(dict.fromkeys(name for line in lines for name in line if name != "state"))
+    for name in ("workers", "seed"):
+        if name in found and len({line.get(name) for line in lines}) == 1:
+            found.remove(name)
+    return found if all(line["state"] == "run" for line in lines) else [*found, "state"]
+
+
+def judged(results: Results, spec: Spec, claim: Claim) -> list[dict[str, Any]]:
+    """Returns a row for each case of a claim: what is published, wanted and measured, and whether it holds.
+
+    A claim of which no cell has run gives one row that says so.
+    """
+    lines = []
+    for found in figures.FIGURES[claim.figure](figures.found_of(results, spec)):
+        value = found["value"]
+
+        def holds(bound: float | None, value: float = value) -> str:
+            if bound is None:
+                return "-"
+            return "yes" if (value <= bound if claim.at_most else value >= bound) else "no"
+
+        lines.append(
+            {
+                "case": found["case"],
+                "published": claim.published,
+                "wanted": claim.wanted,
+                "measured": value,
+                "as published": holds(claim.published),
+                "as wanted": holds(claim.wanted),
+            }
+        )
+    return lines or [{"case": "not run", "published": claim.published, "wanted": claim.wanted, "measured": None}]
+
+
+def summary(results: Results) -> str:
+    """Returns tables of all cells and claims, to print."""
+    blocks = []
+    for spec in results.run.specs:
+        lines = rows(results, spec)
+        blocks.append(f"\n{spec.name}: {spec.title}\n{record.table(lines, columns(lines))}")
+        for claim in spec.claims:
+            blocks.append(f"{claim.source}: {claim.says}\n{record.table(judged(results, spec, claim))}")
+    return "\n".join(blocks)
+
+
+def picture(spec: Spec) -> str:
+    """Returns the name of an experiment's picture."""
+    return f"experiments-{spec.name}.png"
+
+
+def draw(results: Results, folder: Path | None = None) -> list[Path]:
+    """Draws all experiments that have a cell; returns the files. Without matplotlib it says so, and draws nothing."""
+    drawn = []
+    try:
+        for spec in results.run.specs:
+            made = figures.draw(results, spec)
+            if made is not None:
+                path = (folder or results.folder) / picture(spec)
+                made.savefig(path, dpi=110)
+                drawn.append(path)
+    except ImportError as missing:
+        print(f"no pictures: {missing} (pip install matplotlib)", file=sys.stderr)
+    if drawn:
+        print("drawn: " + ", ".join(map(str, drawn)))
+    return drawn
+
+
+def page(results: Results) -> str:
+    """Returns `docs/evidence.md`."""
+    header = results.run.header
+    data = "real Criteo rows" if results.run.data else "made-up rows, skewed by Zipf's law"
+    text = [
+        "# Evidence",
+        "",
+        "The experiments of ECRec's paper, run here by one command, beside what is published. This page is generated:",
+        "",
+        f"    {header['command']}",
+        "    torch-ecrec experiments report",
+        "",
+        f"Scaled by one factor: {results.scale}. Data: {data}. Machine: {header['processor']}, {header['cores']} cores,"
+        f" {header['memory_gib']} GiB; commit {header['commit']}, {header['date']}. All processes share this machine:"
+        " ratios hold, times do not. What the modes and figures are is in [experiments.md](experiments.md).",
+        "",
+        "The body of the paper is not public: what is measured is held against its abstract's claims, and nothing else."
+        f" Checkpoints are counted for three stores: {STORES}. A store faster than that, or checkpoints that are"
+        " written beside training ([checkpoints](checkpoints.md)), cost less.",
+    ]
+    for spec in results.run.specs:
+        lines = rows(results, spec)
+        text += ["", f"## {spec.name}: {spec.title}", "", f"{spec.shows}.", ""]
+        if any(line["state"] == "run" for line in lines):
+            text += [f"![{spec.title}]({picture(spec)})", ""]
+        text += [record.markdown(lines, columns(lines))]
+        for claim in spec.claims:
+            bound = "at most" if claim.at_most else "at least"
+            text += ["", f"**{claim.source}**: {claim.says}. Wanted here: {bound} {claim.wanted:g}.", ""]
+            text += [record.markdown(judged(results, spec, claim))]
+    return "\n".join(text) + "\n"
+
+
+def write(results: Results, to: Path) -> None:
+    """Writes the page, with its pictures beside it."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    to.write_text(page(results), encoding="utf-8")
+    draw(results, to.parent)
+    print(f"written: {to}")

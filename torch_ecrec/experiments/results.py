@@ -1,0 +1,146 @@
+"""A folder of results: a file for each cell, so that a run that was interrupted goes on where it was.
+
+DIR/run.json                       what is run: the experiments, factor, data, commit
+DIR/cells/EXPERIMENT/CELL.json     figures of a cell, or why it failed
+DIR/logs                           of the processes of cells that failed
+DIR/*.png                          the figures (`figures.py`)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from torch_ecrec.bench import record
+from torch_ecrec.experiments.catalogue import Spec
+from torch_ecrec.experiments.cells import Cell, Group, groups
+from torch_ecrec.experiments.scale import Scale
+
+
+class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a folder is the result of.
+
+    Attributes:
+        name: as it was asked for: an experiment, "all", or "smoke".
+        factor: of `scale.py`.
+        data: a file of Criteo rows; None: made-up ones.
+        header: machine, versions, commit, date and command.
+        specs: the experiments.
+    """
+
+    name: str
+    factor: int
+    data: str | None
+    header: dict[str, Any]
+    specs: list[Spec]
+
+
+@dataclass(frozen=True)
+class Results:
+    """A folder with results.
+
+    Args:
+        folder: where.
+        run: of what.
+    """
+
+    folder: Path
+    run: Run
+
+    @staticmethod
+    def begin(folder: Path, name: str, factor: int, data: str | None, specs: list[Spec]) -> Results:
+        """Makes the folder of a new run.
+
+        Raises:
+            ValueError: there is another run.
+        """
+        path = folder / "run.json"
+        if path.exists():
+            raise ValueError(
+                f"{folder} has the results of another run: go on with `torch-ecrec experiments resume --out {folder}`,"
+                " or name another folder with --out"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        run = Run(name, factor, data, record.header(), specs)
+        _write(path, msgspec.to_builtins(run))
+        return Results(folder, run)
+
+    @staticmethod
+    def open(folder: Path) -> Results:
+        """Opens the folder of a run.
+
+        Raises:
+            ValueError: there is none, or it cannot be read.
+        """
+        path = folder / "run.json"
+        try:
+            return Results(folder, msgspec.json.decode(path.read_bytes(), type=Run))
+        except FileNotFoundError:
+            raise ValueError(
+                f"{folder} has no results of experiments: `torch-ecrec experiments run NAME --out {folder}` makes some"
+            ) from None
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
+
+    def require_same_commit(self) -> None:
+        """Raises ValueError unless this code is that which the run was begun with."""
+        now, then = record.header()["commit"], self.run.header["commit"]
+        if now != then:
+            raise ValueError(
+                f"{self.folder} was begun with commit {then}, and this is {now}: cells of different code are not put"
+                " into one result. Check that commit out, or begin anew with another --out"
+            )
+
+    @property
+    def scale(self) -> Scale:
+        """The factor of the run."""
+        return Scale(self.run.factor)
+
+    @property
+    def groups(self) -> list[Group]:
+        """All cells of the run, as they run."""
+        return groups(self.run.specs)
+
+    def path(self, cell: Cell) -> Path:
+        """Returns the file of a cell."""
+        return self.folder / "cells" / cell.experiment / f"{cell.name}.json"
+
+    def write(self, cell: Cell, figures: Mapping[str, Any] | None, error: str | None) -> None:
+        """Writes what a cell has found, or why it failed."""
+        content = {"cell": dataclasses.asdict(cell), "factor": self.run.factor, "error": error, "figures": figures}
+        path = self.path(cell)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, content)
+
+    def read(self, cell: Cell) -> dict[str, Any] | None:
+        """Returns what `write` has written; None: it has not run. Raises ValueError if the file cannot be read."""
+        path = self.path(cell)
+        try:
+            found: dict[str, Any] = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} cannot be read: {error}; remove it, and `resume` runs the cell again") from error
+        return found
+
+    def figures(self, cell: Cell) -> dict[str, Any] | None:
+        """Returns the figures of a cell; None: it has not run, or failed."""
+        found = self.read(cell)
+        return None if found is None else found["figures"]
+
+    def missing(self, group: Group) -> bool:
+        """Returns whether a cell of the group has not run to its end."""
+        return any(self.figures(cell) is None for cell in group.cells)
+
+
+def _write(path: Path, content: Any) -> None:
+    """Writes a file whole or not at all, so that an interrupted run leaves no half of one."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)

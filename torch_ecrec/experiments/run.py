@@ -1,0 +1,125 @@
+"""Runs experiments: `torch-ecrec experiments run NAME`, and `resume`.
+
+All is checked before anything starts. A cell that fails is told, with the end of its log, and the others go on; the
+exit code is 1 then. Ctrl-C ends all processes; `resume` runs the cells that lack.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch_ecrec.bench import record
+from torch_ecrec.bench.experiment import Stopped
+from torch_ecrec.demo import criteo
+from torch_ecrec.experiments import limits, report
+from torch_ecrec.experiments.catalogue import Spec, chosen
+from torch_ecrec.experiments.cells import Group, groups
+from torch_ecrec.experiments.results import Results
+from torch_ecrec.experiments.scale import Scale, require_memory
+from torch_ecrec.runtime.checks import require
+from torch_ecrec.testing import hosts
+
+CORES_LEAST = 2
+
+
+def begin(name: str, factor: int, data: Path | None, out: Path) -> int:
+    """Runs one experiment, "all", or "smoke"; returns the exit code.
+
+    Raises:
+        ValueError: there is no such experiment, the data is in another format, memory or cores are too few, or `out`
+            has another run. Nothing was started.
+    """
+    specs, scale = chosen(name), Scale(factor)
+    if data is not None:
+        criteo.read(data, rows_per_table=1)
+    require_machine(specs, scale)
+    return _go_on(Results.begin(out, name, factor, None if data is None else str(data.resolve()), specs))
+
+
+def resume(out: Path) -> int:
+    """Runs the cells of a folder that have not run, or failed; returns the exit code.
+
+    Raises:
+        ValueError: there are no results, they are of another commit, or memory or cores are too few.
+    """
+    results = Results.open(out)
+    results.require_same_commit()
+    require_machine(results.run.specs, results.scale)
+    return _go_on(results)
+
+
+def require_machine(specs: Sequence[Spec], scale: Scale) -> None:
+    """Raises ValueError if this machine has too little memory or too few cores for some cells."""
+    cores = len(os.sched_getaffinity(0))
+    require(cores >= CORES_LEAST, f"experiments take {CORES_LEAST} cores at least, and here is {cores}")
+    needs = [(group.cells[0].model, group.modes, group.cells[0].workers) for group in groups(specs) if group.modes]
+    if needs:
+        require_memory(scale, needs)
+    if len(specs) == 1:  # else its cells are told to have failed, and the others run
+        reasons = {mode.limit: limits.unavailable(mode.limit) for _, modes, _ in needs for mode in modes if mode.limit}
+        reasons["hosts"] = hosts.unavailable() if specs[0].hosts else ""
+        for reason in filter(None, reasons.values()):
+            raise ValueError(f"{specs[0].name}: {reason}")
+
+
+def _go_on(results: Results) -> int:
+    lacking = [group for group in results.groups if results.missing(group)]
+    print(
+        f"{results.run.name}: {results.scale}; {len(lacking)} of {len(results.groups)} groups of cells to run",
+        flush=True,
+    )
+    failed, begin_s, expected_s = 0, time.monotonic(), 0.0
+    for number, group in enumerate(lacking):
+        left_s = sum(one.seconds(results.scale) for one in lacking[number:])
+        if number and expected_s:  # as this machine has turned out to be
+            left_s *= (time.monotonic() - begin_s) / expected_s
+        print(f"[{number + 1}/{len(lacking)}, about {_minutes(left_s)} to go] {group.name}", flush=True)
+        expected_s += group.seconds(results.scale)
+        failed += not _run(results, group)
+    print(report.summary(results), flush=True)
+    report.draw(results)
+    if failed:
+        again = f"`torch-ecrec experiments resume --out {results.folder}` runs them again"
+        print(f"torch-ecrec: {failed} groups of cells failed; {again}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _run(results: Results, group: Group) -> bool:
+    """Runs a group; returns whether it came to its end."""
+    out = results.folder / "running"
+    shutil.rmtree(out, ignore_errors=True)
+    error = None
+    try:
+        found = group.run(results.scale, results.run.data, out)
+    except Stopped as failure:
+        error, found = str(failure), {}
+        print(f"torch-ecrec: {group.name} failed: {failure}", file=sys.stderr, flush=True)
+        logs = results.folder / "logs" / group.name.replace(", ", "-")
+        shutil.rmtree(logs, ignore_errors=True)
+        if (out / "logs").exists():
+            shutil.copytree(out / "logs", logs, ignore=shutil.ignore_patterns("*store*"))
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+    for cell in group.cells:
+        results.write(cell, found.get(cell.mode), error)
+    return error is None
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+
+def listing(specs: Sequence[Spec], scale: Scale) -> str:
+    """Returns a table of experiments: cells, minutes, and what they show."""
+    lines = []
+    for spec in specs:
+        found = groups([spec])
+        minutes = sum(group.seconds(scale) for group in found) / 60
+        cells = sum(len(group.cells) for group in found)
+        lines.append({"experiment": spec.name, "cells": cells, "minutes": round(minutes), "asks": spec.title})
+    return record.table(lines) + f"\n\nminutes: about, at the default factor ({scale})"
