@@ -4,7 +4,7 @@ TorchRec's pipelines announce the next batch themselves. In a plain loop over an
 reader draws it early (`Reader.look_ahead`), at the end of a training forward, and what it has for a module then travels
 with the push of the step:
 
-    draw t   forward t   [early draw of t + 1: its ids are announced]   backward t: push, with lookups of t + 1   draw t + 1
+    draw t   forward t   [early draw of t + 1, announced]   backward t: push, with lookups of t + 1   draw t + 1
 
 Batches have any form. In the first steps a module's features are looked for in the batch that the loop has drawn: at
 `["sparse"]`, say. Later the features at that path are announced. The module compares them with those that it gets
