@@ -412,6 +412,33 @@ def test_a_plain_loop_that_looks_ahead_goes_on_to_the_bits_of_one_that_does_not(
     assert same(cluster.run.records, healthy.run.records)
 
 
+@pytest.mark.parametrize("examples", [2, pytest.param(40, marks=pytest.mark.slow)])
+def test_any_model_looks_ahead_in_a_plain_loop_to_the_same_bits(examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With steps enough to see it."""
+    ahead = 0
+
+    @seed(examples)
+    @settings(max_examples=examples, database=None, **SWEEP)
+    @given(models(), lives())
+    def check_some(drawn: Model, life: Life) -> None:
+        nonlocal ahead
+        model = dataclasses.replace(drawn, driver="plain", steps=7)
+        monkeypatch.setenv("TORCH_ECREC_LOOK_AHEAD", "0")
+        first, healthy = run(model, Life())
+        monkeypatch.setenv("TORCH_ECREC_LOOK_AHEAD", "auto")
+        for again in (Life(), life):
+            ends, cluster = run(model, again, len(healthy.network.sent))
+            ahead += cluster.asked_ahead
+            for rank, end in first.items():
+                for name in ("trace", "digest", "dense", "maps"):
+                    assert same(getattr(ends[rank], name), getattr(end, name)), name
+            assert same(cluster.run.records, healthy.run.records)
+            assert same(cluster.told.sorted_pushes(), healthy.told.sorted_pushes())
+
+    check_some()
+    assert ahead
+
+
 @pytest.mark.parametrize("driver", TRACING)
 def test_a_pipeline_that_traces_takes_one_lookup_of_a_collection_in_a_step(driver: str) -> None:
     """TorchRec's rule and message, whatever shards the collection; `TrainPipelineBase` takes more."""

@@ -397,3 +397,8 @@ def test_readers_that_tell_nobody() -> None:
     assert unseen == {"workers"}
     assert not draws_unseen(DataLoader(Long(), num_workers=1, sampler=loader(shuffle=True)))  # nobody knows it
     assert draws_unseen(DataLoader(Long(), num_workers=1, sampler=[3, 1]))
+    assert draws_unseen(DataLoader(Long(), num_workers=1, batch_sampler=[[3], [1]]))
+    own = torch.Generator()
+    assert draws_unseen(DataLoader(Long(), num_workers=1, shuffle=True, generator=own))
+    again = RandomSampler(Long(), replacement=True, generator=own)
+    assert not draws_unseen(DataLoader(Long(), num_workers=1, sampler=again))

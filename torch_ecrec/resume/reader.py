@@ -105,16 +105,17 @@ def draws_unseen(reader: object) -> bool:
     """Returns whether nobody can tell if a batch was drawn early: other processes make it, ahead of the loop anyway.
 
     Persistent workers could: their state goes on into the next pass, if the loop leaves one. So could a sampler that
-    looks at what the loop has done.
+    looks at what the loop has done, or draws in the middle of a pass from a generator that the loop may have, too.
     """
     if type(reader) is not DataLoader or reader.num_workers == 0 or reader.persistent_workers:
         return False
     if isinstance(reader.dataset, IterableDataset):
         return True
-    batches = reader.batch_sampler
-    if batches is None:
-        return type(reader.sampler) in SAMPLERS
-    return type(batches) is list or (type(batches) is BatchSampler and type(batches.sampler) in SAMPLERS)
+    batches: Any = reader.batch_sampler
+    sampler = batches.sampler if type(batches) is BatchSampler else reader.sampler if batches is None else batches
+    if type(sampler) is RandomSampler and sampler.generator is not None:
+        return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
+    return type(sampler) in SAMPLERS
 
 
 @dataclass
@@ -479,10 +480,11 @@ class Reader(Iterator[Any]):
         """Moves what an early draw has moved. Raises RuntimeError if the loop has moved it, too, in between."""
         for name, state in early.before.items():
             if not same_state(state, now[name]):
-                raise RuntimeError(
+                current.failed = RuntimeError(
                     f"the loop and the reader ({type(self._reader).__name__}) draw from the same random generator"
                     f" ({name}), and the reader's batch was drawn before the loop has drawn: {WITHOUT}"
                 )
+                raise current.failed
         if early.after:
             self._generators.set_({**now, **early.after})
         current.sum = early.sum
@@ -644,7 +646,7 @@ def _length(reader: Any) -> int:
     """Returns the number of batches in a pass; -1 if the reader does not tell."""
     try:
         return len(reader)
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return -1
 
 
