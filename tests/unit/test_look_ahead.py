@@ -273,6 +273,10 @@ def nothing_is_put_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reader_module, "same_state", lambda a, b: True)
 
 
+def nothing_is_caught_up(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Reader, "_catch_up", lambda self, current, early, now: None)
+
+
 def the_state_is_as_of_the_early_draw(patch: pytest.MonkeyPatch) -> None:
     """A snapshot asks for it when the loop draws."""
     draw_early = Reader._draw_early
@@ -293,6 +297,7 @@ def indices_count_at_once(patch: pytest.MonkeyPatch) -> None:
 PLAIN = (frozenset[str](),)
 MUTATIONS = {
     nothing_is_put_back: Script("augmented", 1, turns=(frozenset({"draw before"}),)),
+    nothing_is_caught_up: Script("augmented", 1, turns=PLAIN),
     the_state_is_as_of_the_early_draw: Script("stateful", 1, turns=PLAIN),
     indices_count_at_once: Script("loader", 1, turns=PLAIN),
 }
