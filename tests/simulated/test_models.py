@@ -381,6 +381,64 @@ def test_every_kind_of_module_in_every_pipeline(driver: str, sharding: str) -> N
     assert (COUNTED["lookups with a push"] > before["lookups with a push"]) == (driver == "sparse")
 
 
+ONCE = tuple(Part(kind, (Tables(6, 4, ("f0",)),)) for kind in ("bags", "sequences"))
+
+
+def test_a_plain_loop_over_a_list_sends_one_message_to_a_slot_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once three steps have shown how it goes. The parts of a step share a message, too."""
+    sent = {}
+    for setting, steps in (("0", 3), ("0", 9), ("auto", 9)):
+        monkeypatch.setenv("TORCH_ECREC_LOOK_AHEAD", setting)
+        _, cluster = run(Model(ONCE, trainers=2, steps=steps), Life())
+        sent[setting, steps] = Counter(name for _, _, name in cluster.network.sent)
+    assert sent["auto", 9]["Push"] == sent["0", 9]["Push"] == 2 * Life().code.slots * 9
+    assert sent["auto", 9]["Lookup"] == sent["0", 3]["Lookup"] < sent["0", 9]["Lookup"] / 2
+
+
+@pytest.mark.parametrize("look_ahead", ["auto", "0"])
+def test_a_plain_loop_that_looks_ahead_goes_on_to_the_bits_of_one_that_does_not(
+    look_ahead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is lost; with the other setting in every life, too."""
+    model = Model(ONCE, trainers=2, steps=9, looks=frozenset({5}), loads=((4, "weights"), (6, "written")))
+    monkeypatch.setenv("TORCH_ECREC_LOOK_AHEAD", "0" if look_ahead == "auto" else "auto")
+    first, healthy = run(model, Life())
+    monkeypatch.setenv("TORCH_ECREC_LOOK_AHEAD", look_ahead)
+    lost = ("server", 0, 0.5), ("trainer", 0, 0.6), ("server", 1, 0.7), ("trainer", 1, 0.8), ("coordinator", 0, 0.9)
+    ends, cluster = run(model, Life(lost=lost, reborn=True), len(healthy.network.sent))
+    assert cluster.told.again and (cluster.asked_ahead > 0) == (look_ahead == "auto")
+    for rank, end in first.items():
+        assert same(ends[rank].trace, end.trace) and same(ends[rank].digest, end.digest)
+    assert same(cluster.run.records, healthy.run.records)
+
+
+@pytest.mark.parametrize("examples", [2, pytest.param(40, marks=pytest.mark.slow)])
+def test_any_model_looks_ahead_in_a_plain_loop_to_the_same_bits(examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With steps enough to see it."""
+    ahead = 0
+
+    @seed(examples)
+    @settings(max_examples=examples, database=None, **SWEEP)
+    @given(models(), lives())
+    def check_some(drawn: Model, life: Life) -> None:
+        nonlocal ahead
+        model = dataclasses.replace(drawn, driver="plain", steps=7)
+        monkeypatch.setenv("TORCH_ECREC_LOOK_AHEAD", "0")
+        first, healthy = run(model, Life())
+        monkeypatch.setenv("TORCH_ECREC_LOOK_AHEAD", "auto")
+        for again in (Life(), life):
+            ends, cluster = run(model, again, len(healthy.network.sent))
+            ahead += cluster.asked_ahead
+            for rank, end in first.items():
+                for name in ("trace", "digest", "dense", "maps"):
+                    assert same(getattr(ends[rank], name), getattr(end, name)), name
+            assert same(cluster.run.records, healthy.run.records)
+            assert same(cluster.told.sorted_pushes(), healthy.told.sorted_pushes())
+
+    check_some()
+    assert ahead
+
+
 @pytest.mark.parametrize("driver", TRACING)
 def test_a_pipeline_that_traces_takes_one_lookup_of_a_collection_in_a_step(driver: str) -> None:
     """TorchRec's rule and message, whatever shards the collection; `TrainPipelineBase` takes more."""

@@ -37,6 +37,7 @@ from torchrec.streamable import Pipelineable
 from torch_ecrec.errors import NonFiniteGradient
 from torch_ecrec.nn.parallel import DistributedModelParallel
 from torch_ecrec.resume.trainer_state import unwrapped
+from torch_ecrec.spec.settings import Settings
 
 ROWS, SIZE = 40, 4
 
@@ -116,6 +117,7 @@ class Loop:
     attached: frozenset[str] = frozenset(ATTACHED)
     zero: str = "before"  # gradients: "before" the forward, "late" between forward and backward, "after" the step
     snapshot_every: int = 1
+    look_ahead: str = "auto"
 
     @property
     def name(self) -> str:
@@ -380,8 +382,10 @@ def made(loop: Loop, before: FakeSession | None = None, step: int = 0, seed: int
     random.seed(seed)
     np.random.seed(seed)
     net = Net(tables, loop.losses, loop.modules, loop.alters)
-    session = FakeSession(job_of(net), before=before, step=step)
-    model = DistributedModelParallel(net, device=CPU, session=session, snapshot_every=loop.snapshot_every)
+    session, settings = FakeSession(job_of(net), before=before, step=step), Settings(look_ahead=loop.look_ahead)
+    model = DistributedModelParallel(
+        net, device=CPU, session=session, snapshot_every=loop.snapshot_every, settings=settings
+    )
     dense = dict(model.module.named_parameters())
     dense = {name: parameter for name, parameter in dense.items() if not name.startswith("tables")}
     names = sorted(dense)

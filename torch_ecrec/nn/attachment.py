@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from torch_ecrec.nn.announcing import Announcing
 from torch_ecrec.nn.attachment_checks import AttachmentChecks
 from torch_ecrec.nn.dense import DenseSnapshot, dense_parameters, load_, own_of
 from torch_ecrec.nn.gradients import WaitingGradients, put_back_
@@ -59,6 +60,7 @@ class Attachment:
         dense: packs the model's dense part, and says after which steps; told of the optimizers.
         optimizers, reader, stateful: as given to `attach`, schedulers among `stateful`.
         own: names of those among `stateful` that are the user's: they may count passes, and batches.
+        look_ahead: of the settings.
 
     Raises:
         TypeError: a part of its state cannot be kept.
@@ -73,13 +75,17 @@ class Attachment:
         reader: Iterable[Any] | None,
         stateful: Mapping[str, Stateful],
         own: Sequence[str],
+        look_ahead: str = "0",
     ) -> None:
         self._model, self._dense = weakref.ref(model), dense
         self._step, self._session = step, step.session
         self._state = TrainerState(optimizers, stateful, model.fused_optimizer)
         self._own = own
         inspector = LoopInspector(self._counters, attached=bool(own))
-        self.reader = None if reader is None else Reader(reader, self._on_draw, inspector)
+        self.reader = None if reader is None else Reader(reader, self._on_draw, inspector, look_ahead)
+        self._announcing: Announcing | None = None
+        if self.reader is not None and self.reader.looks_ahead:
+            self._announcing = Announcing(self.reader, model)
         self._settings = ModuleSettings(model)
         if optimizers:
             dense.use(self._state.dense_optimizers)
@@ -149,6 +155,11 @@ class Attachment:
             self._look_at_steps_since_draw()
         elif not self._in_step:
             self._begin_without_reader(lambda: checksum_of(batch))
+
+    def after_forward(self) -> None:
+        """Called when a training forward has ended."""
+        if self._announcing is not None:
+            self._announcing.after_forward()
 
     def _look_at_steps_since_draw(self) -> None:
         if self._drawn_at is None or self._session.step - self._drawn_at < STEPS_OF_A_DRAW:

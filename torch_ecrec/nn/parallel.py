@@ -179,6 +179,7 @@ class DistributedModelParallel(ShardedAtAllPaths):
         show_tables(self)
         explain_empty_optimizers([table.name for table in tables])
         self._step, self.coverage, self._unprotected, self._compiled = step, covered, unprotected, Compiled()
+        self._settings = settings
         self._recorder, self._owns_session = recorder, connected is not None  # None but in a rehearsal
         shards = _left_to_torchrec(self.module, step, covered, unprotected)
         every = snapshot_every if session.snapshot_every else 0  # an experiment may be without, whatever is asked for
@@ -247,10 +248,18 @@ class DistributedModelParallel(ShardedAtAllPaths):
         self._step.load_written()
         optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
         check_optimizers(optimizers)
+        settings = self._settings or Settings.from_environment()
         schedulers = [lr_scheduler] if isinstance(lr_scheduler, Stateful) else list(lr_scheduler)
         named = {f"{SCHEDULERS}{i}]": scheduler for i, scheduler in enumerate(schedulers)}
         attached = Attachment(
-            self, self._step, self._dense, optimizers, reader, {**named, **stateful}, own=list(stateful)
+            self,
+            self._step,
+            self._dense,
+            optimizers,
+            reader,
+            {**named, **stateful},
+            own=list(stateful),
+            look_ahead=settings.look_ahead,
         )
         if self.session.restarted:
             step, parts = self.session.resume()
@@ -303,6 +312,8 @@ class DistributedModelParallel(ShardedAtAllPaths):
     def _after_training(self, outputs: object) -> None:
         """Called after the forward of a training step."""
         self._step.watch(tree_leaves(outputs))
+        if self._attached is not None:
+            self._attached.after_forward()
 
     def load_state_dict(
         self, state_dict: Any, prefix: str = "", strict: bool = True, assign: bool = False

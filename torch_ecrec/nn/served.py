@@ -9,7 +9,8 @@ TorchRec runs a sharded module in stages, and its pipelines run them apart:
 Invariants. Rows are looked up in `compute`, never in `input_dist`, which pipelines run one batch ahead: a row is never
 a step old. A batch that a pipeline has announced that way is asked for with the push before it, in the same messages,
 or right behind if it has so many ids that they would hold up the push. Its rows travel while the rest of the backward
-and the dense optimizer run; the servers answer once they have applied that push.
+and the dense optimizer run; the servers answer once they have applied that push. In a plain loop `announcing.py` says
+what probably comes next (`announce`): a copy is kept, and compared with what `compute` gets.
 
 Does not hold weights, talk to servers (`backend.EmbeddingBackend` does) or change the dense part of the model. What a
 training step is, `step.py` says; pooling is in `slices.py`, the autograd function in `lookup.py`, and what is saved and
@@ -23,7 +24,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -48,7 +49,7 @@ from torch_ecrec.nn.pipelines import check_in_sync
 from torch_ecrec.nn.placeholder import StandIns, TableParameter, are_trained
 from torch_ecrec.nn.repeats import Repeats, check_lengths
 from torch_ecrec.nn.slices import Bags, Slice, Table
-from torch_ecrec.nn.staging import HostIds, Staging
+from torch_ecrec.nn.staging import HostIds, Staging, copied, same_ids
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.tables_state import ServerOptimizer, TablesState
 from torch_ecrec.state_dicts.columns import Columns
@@ -62,13 +63,36 @@ PIPELINED_MOST = 8  # batches that a pipeline has announced and not computed; To
 
 @dataclass
 class Context(Multistreamable):
-    """The state of one batch between the stages of a module."""
+    """The state of one batch between the stages of a module.
+
+    Attributes:
+        given: what the module was called with.
+        features: what is looked up of it.
+    """
 
     features: KeyedJaggedTensor | None = None
+    given: KeyedJaggedTensor | None = None
 
     def record_stream(self, stream: torch.Stream) -> None:
         if self.features is not None:
             self.features.record_stream(stream)
+
+
+@dataclass(eq=False)
+class _Coming:
+    """A batch that will be looked up. `told`: a copy of what was announced; None: a pipeline has given it already."""
+
+    ids: HostIds
+    told: HostIds | None = None
+
+
+@dataclass(eq=False)
+class _Ready:
+    """A batch that was asked for before `compute`: unique rows (U,) of each slab of the job, and its bags."""
+
+    coming: _Coming
+    rows: list[Tensor]
+    bags: list[Bags]
 
 
 class ServedModule(
@@ -89,6 +113,8 @@ class ServedModule(
     Attributes:
         module_sharding_plan: the plan's entry for this module.
         columns: the order of its features in what it gives out.
+        on_called: called in training with the features that the module is called with, and whether they are those that
+            were announced, None if none were asked for.
     """
 
     module_sharding_plan: EmbeddingModuleShardingPlan
@@ -144,8 +170,9 @@ class ServedModule(
         step.frozen.append(self._frozen)
         self._configs = {config.name: config for config in configs}
         self._validated = False
-        self._coming: deque[HostIds] = deque(maxlen=PIPELINED_MOST)  # announced, not computed yet
-        self._ready: tuple[KeyedJaggedTensor, list[Tensor], list[Bags]] | None = None  # looked up ahead
+        self._coming: deque[_Coming] = deque(maxlen=PIPELINED_MOST)  # announced, not computed yet
+        self._ready: _Ready | None = None  # looked up ahead
+        self.on_called: Callable[[KeyedJaggedTensor, bool | None], None] | None = None
         step.coming.append(self._ask_with_push)
         step.on_pushed += [self.columns.begin, self._look_ahead]
         self._arrange()
@@ -205,43 +232,69 @@ class ServedModule(
             torchrec_logger.info("Validating input features...")
             validate_keyed_jagged_tensor(features)
             self._validated = True
+        ctx.given = features
+        features = ctx.features = self._accepted(features)
+        if torch.is_grad_enabled():
+            self._coming.append(_Coming(self._staging.ids(features)))
+        return KJTListSplitsAwaitable([NoWait(NoWait(features))], ctx)
+
+    def _accepted(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Returns the batch to look up. Raises ValueError if it does not fit the module."""
         if features.values().dtype not in (torch.int64, torch.int32):
             raise ValueError(f"ids must be int64 or int32, got {features.values().dtype}")
         missing = [name for part in self._slices for name in part.features if name not in features.keys()]
         if missing:
             raise ValueError(f"the batch lacks features {', '.join(missing)}; it has {', '.join(features.keys())}")
-        features = self._checked(features)
-        ctx.features = features
-        if torch.is_grad_enabled():
-            self._coming.append(self._staging.ids(features))
-        return KJTListSplitsAwaitable([NoWait(NoWait(features))], ctx)
+        return self._checked(features)
+
+    @property
+    def can_be_announced(self) -> bool:
+        """Whether lookups may be made ahead: weights of ids have a graph, which a backward must not start."""
+        return not self._weighted
+
+    def announce(self, features: KeyedJaggedTensor) -> None:
+        """Says what the next training forward of a plain loop will probably be called with.
+
+        It is asked for with the next push. What a forward gets in its place is asked for then, as ever.
+        """
+        if self._coming and self._coming[0].told is not None:
+            self._coming.popleft()  # nobody has asked for it
+        if self._coming:  # a pipeline knows better
+            return
+        told = copied(features)
+        try:
+            accepted = self._accepted(told)
+        except ValueError:  # the forward says so, where it belongs
+            return
+        ids = self._staging.ids(accepted)
+        self._coming.append(_Coming(ids, ids if accepted is told else self._staging.ids(told)))
 
     def _ask_with_push(self) -> tuple[list[Tensor], list[BagRoute]] | None:
-        """Returns what the batch that a pipeline will compute next looks up, to be asked for with the push.
+        """Returns what the batch that will be computed next looks up, to be asked for with the push.
 
         Returns:
             Rows (U,) and bags, per slab of the job; None if there is no such batch, or it has many ids.
         """
-        if self._coming and self._coming[0].features.values().numel() <= WITH_PUSH_MOST:
+        if self._coming and self._coming[0].ids.features.values().numel() <= WITH_PUSH_MOST:
             return self._prepare_ahead()
         return None
 
     def _look_ahead(self) -> None:
-        """Asks the servers for the rows of the batch that a pipeline will compute next, unless the push did."""
-        if self._coming and (self._ready is None or self._ready[0] is not self._coming[0].features):
+        """Asks the servers for the rows of the batch that will be computed next, unless the push did."""
+        if self._coming and (self._ready is None or self._ready.coming is not self._coming[0]):
             asked = self._prepare_ahead()
             if asked is not None:
                 self._step.session.look_ahead(*asked)
 
     def _prepare_ahead(self) -> tuple[list[Tensor], list[BagRoute]] | None:
-        if self._weighted:  # weights of ids have a graph, which a backward must not start
+        if not self.can_be_announced:
             return None
-        ids = self._coming[0]
+        coming = self._coming[0]
         try:
-            rows, bags = self._prepare(ids)
+            rows, bags = self._prepare(coming.ids)
         except ValueError:  # an id that is no row: `compute` says so, where it belongs
             return None
-        self._ready = (ids.features, rows, bags)
+        self._ready = _Ready(coming, rows, bags)
         return rows, self._step.routes(bags)
 
     def _prepare(self, ids: HostIds) -> tuple[list[Tensor], list[Bags]]:
@@ -281,13 +334,11 @@ class ServedModule(
         check_in_sync(self.forward)
         self.before_lookup()
         ids = None
-        while any(other.features is features for other in self._coming):
-            ids = self._coming.popleft()
-        ready, self._ready = self._ready, None
-        if ready is not None and ready[0] is features:
-            rows, bags = ready[1:]
-        else:
-            rows, bags = self._prepare(ids or self._staging.ids(features))
+        while any(other.ids.features is features for other in self._coming):
+            ids = self._coming.popleft().ids
+        ids = ids or self._staging.ids(features)
+        ready = self._take_ready(ctx, ids)
+        rows, bags = (ready.rows, ready.bags) if ready is not None else self._prepare(ids)
         crossings = [self._staging.crossing() for _ in bags]
         if torch.is_grad_enabled():
             per_id = (part.per_id_N for part in bags)
@@ -296,6 +347,23 @@ class ServedModule(
             weights, sums = step.lookup(rows, bags, evaluation=not self.training)
             pooled = pool_all(weights, sums, bags, crossings)
         return [crossing.over(pooled_BFD) for crossing, pooled_BFD in zip(crossings, pooled, strict=True)]
+
+    def _take_ready(self, ctx: Context, ids: HostIds) -> _Ready | None:
+        """Returns what was asked for ahead, if it is what is looked up now."""
+        ready, trains = self._ready, torch.is_grad_enabled() and self.training
+        if ready is not None and ready.coming.told is not None and not trains:
+            return None  # an evaluation, before the forward for which it was asked
+        self._ready, given, used = None, ctx.given, None
+        assert given is not None, "of `input_dist`"
+        if ready is not None and ready.coming.told is None:
+            ready = ready if ready.coming.ids.features is ids.features else None
+        elif ready is not None and ready.coming.told is not None:
+            host = ids if ids.features is given else self._staging.ids(given)
+            used = given.weights_or_none() is None and same_ids(ready.coming.told.wait(), host.wait())
+            ready = ready if used else None
+        if trains and self.on_called is not None:
+            self.on_called(given, used)
+        return ready
 
     def config_of(self, table: str) -> BaseEmbeddingConfig:
         """Returns the config of a table as the user made it."""

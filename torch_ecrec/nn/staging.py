@@ -87,6 +87,38 @@ class HostIds:
         return KeyedJaggedTensor(keys=given.keys(), values=values_N, lengths=lengths_L, **more)
 
 
+def copied(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Returns a copy of the ids and lengths of a batch (and its inverse indices), which nobody alters."""
+    more: dict[str, Any] = {}
+    if features.variable_stride_per_key():
+        more["stride_per_key_per_rank"] = [list(strides) for strides in features.stride_per_key_per_rank()]
+    else:
+        more["stride"] = features.stride()
+    if (repeats := features.inverse_indices_or_none()) is not None:
+        more["inverse_indices"] = list(repeats[0]), repeats[1].clone()
+    return KeyedJaggedTensor(
+        keys=list(features.keys()), values=features.values().clone(), lengths=features.lengths().clone(), **more
+    )
+
+
+def same_ids(a: KeyedJaggedTensor, b: KeyedJaggedTensor) -> bool:
+    """Returns whether two batches on one device have the same ids in the same bags, and no weights."""
+    if a.keys() != b.keys() or a.variable_stride_per_key() != b.variable_stride_per_key():
+        return False
+    if a.stride_per_key() != b.stride_per_key() or not (a.weights_or_none() is b.weights_or_none() is None):
+        return False
+    if not (_equal(a.values(), b.values()) and _equal(a.lengths(), b.lengths())):
+        return False
+    ours, theirs = a.inverse_indices_or_none(), b.inverse_indices_or_none()
+    if ours is None or theirs is None:
+        return ours is theirs
+    return list(ours[0]) == list(theirs[0]) and _equal(ours[1], theirs[1])
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
 class Crossing:
     """Copies one pooled tensor to the device, and its gradient back."""
 

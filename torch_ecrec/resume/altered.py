@@ -48,10 +48,14 @@ class Watched:
     parts: Sequence[tuple[str, Any]]
     sums: Sequence[tuple[str, int]]
 
+    def altered(self) -> str | None:
+        """Returns the path of a part that was altered; None if none was."""
+        now = dict(sums_of(self.parts if self.batch is None else parts_of(self.batch)))
+        return next((path for path, total in dict(self.sums).items() if now.get(path) != total), None)
+
     def check(self, what: str, reader: object) -> None:
         """Raises RuntimeError if the batch was altered. `what`: names the batch."""
-        now = dict(sums_of(self.parts if self.batch is None else parts_of(self.batch)))
-        altered = next((path for path, total in dict(self.sums).items() if now.get(path) != total), None)
+        altered = self.altered()
         if altered is None:
             return
         raise RuntimeError(
@@ -61,10 +65,15 @@ class Watched:
         )
 
 
-def watched(batch: Any) -> Watched:
-    """Returns a batch as it is now, to be checked later. Of our code, only one variable of the caller may hold it."""
+def is_held(batch: Any) -> bool:
+    """Returns whether anybody else holds a batch. Of our code, only one variable of the caller may hold it."""
+    return _references(batch) > _OWN
+
+
+def watched(batch: Any, held: bool) -> Watched:
+    """Returns a batch as it is now, to be checked later. `held`: as `is_held` said when the reader gave it."""
     parts = parts_of(batch)
-    return Watched(batch if _references(batch) > _OWN else None, parts, sums_of(parts))
+    return Watched(batch if held else None, parts, sums_of(parts))
 
 
 def _references(batch: Any) -> int:
@@ -72,7 +81,7 @@ def _references(batch: Any) -> int:
 
 
 def _references_of_own() -> int:
-    """Returns the references that `watched` counts if nobody else holds the batch: it depends on the interpreter."""
+    """Returns the references that `is_held` counts if nobody else holds the batch: it depends on the interpreter."""
 
     def counted(batch: Any) -> int:
         return _references(batch)

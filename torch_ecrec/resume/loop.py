@@ -66,13 +66,18 @@ class LoopInspector:
 
     # draws ----------------------------------------------------------------------------------------
 
+    @property
+    def on_its_thread(self) -> bool:
+        """Whether the thread that trains asks."""
+        return threading.get_ident() == self._thread
+
     def on_draw(self) -> None:
         """Called before a batch is drawn.
 
         Raises:
             RuntimeError: on another thread than the one that trains.
         """
-        if threading.get_ident() != self._thread:
+        if not self.on_its_thread:
             raise RuntimeError(
                 "a batch is drawn on another thread than the one that called `attach`: what happens there while a step"
                 " runs cannot be brought back after a restart. Draw on the training thread; or attach what draws ahead"

@@ -59,6 +59,19 @@ def _same_numpy(a: Any, b: Any) -> bool:
     return bool(a[0] == b[0] and np.array_equal(a[1], b[1]) and a[2:] == b[2:])
 
 
+def same_state(a: Any, b: Any) -> bool:
+    """Returns whether two states of one generator are the same."""
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b)
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(same_state(value, b[key]) for key, value in a.items())
+    if isinstance(a, (list, tuple)) and a and not isinstance(a[0], int):  # those of Python begin with a number
+        return len(a) == len(b) and all(map(same_state, a, b))
+    return bool(a == b)
+
+
 class Generators:
     """The global random generators and a reader's own.
 

@@ -18,6 +18,9 @@ of one: that is refused where it happens. And since nobody can know all that a r
 checksums of the batches that come next, and of those of the pass that are drawn again: other batches after a restart
 are an error, never another run.
 
+The next batch may be drawn before the loop asks for it (`look_ahead`): the *early draw*. Nobody sees it. What it has
+moved is put back until the loop draws, and all that is kept and checked is as of then.
+
 Does not decide when a snapshot is taken, and does not send it (`attachment.py` does); does not inspector the loop that
 draws (`loop.py` does).
 """
@@ -32,17 +35,39 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from torch_ecrec.compat.torch import next_index_of, set_next_index
-from torch_ecrec.resume.altered import Watched, may_give_again, watched
+from torch_ecrec.resume.altered import Watched, is_held, may_give_again, watched
 from torch_ecrec.resume.checksum import checksum_of, checksum_of_sums
 from torch_ecrec.resume.loop import LoopInspector
-from torch_ecrec.resume.random_states import Generators, moved, random_states, set_random_states
+from torch_ecrec.resume.random_states import Generators, moved, random_states, same_state, set_random_states
 from torch_ecrec.resume.values import decode, encode
 from torch_ecrec.runtime.checks import take_int
 
 log = logging.getLogger(__name__)
+
+STEADY_TURNS = 2  # of one draw and one training forward, before a batch is drawn early
+SAMPLERS = (
+    SequentialSampler,
+    RandomSampler,
+    WeightedRandomSampler,
+    SubsetRandomSampler,
+    DistributedSampler,
+    list,
+    tuple,
+    range,
+)
+WITHOUT = "set TORCH_ECREC_LOOK_AHEAD=0, and no batch is drawn before the loop asks for it"
 
 
 @runtime_checkable
@@ -74,6 +99,23 @@ def has_indices(reader: object) -> bool:
         and reader.num_workers == 0
         and not isinstance(reader.dataset, IterableDataset)
     )
+
+
+def draws_unseen(reader: object) -> bool:
+    """Returns whether nobody can tell if a batch was drawn early: other processes make it, ahead of the loop anyway.
+
+    Persistent workers could: their state goes on into the next pass, if the loop leaves one. So could a sampler that
+    looks at what the loop has done, or draws in the middle of a pass from a generator that the loop may have, too.
+    """
+    if type(reader) is not DataLoader or reader.num_workers == 0 or reader.persistent_workers:
+        return False
+    if isinstance(reader.dataset, IterableDataset):
+        return True
+    batches: Any = reader.batch_sampler
+    sampler = batches.sampler if type(batches) is BatchSampler else reader.sampler if batches is None else batches
+    if type(sampler) is RandomSampler and sampler.generator is not None:
+        return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
+    return type(sampler) in SAMPLERS
 
 
 @dataclass
@@ -112,6 +154,34 @@ class _Draw:
         """Called when the batch's turn is over. Raises RuntimeError if the batch was altered."""
         if self.watched is not None:
             self.watched.check(f"batch {self.position.drawn} of pass {self.position.epoch}", reader)
+
+
+@dataclass
+class _Early:
+    """A draw that was made before the loop asked for it.
+
+    Attributes:
+        batch, error: what it gave, or raised.
+        held: whether somebody else held the batch then.
+        state: of the reader before, as of `Position`.
+        sum: the checksum of the pass after it.
+        before, after: states of those generators that it has moved.
+    """
+
+    batch: Any
+    error: Exception | None
+    held: bool
+    state: bytes | None
+    sum: int
+    before: Mapping[str, Any]
+    after: Mapping[str, Any]
+
+    def give(self) -> Any:
+        """Returns the batch, which is not held here any more; or raises what the draw has raised."""
+        if self.error is not None:
+            raise self.error
+        batch, self.batch = self.batch, None
+        return batch
 
 
 class EpochIterator(Iterator[Any]):
@@ -166,6 +236,10 @@ class Reader(Iterator[Any]):
         on_draw: called before each draw; what it returns, if anything, is called once there is a batch, with its
             checksum (None: it was drawn ahead before a restart, and has one already).
         inspector: of the loop that draws.
+        look_ahead: of the settings.
+
+    Attributes:
+        on_batch: called with each batch that the loop gets, unless it is None.
     """
 
     def __init__(
@@ -173,6 +247,7 @@ class Reader(Iterator[Any]):
         reader: Iterable[Any],
         on_draw: Callable[[], Callable[[int | None], None] | None] = lambda: None,
         inspector: LoopInspector | None = None,
+        look_ahead: str = "0",
     ) -> None:
         self._reader, self._on_draw = reader, on_draw
         self._inspector = inspector or LoopInspector()
@@ -187,6 +262,11 @@ class Reader(Iterator[Any]):
         self._ahead: deque[_Draw] = deque()  # drawn, and not trained on yet
         self._in_turn: list[_Draw] = []  # trained on, since the last draw
         self._watches = may_give_again(reader)
+        self.on_batch: Callable[[Any], None] | None = None
+        self._peeks = look_ahead != "0" and type(reader) in (list, tuple)  # nothing has to be drawn to see what comes
+        self._draws_early = look_ahead == "1" or (look_ahead == "auto" and draws_unseen(reader))
+        self._early: _Early | None = None
+        self._forwards, self._steady = 0, 0  # since the last draw; turns in a row that had one
         # after a restart
         self._target: Position | None = None  # where the first draw begins
         self._again: deque[tuple[dict[str, Any], int]] = deque()  # draws to be made again: random states, checksum
@@ -215,6 +295,8 @@ class Reader(Iterator[Any]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
+        if name == "state_dict" and self._early is not None and (state := self._early.state) is not None:
+            return lambda: decode(state)
         return getattr(self._reader, name)
 
     def enumerate(self, start: int = 0) -> Iterator[tuple[int, Any]]:
@@ -253,6 +335,11 @@ class Reader(Iterator[Any]):
         return self._inspector.pipelined
 
     @property
+    def looks_ahead(self) -> bool:
+        """Whether `look_ahead` may give something."""
+        return self._peeks or self._draws_early
+
+    @property
     def within_step(self) -> bool:
         """Whether a drawing pipeline has yet to step on the last batch it trained on: nothing else is left to it."""
         current = self._current
@@ -287,24 +374,33 @@ class Reader(Iterator[Any]):
             self._in_turn.pop(0).check_unaltered(self._reader)
         if current.batches is None:
             self._begin(current)
+        self._steady, self._forwards = self._steady + 1 if self._forwards == 1 else 0, 0
         if not self._again and self._then is not None:
             self._generators.set_(self._then)
             self._then = self._then if self._then_at_forward else None
         outside = self._generators.states()
-        state = self._state() if self.pipelined else None  # else `saved` asks for it
+        early = self._early
+        state = self._state() if self.pipelined and early is None else None  # else `saved` asks for it
+        state = state if early is None else early.state
         self._now = Position(current.epoch, current.drawn, current.began, state, outside, current.sum)
         on_batch = self._on_draw()
         expected: int | None
         if again := bool(self._again):
             begin, expected = self._again[0]
             self._generators.set_(begin)
-            batch = self._next(current, begin)
+            batch = self._next(current, begin, None)
             set_random_states(outside)  # the reader's own generators go on
             self._again.popleft()
         else:
             begin, expected, self._expected = outside, self._expected, None
-            batch = self._next(current, begin)
-        seen = watched(batch) if self._watches else None
+            self._early = None
+            if early is not None:
+                self._catch_up(current, early, outside)
+            batch = self._next(current, begin, early)
+        seen = None
+        if self._watches:
+            held = is_held(batch) if early is None else early.held
+            seen = watched(batch, held)
         checksum = checksum_of(batch) if seen is None else checksum_of_sums(seen.sums)
         if not self._has_indices:
             current.add(checksum)
@@ -313,7 +409,85 @@ class Reader(Iterator[Any]):
         self._ahead.append(_Draw(Position(**{**vars(self._now), "random": begin}), checksum, seen))
         if on_batch is not None:
             on_batch(None if again else checksum)
+        if self.on_batch is not None:
+            self.on_batch(batch)
         return batch
+
+    def look_ahead(self) -> Any:
+        """Returns the batch that a plain loop will draw next, which does not notice. Called as a training forward ends.
+
+        Returns:
+            None if it is not known, or must not be drawn yet.
+
+        Raises:
+            RuntimeError: the reader has given memory again that the loop still has.
+        """
+        current = self._current
+        if current is None or current.batches is None or current.whole or current.failed is not None:
+            return None
+        steady = self._forwards == 1 and self._steady >= STEADY_TURNS and self._early is None
+        if not steady or self.pipelined or not self._inspector.on_its_thread:
+            return None
+        if self._again or self._then is not None or self._target is not None:
+            return None
+        if self._peeks:
+            batches: Any = self._reader
+            return batches[current.drawn] if current.drawn < len(batches) else None
+        if not self._draws_early or current.drawn == _length(self._reader) or self._altered() is not None:
+            return None
+        try:
+            state = self._state()
+        except Exception:  # the draw says so, where it belongs
+            return None
+        self._early = self._draw_early(current, state)
+        if (altered := self._altered()) is not None:
+            current.failed = RuntimeError(
+                f"the reader ({type(self._reader).__name__}) gives a batch in the memory of the one before"
+                f" (`batch{altered}`), which the loop still trains on: {WITHOUT}"
+            )
+            raise current.failed
+        return self._early.batch
+
+    def _altered(self) -> str | None:
+        """Returns the path of a part of the batch under way that was altered; None if none is known to be."""
+        paths = (draw.watched.altered() for draw in self._ahead if draw.watched is not None)
+        return next((path for path in paths if path is not None), None)
+
+    def _draw_early(self, current: EpochIterator, state: bytes | None) -> _Early:
+        """Draws, and puts everything back that this has moved beside the reader's iterator."""
+        assert current.batches is not None
+        total, before, failed = current.sum, self._generators.states(), None
+        batch, held = None, False
+        try:
+            batch = next(current.batches)
+        except Exception as error:
+            failed = error
+        except BaseException as error:  # the user ends the process, say
+            current.failed = error
+            raise
+        else:
+            held = is_held(batch)
+        after = self._generators.states()
+        names = [name for name in after if name in before and not same_state(before[name], after[name])]
+        if names:
+            self._generators.set_(before)
+        current.sum, total = total, current.sum
+        return _Early(
+            batch, failed, held, state, total, {name: before[name] for name in names}, {n: after[n] for n in names}
+        )
+
+    def _catch_up(self, current: EpochIterator, early: _Early, now: Mapping[str, Any]) -> None:
+        """Moves what an early draw has moved. Raises RuntimeError if the loop has moved it, too, in between."""
+        for name, state in early.before.items():
+            if not same_state(state, now[name]):
+                current.failed = RuntimeError(
+                    f"the loop and the reader ({type(self._reader).__name__}) draw from the same random generator"
+                    f" ({name}), and the reader's batch was drawn before the loop has drawn: {WITHOUT}"
+                )
+                raise current.failed
+        if early.after:
+            self._generators.set_({**now, **early.after})
+        current.sum = early.sum
 
     def _state(self) -> bytes | None:
         """Returns a copy of the state of a reader that has one: what it returns may change later."""
@@ -325,6 +499,13 @@ class Reader(Iterator[Any]):
         if self._current is not None and target is None:
             left = self._current
             self._inspector.on_pass_over(left.epoch, left.drawn, left.whole, _length(self._reader))
+            if self._early is not None and self._kind != "pass":
+                raise RuntimeError(
+                    f"pass {left.epoch} was left after {left.drawn} batches, and the reader"
+                    f" ({type(self._reader).__name__}) has given the next one already, which cannot be put back:"
+                    f" {WITHOUT}"
+                )
+            self._early = None  # another pass is not told by it
             if self._kind == "all":
                 self._history.append((left.drawn, left.whole, left.sum, left.began if left.depends else None))
         if target is not None:
@@ -337,16 +518,19 @@ class Reader(Iterator[Any]):
         self._current, self._passes = current, current.epoch + 1
         self._inspector.on_pass_begun()
 
-    def _next(self, current: EpochIterator, begin: Mapping[str, Any]) -> Any:
-        """Draws a batch. Raises RuntimeError if the draw used the global generators later than at the first batch.
+    def _next(self, current: EpochIterator, begin: Mapping[str, Any], early: _Early | None) -> Any:
+        """Draws a batch, or takes the early one.
+
+        Raises RuntimeError if the draw used the global generators later than at the first batch.
 
         Such a batch could not be drawn again after a restart.
         """
         assert current.batches is not None
         try:
-            batch = next(current.batches)
+            batch = next(current.batches) if early is None else early.give()
         except StopIteration:
             self._now, current.whole = None, True
+            self._forwards = 1  # a turn is not over with its pass
             raise
         except BaseException as error:
             current.failed = error
@@ -367,6 +551,7 @@ class Reader(Iterator[Any]):
     def on_forward(self) -> None:
         """Called when a training forward begins on a batch drawn here. Raises as `LoopInspector.on_forward` does."""
         self._inspector.on_forward()
+        self._forwards += 1
         if self._then is not None:
             # of the reader's own generators, too, unless it will be drawn from with those of before
             set_random_states(self._then) if self._again else self._generators.set_(self._then)
@@ -461,7 +646,7 @@ def _length(reader: Any) -> int:
     """Returns the number of batches in a pass; -1 if the reader does not tell."""
     try:
         return len(reader)
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return -1
 
 

@@ -41,6 +41,7 @@ Beyond = Literal["stop", "checkpoint", "partial"]  # what follows when more is l
 WIRES = ("float32", "bfloat16")  # how rows and gradients travel between trainers and servers
 RECORD_CHECKS = ("background", "use", "none")  # when a server looks for damage to its records
 EVALUATION_WIRES = ("wire", "int8")  # how rows travel that get no gradients
+LOOK_AHEAD = ("auto", "1", "0")  # of which attached readers the next batch is drawn early
 
 
 PREFIX = "TORCH_ECREC_"
@@ -221,6 +222,10 @@ class Settings:
             them. A trainer of the same launch takes the place of another of its rank at once, one of another launch
             not while that lives. "": torchrun's `--rdzv-id` (`torch-ecrec run` and `--standalone` make one).
         again: of a trainer. 1: where the cluster's job has ended, it is trained on from there. 0: that is refused.
+        look_ahead: of a trainer, whose plain loop draws from what `attach` returned. Where the next batch is drawn as a
+            training forward ends, its lookups travel with the push of the step. "auto": it is where nobody can tell: of
+            a list, a tuple, or a `DataLoader` with workers and a sampler of torch's. "1": of any reader, whose batches
+            then must not depend on what the loop does between a forward and the draw. "0": of none.
         checkpoint_memory_bytes: most of what one slot keeps of records that steps change before a checkpoint has
             written them; a checkpoint that needs more is given up.
         experiment_mode, experiment_ranges: for experiments only. They give up what the protocol promises: see
@@ -251,6 +256,7 @@ class Settings:
     spoil_step: int = 0
     launch: str = ""
     again: Flag = 0
+    look_ahead: str = "auto"
     checkpoint_memory_bytes: int = 1 << 30
     experiment_mode: str = ""
     experiment_ranges: int = 0
@@ -288,6 +294,12 @@ class Settings:
             f"`record_checks` must be one of {', '.join(RECORD_CHECKS)}, got {self.record_checks!r}",
         )
         require(self.again in (0, 1), f"`again` must be 0 or 1, got {self.again}")
+        further = self.look_ahead.isdecimal() and int(self.look_ahead) > 1
+        require(
+            self.look_ahead in LOOK_AHEAD,
+            f"`look_ahead` must be one of {', '.join(LOOK_AHEAD)}, got {self.look_ahead!r}"
+            + ("; more than one batch is not drawn early" if further else ""),
+        )
         require(
             len(self.launch) <= LAUNCH_MOST, f"`launch` must have {LAUNCH_MOST} characters at most, got {self.launch!r}"
         )
