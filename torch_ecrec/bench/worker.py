@@ -25,7 +25,7 @@ import queue
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from torch_ecrec.bench import workload
 from torch_ecrec.compat.torch import ShardedTensor, group_with
 from torch_ecrec.runtime.threads import Worker, log_error
 
+POOLS = 1 << 15  # a pass over a pool again and again: as a list, of which everybody sees what comes next
 SAMPLE_ROWS = 997  # every so many rows of a table go into the sample
 
 
@@ -112,9 +113,9 @@ class Trainer:
         model = workload.distributed(shape, assignment.backend, assignment.seed, self.device, assignment.kernel)
         self.model: Any = model
         self.optimizers = workload.optimizers(model)
+        reader: Iterable[Batch]
         if assignment.pool:
-            pool = workload.batches(shape, rank, world, assignment.seed, assignment.pool)
-            reader = workload.Reader(lambda drawn: pool[drawn % len(pool)])
+            reader = workload.batches(shape, rank, world, assignment.seed, assignment.pool) * POOLS
         else:
             reader = workload.Reader(workload.Draws(shape, rank, assignment.seed))
         self.ours = model if isinstance(model, torch_ecrec.DistributedModelParallel) else None

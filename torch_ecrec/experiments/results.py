@@ -29,7 +29,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         name: as it was asked for: an experiment, "all", or "smoke".
         factor: of `scale.py`.
-        data: a file of Criteo rows; None: made-up ones.
+        data: a file of Criteo rows, as it was named; None: made-up ones.
         header: machine, versions, commit, date and command.
         specs: the experiments.
     """

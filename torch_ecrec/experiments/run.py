@@ -38,7 +38,7 @@ def begin(name: str, factor: int, data: Path | None, out: Path) -> int:
     if data is not None:
         criteo.read(data, rows_per_table=1)
     require_machine(specs, scale)
-    return _go_on(Results.begin(out, name, factor, None if data is None else str(data.resolve()), specs))
+    return _go_on(Results.begin(out, name, factor, None if data is None else str(data), specs))
 
 
 def resume(out: Path) -> int:
@@ -49,6 +49,8 @@ def resume(out: Path) -> int:
     """
     results = Results.open(out)
     results.require_same_commit()
+    if (data := results.run.data) is not None:
+        require(Path(data).exists(), f"{data}, which {out} was begun with, is not there: resume where it was begun")
     require_machine(results.run.specs, results.scale)
     return _go_on(results)
 
@@ -95,7 +97,8 @@ def _run(results: Results, group: Group) -> bool:
     shutil.rmtree(out, ignore_errors=True)
     error = None
     try:
-        found = group.run(results.scale, results.run.data, out)
+        data = results.run.data
+        found = group.run(results.scale, None if data is None else str(Path(data).resolve()), out)
     except Stopped as failure:
         error, found = str(failure), {}
         print(f"torch-ecrec: {group.name} failed: {failure}", file=sys.stderr, flush=True)
