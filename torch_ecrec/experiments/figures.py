@@ -120,6 +120,27 @@ def least_of_ablations(found: Found) -> list[dict[str, Any]]:
     return rows
 
 
+def _lost(found: Found, without_commit: bool) -> list[dict[str, Any]]:
+    return [
+        {
+            "case": f"{cell.model}, {cell.mode}, {len(one['kills'])} kills",
+            "value": one["lost_steps"] + one["wrong_stripes"],
+        }
+        for cell, one in found.items()
+        if "lost_steps" in one and ("minus2PC" in cell.mode) == without_commit
+    ]
+
+
+def lost_of_parity(found: Found) -> list[dict[str, Any]]:
+    """How many acknowledged steps of slots kills have taken, and how many stripes they left wrong."""
+    return _lost(found, False)
+
+
+def lost_without_commit(found: Found) -> list[dict[str, Any]]:
+    """The same, without two-phase commit."""
+    return _lost(found, True)
+
+
 def overhead_of_partial(found: Found) -> list[dict[str, Any]]:
     """The overhead of each way of recovery, emulated."""
     return [{"case": cell.mode, "value": one["overhead"]} for cell, one in found.items() if cell.mode in PARTIAL]
@@ -156,6 +177,8 @@ FIGURES: Mapping[str, Callable[[Found], list[dict[str, Any]]]] = {
     "recovering_loss": recovering_loss,
     "least_of_ablations": least_of_ablations,
     "overhead_of_partial": overhead_of_partial,
+    "lost_of_parity": lost_of_parity,
+    "lost_without_commit": lost_without_commit,
 }
 
 

@@ -44,6 +44,9 @@ def rows(results: Results, spec: Spec) -> list[dict[str, Any]]:
                 "after": one["after_samples_per_s"],
                 "state": "run",
             }
+            if spec.repeats > 1 and "lost_steps" in one:
+                line |= {"kills": len(one["kills"])}
+                line |= {"lost steps": one["lost_steps"], "wrong stripes": one["wrong_stripes"]}
         else:
             line["samples/s"] = one["samples_per_s"]["median"]
             line["least"], line["most"] = one["samples_per_s"]["min"], one["samples_per_s"]["max"]
