@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import ROOT
 
 from torch_ecrec.bench import record
 from torch_ecrec.bench.experiment import Stopped
@@ -431,26 +432,45 @@ def test_bad_data_is_refused_before_anything_is_made(ran: Ran, tmp_path: Path) -
 
 def test_the_page_has_every_cell_and_claim(tmp_path: Path) -> None:
     results = filled(tmp_path / "results")
-    text = report.page(results)
+    text = report.page([results])
     for spec in SPECS.values():
         assert f"## {spec.name}: {spec.title}" in text and f"({report.picture(spec)})" in text
         for claim in spec.claims:
             assert claim.says in text
     assert "not run" not in text and "rows / 1,024, times / 60" in text
-    report.write(results, tmp_path / "docs" / "evidence.md")
+    report.write([results], tmp_path / "docs" / "evidence.md")
     assert (tmp_path / "docs" / "evidence.md").read_text() == text
+    kept = Results.open(tmp_path / "docs" / "evidence" / "all")
+    assert report.page([kept]) == text, "the page can be made of what stands beside it"
     assert len(list((tmp_path / "docs").glob("*.png"))) == len(SPECS)
 
 
 def test_what_has_not_run_or_failed_is_told(tmp_path: Path) -> None:
     results = Results.begin(tmp_path, "recovery-1", 1024, None, catalogue.chosen("recovery-1"))
-    assert "not run" in report.page(results) and "![" not in report.page(results)
+    assert "not run" in report.page([results]) and "![" not in report.page([results])
     first, second = (results.groups[i].cells[0] for i in (0, 1))
     results.write(first, None, "no memory\nand a log")
     results.write(second, made_up(second, "kill"), None)
     lines = report.rows(results, SPECS["recovery-1"])
     assert [line["state"] for line in lines[:3]] == ["failed: no memory", "run", "not run"]
-    assert "![" in report.page(results), "one cell can be drawn"
+    assert "![" in report.page([results]), "one cell can be drawn"
+
+
+def test_a_page_of_several_runs_says_what_none_has(tmp_path: Path) -> None:
+    runs = [filled(tmp_path / name, name) for name in ("recovery-1", "normal-1")]
+    text = report.page(runs)
+    assert [line for line in text.splitlines() if line.startswith("## ")] == [
+        f"## {spec.name}: {spec.title}" for spec in SPECS.values()
+    ]
+    assert text.count("**Not run.**") == len(SPECS) - 2
+    report.write(runs, tmp_path / "docs" / "evidence.md")
+    assert {path.name for path in (tmp_path / "docs" / "evidence").iterdir()} == {"recovery-1", "normal-1"}
+
+
+@pytest.mark.skipif(not (ROOT / "docs" / "evidence").exists(), reason="nothing was run")
+def test_the_page_in_docs_is_made_of_its_json() -> None:
+    runs = [Results.open(folder) for folder in sorted((ROOT / "docs" / "evidence").iterdir())]
+    assert (ROOT / "docs" / "evidence.md").read_text() == report.page(runs)
 
 
 def test_claims_are_judged_either_way(tmp_path: Path) -> None:

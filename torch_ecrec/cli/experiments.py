@@ -29,7 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     report.add_argument(
         "--to", type=Path, default=Path("docs/evidence.md"), metavar="FILE", help="default docs/evidence.md"
     )
-    for one in (run, resume, report):
+    report.add_argument(
+        "--out",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help=f"results, of several runs if given again (default {OUT})",
+    )
+    for one in (run, resume):
         one.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"of the results (default {OUT})")
 
 
@@ -44,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.experiments == "resume":
         return runs.resume(arguments.out)
     if arguments.experiments == "report":
-        report.write(Results.open(arguments.out), arguments.to)
+        report.write([Results.open(folder) for folder in arguments.out or [OUT]], arguments.to)
         return 0
     print(runs.listing(list(catalogue.all_specs().values()), scale.Scale()))
     return 0

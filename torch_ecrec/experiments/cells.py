@@ -30,6 +30,7 @@ from torch_ecrec.experiments.catalogue import Spec
 from torch_ecrec.experiments.modes import Mode
 from torch_ecrec.experiments.scale import Scale
 
+KEPT = ("samples_per_s", "cpu_s_per_step", "server_cpu_s_per_step", "rss_bytes", "save_s", "bytes")  # of a block
 WARM_UP = 2  # steps, twice, before the first block
 LEAST_STEPS = 3
 SAVED_EVERY = 4  # steps of a block, after which training stands for a checkpoint
@@ -239,7 +240,7 @@ def figures_of_blocks(
     elif base is not None and base is not blocks:
         pairs = zip(base, blocks, strict=True)
         figures["overhead"] = record.spread(one["samples_per_s"] / other["samples_per_s"] - 1 for one, other in pairs)
-    return {**figures, "blocks": [dict(block) for block in blocks]}
+    return {**figures, "blocks": [{name: block[name] for name in KEPT if name in block} for block in blocks]}
 
 
 # kills ------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Everything comes from the JSON of the cells; what has not run is said to have no
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import Any
 
 from torch_ecrec.bench import record
 from torch_ecrec.experiments import figures, scale
-from torch_ecrec.experiments.catalogue import Claim, Spec
+from torch_ecrec.experiments.catalogue import Claim, Spec, all_specs
 from torch_ecrec.experiments.cells import groups
 from torch_ecrec.experiments.results import Results
 
+JSON = "evidence"  # beside the page
 STORES = ", ".join(f"{name} {rate / 1e6:g} MB/s" for name, rate in scale.BANDWIDTHS.items())
 
 
@@ -129,42 +131,64 @@ def draw(results: Results, folder: Path | None = None) -> list[Path]:
     return drawn
 
 
-def page(results: Results) -> str:
-    """Returns `docs/evidence.md`."""
+def _section(results: Results | None, spec: Spec) -> list[str]:
+    """Returns the lines of one experiment. `results`: of a run that has it; None: of none."""
+    text = ["", f"## {spec.name}: {spec.title}", "", f"{spec.shows}."]
+    if results is None:
+        return [*text, "", "**Not run.**"]
     header = results.run.header
     data = "real Criteo rows" if results.run.data else "made-up rows, skewed by Zipf's law"
+    text += ["", f"    {header['command']}", ""]
+    where = f"{header['processor']}, {header['cores']} cores, {header['memory_gib']} GiB"
+    text += [f"*{results.scale}; {data}; {where}; commit {header['commit']}, {header['date'][:10]}*", ""]
+    lines = rows(results, spec)
+    if any(line["state"] == "run" for line in lines):
+        text += [f"![{spec.title}]({picture(spec)})", ""]
+    text += [record.markdown(lines, columns(lines))]
+    for claim in spec.claims:
+        bound = "at most" if claim.at_most else "at least"
+        text += ["", f"**{claim.source}**: {claim.says}. Wanted here: {bound} {claim.wanted:g}.", ""]
+        text += [record.markdown(judged(results, spec, claim))]
+    return text
+
+
+def page(runs: Sequence[Results]) -> str:
+    """Returns `docs/evidence.md`: every experiment that there is, with what the first of the runs that has it found."""
     text = [
         "# Evidence",
         "",
-        "The experiments of ECRec's paper, run here by one command, beside what is published. This page is generated:",
+        "The experiments of ECRec's paper, run here by one command, beside what is published. What modes and figures",
+        "are, and how they are measured, is in [experiments.md](experiments.md). This page is made from results:",
         "",
-        f"    {header['command']}",
-        "    torch-ecrec experiments report",
+        *(f"    torch-ecrec experiments report --out docs/{JSON}/{_folder(results)}" for results in runs[:1]),
         "",
-        f"Scaled by one factor: {results.scale}. Data: {data}. Machine: {header['processor']}, {header['cores']} cores,"
-        f" {header['memory_gib']} GiB; commit {header['commit']}, {header['date']}. All processes share this machine:"
-        " ratios hold, times do not. What the modes and figures are is in [experiments.md](experiments.md).",
+        "with one `--out` for each run that it shows. All processes share one machine: ratios hold, times do not.",
         "",
-        "The body of the paper is not public: what is measured is held against its abstract's claims, and nothing else."
-        f" Checkpoints are counted for three stores: {STORES}. A store faster than that, or checkpoints that are"
-        " written beside training ([checkpoints](checkpoints.md)), cost less.",
+        "The body of the paper is not public: what is measured is held against its abstract's claims only.",
+        f"Checkpoints are counted for three stores: {STORES}. A faster store, or checkpoints",
+        "that are written beside training ([checkpoints](checkpoints.md)), cost less.",
     ]
-    for spec in results.run.specs:
-        lines = rows(results, spec)
-        text += ["", f"## {spec.name}: {spec.title}", "", f"{spec.shows}.", ""]
-        if any(line["state"] == "run" for line in lines):
-            text += [f"![{spec.title}]({picture(spec)})", ""]
-        text += [record.markdown(lines, columns(lines))]
-        for claim in spec.claims:
-            bound = "at most" if claim.at_most else "at least"
-            text += ["", f"**{claim.source}**: {claim.says}. Wanted here: {bound} {claim.wanted:g}.", ""]
-            text += [record.markdown(judged(results, spec, claim))]
+    known = {spec.name: spec for results in reversed(runs) for spec in results.run.specs}
+    for name, spec in {**all_specs(), **known}.items():
+        with_it = (results for results in runs if any(one.name == name for one in results.run.specs))
+        text += _section(next(with_it, None), spec)
     return "\n".join(text) + "\n"
 
 
-def write(results: Results, to: Path) -> None:
-    """Writes the page, with its pictures beside it."""
+def _folder(results: Results) -> str:
+    return results.run.name.replace(" ", "-")
+
+
+def write(runs: Sequence[Results], to: Path) -> None:
+    """Writes the page, with its pictures beside it, and the JSON that it is made of in the folder `JSON` there."""
     to.parent.mkdir(parents=True, exist_ok=True)
-    to.write_text(page(results), encoding="utf-8")
-    draw(results, to.parent)
+    to.write_text(page(runs), encoding="utf-8")
+    for results in reversed(runs):  # so that the first one's pictures stay
+        draw(results, to.parent)
+        kept = to.parent / JSON / _folder(results)
+        if kept.resolve() != results.folder.resolve():
+            shutil.rmtree(kept, ignore_errors=True)
+            kept.mkdir(parents=True)
+            shutil.copy(results.folder / "run.json", kept)
+            shutil.copytree(results.folder / "cells", kept / "cells")
     print(f"written: {to}")
