@@ -66,7 +66,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         seconds: of training in a turn, or around a kill.
         hosts: so many network namespaces, of which trainers have the first and servers the last; 0: this host.
         claims: what it is held against.
-        theirs: the published setting, for the report.
+        theirs: the setting that the artefact names, where it is another one.
         smoke: what of it is run to see that it runs; None: nothing.
     """
 
@@ -84,7 +84,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     seconds: float = 4.0
     hosts: int = 0
     claims: list[Claim] = msgspec.field(default_factory=list)
-    theirs: dict[str, Any] = msgspec.field(default_factory=dict)
+    theirs: str = ""
     smoke: Selection | None = None
 
     @property

@@ -134,6 +134,7 @@ def draw(results: Results, folder: Path | None = None) -> list[Path]:
 def _section(results: Results | None, spec: Spec) -> list[str]:
     """Returns the lines of one experiment. `results`: of a run that has it; None: of none."""
     text = ["", f"## {spec.name}: {spec.title}", "", f"{spec.shows}."]
+    text += ["", f"The artefact's setting: {spec.theirs}."] if spec.theirs else []
     if results is None:
         return [*text, "", "**Not run.**"]
     header = results.run.header
