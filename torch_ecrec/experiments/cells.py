@@ -82,10 +82,10 @@ class Group:
         """Returns about how long it takes: what is told as the time that is left."""
         if self.spec.is_emulated:
             return EMULATED_S
-        systems = {mode.trained.group: mode for mode in self.modes}.values()
         if self.spec.kind == "undisturbed":
-            return len(systems) * (START_S + (self.spec.repeats + 2) * self.spec.seconds)
-        (mode,) = systems
+            started, turns = {mode.trained.group for mode in self.modes}, {mode.system for mode in self.modes}
+            return len(started) * START_S + len(turns) * (self.spec.repeats + 2) * self.spec.seconds
+        (mode,) = self.modes
         each = 3 * self.spec.seconds + 2.5 * mode.interval_s / factor.time
         return KILL_S[bool(mode.interval_s)] + each + (self.spec.repeats - 1) * (AGAIN_S + each)
 

@@ -65,12 +65,17 @@ def _by_mode(found: Found, model: str) -> dict[str, list[Mapping[str, Any]]]:
     return by
 
 
+def _ours(by: Mapping[str, list[Mapping[str, Any]]]) -> list[Mapping[str, Any]] | None:
+    """Returns the cells of ours that are held against checkpoints: with the larger stripes, if there are some."""
+    return by.get("ECRM-k4", by.get("ECRM-k2"))
+
+
 def overhead_reduced(found: Found) -> list[dict[str, Any]]:
     """By how much the overhead of ECRM-k4 (or k2) is less than that of Ckpt-30, by model and store."""
     rows = []
     for model in scale.MODELS:
         by = _by_mode(found, model)
-        ours = next((by[name] for name in ("ECRM-k4", "ECRM-k2") if name in by), None)
+        ours = _ours(by)
         if ours is None or "Ckpt-30" not in by:
             continue
         least = max(statistics.median(overhead(one) or 0.0 for one in ours), 0.0)
@@ -85,7 +90,7 @@ def recovery_speedup(found: Found) -> list[dict[str, Any]]:
     rows = []
     for model in scale.MODELS:
         by = _by_mode(found, model)
-        ours = next((by[name] for name in ("ECRM-k4", "ECRM-k2") if name in by), None)
+        ours = _ours(by)
         if ours is not None and "Ckpt-30" in by:
             theirs_s, ours_s = (statistics.median(one["recovered_s"] for one in some) for some in (by["Ckpt-30"], ours))
             rows.append({"case": model, "value": theirs_s / ours_s, "theirs": theirs_s, "ours": ours_s})
@@ -236,6 +241,11 @@ def draw(results: Results, spec: Spec) -> Figure | None:
     return figure
 
 
+def _first(found: Found, model: str, mode: str) -> Mapping[str, Any] | None:
+    """Returns the figures of the first cell of a model and a mode; None: there is none."""
+    return next((one for cell, one in found.items() if (cell.model, cell.mode) == (model, mode)), None)
+
+
 Panel = Callable[["Axes", Spec, Found, Results], None]
 
 
@@ -266,11 +276,11 @@ def _progress(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
     model = next(name for name in reversed(spec.models) if any(cell.model == name for cell in found))
     time = results.scale.time
     for mode in spec.modes:
-        one = next((one for cell, one in found.items() if (cell.model, cell.mode) == (model, mode)), None)
+        one = _first(found, model, mode)
         if one is None:
             continue
         interval_s = one.get("interval_s", 0.0) * time
-        base = next((o for cell, o in found.items() if (cell.model, cell.mode) == (model, "XDL")), one)
+        base = _first(found, model, "XDL") or one
         rate = (base if interval_s else one)["samples_per_s"]["median"]
         stands_s = (overhead(one) or 0.0) * interval_s
         at_s, samples, points = 0.0, 0.0, [(0.0, 0.0)]
@@ -301,7 +311,7 @@ def _progress_after(axes: Axes, spec: Spec, found: Found, results: Results) -> N
     """Steps that count over time around the kill, for the first model that has run."""
     model = next(name for name in spec.models if any(cell.model == name for cell in found))
     for mode in spec.modes:
-        one = next((one for cell, one in found.items() if (cell.model, cell.mode) == (model, mode)), None)
+        one = _first(found, model, mode)
         if one is not None:
             at_kill = max((step for time_s, step in one["progress"] if time_s <= 0), default=0)
             points = [(time_s, step - at_kill) for time_s, step in one["progress"] if time_s >= -spec.seconds]
