@@ -14,7 +14,7 @@ import pytest
 from torch_ecrec.errors import ClusterUnavailable, DataLoss, JoinRefused
 from torch_ecrec.processes.member import Member
 from torch_ecrec.protocol import membership, messages
-from torch_ecrec.protocol.membership import join_of
+from torch_ecrec.protocol.membership import Membership, join_of
 from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.control import ControlServer, LineConnection
@@ -110,6 +110,41 @@ def test_a_coordinator_that_ends_while_somebody_joins(ends: int) -> None:
     coordinator = Coordinator(on_join)
     member = join(coordinator)
     assert (member.name, coordinator.joins) == ("server-7", ends + 1)
+    member.close()
+    coordinator.end()
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("hello", [SERVER, TRAINER], ids=["server", "trainer"])
+@pytest.mark.parametrize("event", ["listens_at", "connected", "heard", "built"])
+def test_whatever_has_just_happened_as_the_connection_ends(
+    event: str, hello: messages.Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever looks for the coordinator sees both at once, and is not the thread that does so next."""
+    name = "server-7" if hello is SERVER else "trainer-0"
+    coordinator = Coordinator(lambda connection, number: connection.send({**WELCOME, "name": name}))
+    happens, cut, ends = getattr(Membership, event), threading.Event(), queue.Queue[BaseException]()
+
+    def happens_and_is_cut(rules: Membership, *more: Any) -> None:
+        happens(rules, *more)
+        if not cut.is_set():
+            cut.set()
+            rules.closed("as ordered")
+
+    def wait_for_rejoin() -> None:
+        while coordinator.told.get(timeout=LIMIT_S)["type"] != "rejoin":
+            pass
+
+    monkeypatch.setattr(Membership, event, happens_and_is_cut)
+    member = join(coordinator, hello=hello, on_end=ends.put)
+    assert cut.is_set() and member.name == name
+    if event in ("heard", "built"):  # it is a member by then
+        wait_for_rejoin()
+    coordinator.end()
+    coordinator.start()
+    wait_for_rejoin()  # and it looks for the next one, too
+    assert ends.empty()
+    member.end(ClusterUnavailable("the test is over"))
     member.close()
     coordinator.end()
 

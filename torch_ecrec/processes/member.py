@@ -191,20 +191,24 @@ class Member:
     # what is next -------------------------------------------------------------------------------
 
     def _pursue(self, done: Callable[[], bool]) -> None:
-        """Does what the rules say is next, until then or until the membership is over."""
+        """Does what the rules say is next, until then or until the membership is over.
+
+        Whoever asks what is next does it: a `Connect` that were left would never be said again.
+        """
         while True:
             with self._changed:
+                if done():
+                    return
                 now_s = time.monotonic()
                 step = self._rules.step(now_s)
                 effects = self._rules.take()
                 over = self._rules.is_over
-                if not (effects or over or done()) and isinstance(step, Wait):
+                if not (effects or over) and isinstance(step, Wait):
                     self._changed.wait(None if math.isinf(step.until_s) else step.until_s - now_s)
                     continue
             self._perform(effects)
             if over:
                 self._over.set()
-            if over or done():
                 return
             if not isinstance(step, Wait):
                 self._connect(step.limit_s)
