@@ -281,7 +281,7 @@ def _as_json(found: _Found) -> dict[str, Any]:
 
 
 def _as_text(url: str, found: _Found, now_s: float) -> str:
-    from torch_ecrec.observe.text import table
+    from torch_ecrec.observe.words import table
 
     listing = found.listing
     lines = [f"{len(listing.whole)} checkpoints at {url}" if listing.whole else f"no checkpoints at {url}"]
@@ -310,7 +310,7 @@ def _as_text(url: str, found: _Found, now_s: float) -> str:
 
 def _row(found: _Found, one: Manifest, name: str, now_s: float) -> list[str]:
     """Returns a row of the table: a checkpoint, or a prioritised save on one."""
-    from torch_ecrec.observe.text import size
+    from torch_ecrec.observe.words import size
 
     base = "-" if one.base is None else found.steps.get(one.base, f"{one.base} (not there)")
     weights = f"{one.encoding.bits} bits" if one.encoding.bits else "exact"
