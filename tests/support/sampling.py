@@ -36,6 +36,7 @@ PROCESSES = (  # clusters of real processes, or many of them
     *("ipv6", "killed_early", "lifetime", "membership", "oracle_model_parallel", "oracle_optim", "oracle_pipelines"),
     *("oracle_sequences", "oracle_shardings", "public_names", "real_loops", "reduce", "rehearsal", "run"),
     *("second_jobs", "secret", "shadows", "signals", "slow_server", "sockets", "standbys", "started_again"),
+    *("status_answers",),
     *("supervisor", "table_optimizers", "told_to_end", "torchrec", "transport", "unclosed", "unlocked"),
 )
 LOOPS = ("attach", "compiled", "given_numbers", "loops", "managed", "mixed", "pipelines", "probe", "reader", "values")

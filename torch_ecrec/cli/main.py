@@ -92,6 +92,8 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     arguments = parser(bench.named_in(words)).parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    for handler in logging.getLogger().handlers:  # FBGEMM says of each of its 14 libraries that it has loaded it
+        handler.addFilter(lambda record: record.levelno > logging.INFO or "fbgemm_gpu" not in record.pathname)
     if argv is None:
         keep_exit_code()
         ask_name_servers_briefly()

@@ -67,7 +67,7 @@ def status_of(state: ClusterState, now_s: float) -> Status:
         move=None if move is None else MoveStatus(move.slot, move.server),
         members=[_member(state, one, now_s) for one in state.members.by_name.values()],
         wanted_trainers=0 if job.spec is None else job.spec.trainers,
-        rate=_rounded_rate(state.progress.rate()),
+        rate=_rounded_rate(state.progress.rate()) if state.members.present("trainer") else None,
         still_s=_rounded_s(state.progress.still_s(now_s)),
         redundancy=table.redundancy(),
         regathering=_regathering(state),

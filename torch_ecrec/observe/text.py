@@ -164,11 +164,11 @@ def _members(status: Status) -> list[str]:
         if member.gone_s is not None:
             state += f" {duration(member.gone_s)} ago"
         silent = f"{member.silent_s:.1f} s" if member.present else "-"
-        taken = member.report.process
+        taken = member.report.process if member.present else None
         memory = "-" if taken is None else size(taken.resident_bytes)
         if taken is not None and taken.limit_bytes:
             memory += f" of {size(taken.limit_bytes)}"
-        ways = format_connections(member.report.connections or Connections())
+        ways = format_connections((member.present and member.report.connections) or Connections())
         who = [member.name, member.role, member.host or "-", member.address or "-", member.domain or "-"]
         rows.append([*who, str(member.pid), state, silent, memory, ways])
     if all(row[4] in ("-", row[2]) for row in rows[1:]):  # a host that nobody named otherwise is its own domain
@@ -185,7 +185,8 @@ def format_recent(recent: Recent) -> str:
 def told(event: Mapping[str, Any]) -> str:
     """Returns an event (`events.json_of`) as a clause for people."""
     more = {name: value for name, value in event.items() if name != "event"}
-    kind, form = str(event.get("event", "")), FORMS.get(str(event.get("event", "")))
+    kind = str(event.get("event", ""))
+    form = NOTHING_LOST if kind == "lost" and not more.get("slots") else FORMS.get(kind)
     if form is not None:
         try:
             return form.format(**more)
@@ -194,6 +195,7 @@ def told(event: Mapping[str, Any]) -> str:
     return ", ".join([kind.replace("_", " "), *(f"{name} {value}" for name, value in more.items())])
 
 
+NOTHING_LOST = "{member} was lost: {why}"
 FORMS = {
     "joined": "{member} joined (pid {pid})",
     "back": "{member} is connected again",

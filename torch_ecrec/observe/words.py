@@ -90,7 +90,8 @@ def lacking(of_servers: Sequence[int], of_trainers: Sequence[int], join: str = "
         join: the address of its coordinator.
     """
     (servers, slots), (trainers, of) = of_servers, of_trainers
-    said = [f"{servers} of {slots} servers", f"{trainers} of {of} trainers" if of else f"{trainers} trainers"]
+    said = [f"{min(servers, slots)} of {slots} servers"]  # spares are not needed
+    said.append(f"{trainers} of {of} trainers" if of else f"{trainers} trainers")
     hints = [f"a server is started by: torch-ecrec serve --join {join}"] if servers < slots else []
     if trainers < max(of, 1):
         hints.append(f"a trainer is a script that is started with TORCH_ECREC_JOIN={join}")

@@ -299,9 +299,9 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
 
     @property
     def host(self) -> str:
-        """The name of its host, else its address; "": neither is known."""
+        """The name of its host, else what it is lost together with, else its address; "": it did not say."""
         process = self.report.process
-        return process.host if process is not None else self.address
+        return process.host if process is not None else self.domain.rpartition("/")[2] or self.address
 
     @property
     def present(self) -> bool:
