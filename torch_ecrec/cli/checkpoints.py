@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="tables whose optimizer state is not there begin with zeros, as if never trained",
     )
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="the same, as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -27,6 +27,7 @@ from torch_ecrec.cli import (
     rehearse,
     run,
     serve,
+    settings,
     status,
     up,
     warm,
@@ -69,6 +70,7 @@ COMMANDS: dict[str, Command] = {  # in the order of `--help`
     "plan": plan,
     "bench": bench,
     "experiments": experiments,
+    "settings": settings,
     "warm": warm,
 }
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import os
+import re
 import secrets
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -45,14 +47,15 @@ LOOK_AHEAD = ("auto", "1", "0")  # of which attached readers the next batch is d
 
 
 PREFIX = "TORCH_ECREC_"
-OTHERS = (
-    "RECORD",
-    "REHEARSED",
-    "LOSS_MARK",
-    "SECRET",
-    "SECRET_FILE",
-    "INSECURE_RPC",
-)  # read elsewhere here; a test of this package has its own names, which begin with `TEST_`
+OTHERS = {
+    "SECRET": "what all processes of the cluster prove to each other that they know, on every connection; of"
+    " 16 characters or more. Needed wherever other hosts get to.",
+    "SECRET_FILE": "a file with the secret, in place of TORCH_ECREC_SECRET.",
+    "INSECURE_RPC": "1: torch.distributed.rpc may listen where other hosts reach it. It runs whatever it is sent.",
+    "REHEARSED": f'the folder with the marks of scripts that were rehearsed; by default "{REHEARSALS}".',
+    "RECORD": "set by `torch-ecrec rehearse`: where trainers record their steps.",
+    "LOSS_MARK": "set by `torch-ecrec run`: by this file trainers tell it that data is lost.",
+}  # read elsewhere here; a test of this package has its own names, which begin with `TEST_`
 
 
 def new_run() -> str:
@@ -174,7 +177,8 @@ class Settings:
     """The time limits and sizes of one process, in seconds, bytes and steps as the names say.
 
     Args:
-        join: "host:port" of the coordinator, or None.
+        join: where the cluster's coordinator is, "HOST:PORT", or "etcd://HOST:PORT,.../NAME" where one of several
+            leads. None: the first trainer starts a cluster of its own.
         window_steps: how many steps a trainer may run ahead of what is acknowledged.
         call_timeout_s: a remote call not answered by then counts as unknown and is made again.
         give_up_s: a lookup or push without progress for so long ends with `ClusterUnavailable`.
@@ -332,6 +336,22 @@ class Settings:
                 except ValueError:
                     raise ValueError(f"TORCH_ECREC_{field.name.upper()} must be a number, got {text!r}") from None
         return Settings(**{**values, **overrides})
+
+    @staticmethod
+    def others() -> dict[str, str]:
+        """Returns what `OTHERS` are here, "" where they are not set; of the secret, only whether it is."""
+        found = {name: os.environ.get(PREFIX + name, "") for name in OTHERS}
+        return found | {"SECRET": "(set)" if found["SECRET"] else ""}
+
+    @staticmethod
+    def explained() -> dict[str, str]:
+        """Returns what each field means, in the order in which they are declared; without docstrings (-OO), nothing."""
+        text = inspect.cleandoc(Settings.__doc__ or "").partition("Args:\n")[2]
+        found: dict[str, str] = {}
+        for entry in re.split(r"\n(?= {4}\w)", "\n" + text):
+            names, _, meaning = entry.strip().partition(": ")
+            found |= {name: " ".join(meaning.split()) for name in names.split(", ") if meaning}
+        return {field.name: found.get(field.name, "") for field in dataclasses.fields(Settings)}
 
     def environment(self) -> dict[str, str]:
         """Returns the variables that give another process these settings, except `join`: inverts `from_environment`."""
