@@ -80,6 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
     from torch_ecrec.errors import CheckpointError
     from torch_ecrec.storage.catalog import Catalog
 
+    if "://" not in arguments.url and not Path(arguments.url).is_dir():
+        raise ValueError(f"{arguments.url}: no such folder")
     catalog = Catalog(arguments.url)
     if arguments.remove is not None:
         return _remove(catalog, arguments)

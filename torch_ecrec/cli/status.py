@@ -12,12 +12,13 @@ import math
 import sys
 import time
 
-from torch_ecrec.cli.arguments import add_join
+from torch_ecrec.cli.arguments import add_join, asks, told_to_wait
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.spec.settings import Settings
 
 HELP = "whether all is well and what to do if not: exit code 0 OK, 1 WARN, 2 ERROR, 4 nobody answers"
 WATCH_S, LEAST_S = 2.0, 0.1
+ASKED_S = 10.0  # `transport/whereabouts.py:STATUS_S`, which takes a while to load
 CLEAR = "\x1b[H\x1b[2J"
 
 
@@ -48,17 +49,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the status; again and again if it is watched, where it stays while nobody answers."""
-    settings = Settings.from_environment(**({"join": arguments.join} if arguments.join else {}))
-    if settings.join is None:
-        raise ValueError("name the coordinator: --join HOST:PORT, or --join etcd://HOST:PORT/NAME")
+    settings, join = asks(arguments)
     if arguments.watch is None:
-        text, code = _ask(settings, settings.join, arguments)
+        with told_to_wait(join, min(ASKED_S, settings.give_up_s)):
+            text, code = _ask(settings, join, arguments)
         print(text)
         return code
     screen = sys.stdout.isatty() and not arguments.json
     while True:
         try:
-            text, _ = _ask(settings, settings.join, arguments)
+            text, _ = _ask(settings, join, arguments)
         except ClusterUnavailable as error:
             text = json.dumps({"error": str(error)}) if arguments.json else f"ERROR: {error}"
         at = "" if arguments.json else f"{time.strftime('%H:%M:%S')}, every {arguments.watch:g} s, Ctrl-C ends it\n"
