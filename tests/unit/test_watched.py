@@ -41,6 +41,9 @@ def trainer(rank: int, step: int, samples: int) -> MemberRecord:
 def test_a_rate_is_of_the_last_seconds() -> None:
     progress = Progress()
     assert progress.rate() is None and progress.still_s(5.0) is None
+    progress.on_tick([], [], 0.0)
+    assert progress.still_s(5.0) == 5.0
+    progress = Progress()
     for i in range(400):
         now_s = i * 0.25
         step = int(4 * min(now_s, 50.0))  # four a second, and then it stands

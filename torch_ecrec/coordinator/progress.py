@@ -31,7 +31,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.step = 0
-        self._stepped_s: float | None = None  # when it grew last
+        self._stepped_s: float | None = None  # when it grew last, or was looked at first
         self._steps: deque[tuple[float, int]] = deque()
         self._samples: deque[tuple[float, int]] = deque()
         self._filled: dict[tuple[int, int], deque[tuple[float, float, int]]] = {}  # slot, incarnation -> share, bytes
@@ -44,7 +44,7 @@ class Progress:
         if step < self.step:
             self._steps.clear()
             self._samples.clear()
-        elif step > self.step:
+        elif step > self.step or self._stepped_s is None:
             self._stepped_s = now_s
         self.step = step
         _note(self._steps, (now_s, step))
@@ -61,7 +61,7 @@ class Progress:
                 _note(self._filled.setdefault(life, deque()), (now_s, report.rebuilt, size))
 
     def still_s(self, now_s: float) -> float | None:
-        """Seconds since a step was last done; None: this coordinator has seen none."""
+        """Seconds since a step was last done, or since this coordinator began; None: it has not looked yet."""
         return None if self._stepped_s is None else now_s - self._stepped_s
 
     def rate(self) -> Rate | None:

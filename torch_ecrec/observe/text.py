@@ -79,7 +79,7 @@ def _training(status: Status) -> str:
     said = [f"step {status.step}"]
     if status.rate is not None:
         said.append(rate_of(status))
-    if status.still_s is not None and not status.finished:
+    if status.still_s is not None and status.step and not status.finished:
         said.append(f"the last step {duration(status.still_s)} ago")
     if status.wanted_trainers:
         said.append(f"{len(status.trainers)} of {status.wanted_trainers} trainers are there")

@@ -174,7 +174,7 @@ def _training(status: Status) -> list[Finding]:
     if stands is None and there + left < wanted:
         gone_back = "" if status.resume_step is None else f"; they go on after step {status.resume_step}"
         what = f"training stands: {there} of {wanted} trainers are there{gone_back}"
-        late = status.still_s is None or status.still_s > RESTART_S
+        late = status.still_s is not None and status.still_s > RESTART_S
         remedy = "torchrun starts lost trainers again; if it has ended, start all trainers again as before"
         found.append(Finding("ERROR" if late else "WARN", "trainers", what, remedy))
     elif stands is None and status.still_s is not None and status.still_s > STILL_S and not found:

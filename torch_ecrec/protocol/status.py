@@ -548,7 +548,7 @@ class Status(Struct, frozen=True, kw_only=True, tag_field="type", tag="status"):
         experiment: that all members take part in; None: none, and all is as it is promised.
         wanted_trainers: so many trainers has the job; 0: none has come that would say.
         rate: how fast training goes; None: not known yet.
-        still_s: seconds since a step was last done, of those that this coordinator has seen; None: none was.
+        still_s: seconds since a step was last done, or since this coordinator began; None: it has just begun.
         redundancy: what can be lost now; None: nothing is placed, or nothing is protected.
         regathering: members of the coordinator before are awaited; None: not now.
         recent: the last events that a person wants to know, since this coordinator began, the newest at the end.
