@@ -21,6 +21,7 @@ from torch_ecrec.cli import (
     checkpoints,
     coordinator,
     demo,
+    doctor,
     drain,
     experiments,
     plan,
@@ -70,6 +71,7 @@ COMMANDS: dict[str, Command] = {  # in the order of `--help`
     "bench": bench,
     "experiments": experiments,
     "warm": warm,
+    "doctor": doctor,
 }
 
 
