@@ -50,18 +50,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only wait for `doctor --to` of other hosts, for 10 minutes (default: this host's address where there is"
         " a secret, else 127.0.0.1)",
     )
+    parser.add_argument(
+        "--only", metavar="CHECK,...", default="", help="these checks, as the table names them (default: all)"
+    )
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the diagnosis; returns 0, 1 or 2 by the worst finding."""
     from torch_ecrec.doctor import link
-    from torch_ecrec.doctor.examination import Asked, examine, terminal_of
+    from torch_ecrec.doctor.examination import Asked, examine, named, terminal_of
     from torch_ecrec.doctor.findings import EXIT_CODES, diagnosis_of, format_diagnosis, json_of
 
     if arguments.listen is not None:
         link.listen(arguments.listen, lambda line: print(line, flush=True))
         return 0
+    checks = named(arguments.only)
     began_s = time.monotonic()
     settings, wrong = Settings.examine_environment()
     members = arguments.members
@@ -74,6 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
         members=members,
         here=arguments.here or min(members, 8),
     )
-    diagnosis = diagnosis_of(examine(asked, terminal=terminal_of()), time.monotonic() - began_s)
+    diagnosis = diagnosis_of(examine(asked, checks, terminal_of()), time.monotonic() - began_s)
     print(json.dumps(json_of(diagnosis), indent=2) if arguments.json else format_diagnosis(diagnosis))
     return EXIT_CODES[diagnosis.level]

@@ -19,6 +19,7 @@ from typing import IO
 
 from torch_ecrec.doctor import cluster, link, machine, software, store
 from torch_ecrec.doctor.findings import Finding
+from torch_ecrec.runtime.checks import require
 from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.settings import Settings
 
@@ -69,19 +70,32 @@ class Check:
 
 CHECKS = (  # in the order of what is printed
     Check("python", lambda asked: [software.python()]),
-    Check("packages", lambda asked: software.packages(), software.LOAD_S + 5),
-    Check("kernels", lambda asked: [software.kernels()], software.LOAD_S + 5),
+    Check("packages", lambda asked: software.packages(), software.LOAD_S + 10),
+    Check("kernels", lambda asked: [software.kernels()], software.LOAD_S + 10),
     Check("settings", lambda asked: software.settings(asked.settings, asked.wrong)),
-    Check("shared memory", lambda asked: machine.shared_memory(asked.settings)),
-    Check("open files", lambda asked: [machine.open_files(asked.members)]),
+    Check("shared-memory", lambda asked: machine.shared_memory(asked.settings)),
+    Check("open-files", lambda asked: [machine.open_files(asked.members)]),
     Check("processes", lambda asked: [machine.processes(asked.here, asked.root)]),
     Check("memory", lambda asked: [machine.memory(asked.settings, asked.here, asked.root)]),
     Check("cores", lambda asked: [machine.cores(asked.here, asked.root)]),
-    Check("host name", lambda asked: [machine.host_name()]),
-    Check("checkpoints", lambda asked: store.place(asked.checkpoint), store.LIMIT_S + 5),
+    Check("host-name", lambda asked: [machine.host_name()]),
+    Check("checkpoints", lambda asked: store.place(asked.checkpoint), store.LIMIT_S + 10),
     Check("coordinator", lambda asked: cluster.coordinator(asked.join), cluster.LIMIT_S, alone=True),
-    Check("link", lambda asked: link.to_host(asked.to, asked.settings), link.CALL_S, alone=True),
+    Check("link", lambda asked: link.to_host(asked.to, asked.settings), link.CALL_S + 10, alone=True),
 )
+
+
+def named(text: str) -> list[Check]:
+    """Returns the checks with these names, "coordinator,link", in the order of the table; of "", all of them.
+
+    Raises:
+        ValueError: there is no check of such a name.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    known = [one.name for one in CHECKS]
+    for name in names:
+        require(name in known, f"there is no check {name!r}; there are: {', '.join(known)}")
+    return [one for one in CHECKS if not names or one.name in names]
 
 
 def examine(asked: Asked, checks: Sequence[Check] = CHECKS, terminal: IO[str] | None = None) -> list[Finding]:

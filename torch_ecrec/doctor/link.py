@@ -77,6 +77,7 @@ class _Line:
     def __init__(self, sock: socket.socket, limit_s: float) -> None:
         self._sock, self._until_s = sock, time.monotonic() + limit_s
         self._memory = memoryview(bytearray(PIECE_BYTES))
+        self.heard = False  # whether anything has come
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def allow(self, limit_s: float) -> None:
@@ -101,6 +102,7 @@ class _Line:
             more = self._sock.recv_into(self._memory[got:count])
             if not more:
                 raise ConnectionError("the other side has hung up")
+            self.heard = True
             got += more
         return bytes(self._memory[:count]) if count <= 64 else b""
 
@@ -184,8 +186,7 @@ class LinkListener:
             with sock:
                 try:
                     line = _Line(sock, PROVE_S)
-                    if not self._is_friend(line):
-                        self._tell(f"{who} does not know the secret, or is no doctor: hung up")
+                    if not self._is_friend(line, who):
                         return
                     with self._lock:
                         self._strangers.pop(sock, None)
@@ -202,12 +203,17 @@ class LinkListener:
 
         return work
 
-    def _is_friend(self, line: _Line) -> bool:
-        if line.read(len(MAGIC)) != MAGIC:
-            return False
-        theirs, mine = line.read(NONCE_BYTES), draw()
-        line.send(MAGIC + mine + proof(self._secret, LISTENER, theirs, mine, CONTEXT))
-        return is_proof(line.read(PROOF_BYTES), self._secret, CALLER, theirs, mine, CONTEXT)
+    def _is_friend(self, line: _Line, who: str) -> bool:
+        """Returns whether a caller knows the secret; tells of one who does not, or who is no doctor."""
+        with contextlib.suppress(ConnectionError):
+            if line.read(len(MAGIC)) == MAGIC:
+                theirs, mine = line.read(NONCE_BYTES), draw()
+                line.send(MAGIC + mine + proof(self._secret, LISTENER, theirs, mine, CONTEXT))
+                if is_proof(line.read(PROOF_BYTES), self._secret, CALLER, theirs, mine, CONTEXT):
+                    return True
+        if line.heard:  # else somebody has only looked whether anybody listens
+            self._tell(f"{who} does not know the secret, or is no doctor: hung up")
+        return False
 
     def _serve(self, line: _Line, who: str) -> None:
         echoes, took, gave = 0, 0, 0

@@ -57,7 +57,7 @@ def shared_memory(settings: Settings) -> list[Finding]:
     if why:
         found = f"memory that processes share cannot be made: {why}; large tensors go through sockets then"
         step = "take a kernel with memfd_create and seals (Linux 3.17), and let the container's seccomp profile pass it"
-        findings.append(Finding("shared memory", "WARN", found, "memfd_create with F_ADD_SEALS", step))
+        findings.append(Finding("shared-memory", "WARN", found, "memfd_create with F_ADD_SEALS", step))
     most = size(settings.shared_memory_bytes) if settings.shared_memory_bytes else "none"
     return [*findings, judge_dev_shm(*_room_of(SHM), most)]
 
@@ -102,15 +102,15 @@ def judge_dev_shm(total: int | None, free: int | str, most: str) -> Finding:
     grow = "mount -o remount,size=1g /dev/shm; of a container: docker run --shm-size=1g, or --ipc=host"
     ours = f"ours, up to {most} for each process, lies elsewhere"
     if total is None or isinstance(free, str):
-        return Finding("shared memory", "WARN", f"/dev/shm: {free}", wanted, f"mount -t tmpfs tmpfs /dev/shm; {grow}")
+        return Finding("shared-memory", "WARN", f"/dev/shm: {free}", wanted, f"mount -t tmpfs tmpfs /dev/shm; {grow}")
     figures = {"total_bytes": float(total), "free_bytes": float(free)}
     found = f"/dev/shm has {size(total)}, {size(free)} of it free ({ours})"
     if free < NEEDS.dev_shm_bytes:
         step = (
             grow if total < 2 * NEEDS.dev_shm_bytes else f"remove what is left in /dev/shm (ls -l /dev/shm), or {grow}"
         )
-        return Finding("shared memory", "WARN", found, wanted, step, figures)
-    return Finding("shared memory", "OK", found, figures=figures)
+        return Finding("shared-memory", "WARN", found, wanted, step, figures)
+    return Finding("shared-memory", "OK", found, figures=figures)
 
 
 # limits -----------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def judge_open_files(soft: int, hard: int, members: int) -> Finding:
     figures = {"soft": float(soft), "hard": float(hard), "needed": float(need)}
     if soft == resource.RLIM_INFINITY or soft >= need:
         text = "no limit" if soft == resource.RLIM_INFINITY else str(soft)
-        return Finding("open files", "OK", f"limit {text}; {need} are enough for {members} processes", figures=figures)
+        return Finding("open-files", "OK", f"limit {text}; {need} are enough for {members} processes", figures=figures)
     enough = hard == resource.RLIM_INFINITY or hard >= need
     raised = (
         f"ulimit -n {need}" if enough else f"LimitNOFILE={need} in systemd, docker run --ulimit nofile={need}:{need}"
@@ -138,7 +138,7 @@ def judge_open_files(soft: int, hard: int, members: int) -> Finding:
     found = f"limit {soft} (hard: {hard if hard != resource.RLIM_INFINITY else 'none'}): {follows}"
     wanted = f"{need} for a cluster of {members} processes (--members)"
     step = f"{raised}, in the shell or the unit that starts torch-ecrec and torchrun"
-    return Finding("open files", level, found, wanted, step, figures)
+    return Finding("open-files", level, found, wanted, step, figures)
 
 
 def processes(here: int, root: Path) -> Finding:
@@ -351,12 +351,12 @@ def judge_host_name(name: str, found: Sequence[str], own: Sequence[str], why: st
     )
     wanted = "an address of this host that others reach"
     if not found:
-        return Finding("host name", "WARN", f"{name} does not resolve ({why}); {have}", wanted, step)
+        return Finding("host-name", "WARN", f"{name} does not resolve ({why}); {have}", wanted, step)
     if all(is_loopback(address) for address in found):
-        return Finding("host name", "WARN", f"{name} is {', '.join(found)}, here alone; {have}", wanted, step)
+        return Finding("host-name", "WARN", f"{name} is {', '.join(found)}, here alone; {have}", wanted, step)
     if not set(found) & set(own):
-        return Finding("host name", "WARN", f"{name} is {', '.join(found)}, another host's; {have}", wanted, step)
-    return Finding("host name", "OK", f"{name} is {', '.join(found)}")
+        return Finding("host-name", "WARN", f"{name} is {', '.join(found)}, another host's; {have}", wanted, step)
+    return Finding("host-name", "OK", f"{name} is {', '.join(found)}")
 
 
 def _is_own(address: str) -> bool:

@@ -91,7 +91,12 @@ def _try(location: Location, name: str) -> Finding:
     wrong = ""
     try:
         location.write_whole(name, data)
-        wrote_s = time.monotonic() - began_s
+    except CheckpointError:
+        with contextlib.suppress(CheckpointError):  # why it cannot be written says more
+            location.remove(name)
+        raise
+    wrote_s = time.monotonic() - began_s
+    try:
         if name not in location.list():
             wrong = "what was written is not listed"
         elif location.read(name) != data:
