@@ -191,7 +191,7 @@ def test_a_package_that_hangs_as_it_loads(tmp_path: Path, monkeypatch: pytest.Mo
     tried = software.try_out(["packages"], 3.0)
     assert tried.code is None and tried.died_at == "torch"
     (one,) = software.judge_packages(tried, (3, 11))
-    assert one.level == "ERROR" and "torch does not load: has not ended within" in one.found
+    assert one.level == "ERROR" and "torch" in one.found and "does not load: has not ended within" in one.found
 
 
 def test_a_process_that_says_nothing() -> None:
@@ -319,10 +319,10 @@ def test_cores(there: int, allowed: int, quota: float | None, level: str, do: st
 
 
 def test_dev_shm() -> None:
-    assert machine.judge_dev_shm(GIB, GIB, "2.0 GiB").level == "OK"
-    assert "--shm-size" in machine.judge_dev_shm(64 << 20, 64 << 20, "none").remedy
-    assert "remove what is left" in machine.judge_dev_shm(8 * GIB, 1 << 20, "none").remedy
-    one = machine.judge_dev_shm(None, "No such file or directory", "none")
+    assert machine.judge_dev_shm((GIB, GIB), "2.0 GiB").level == "OK"
+    assert "--shm-size" in machine.judge_dev_shm((64 << 20, 64 << 20), "none").remedy
+    assert "remove what is left" in machine.judge_dev_shm((8 * GIB, 1 << 20), "none").remedy
+    one = machine.judge_dev_shm("No such file or directory", "none")
     assert one.level == "WARN" and "mount -t tmpfs tmpfs /dev/shm" in one.remedy
 
 
@@ -487,8 +487,9 @@ def test_a_stranger_gets_nothing(words: bytes, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TORCH_ECREC_SECRET", SECRET)
     with listener() as (one, said):
         with socket.create_connection(one.address, LIMIT_S) as sock:
-            sock.sendall(words)
-            sock.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):  # it has hung up already
+                sock.sendall(words)
+                sock.shutdown(socket.SHUT_WR)
             got = until_end(sock)
         assert len(got) <= len(link.MAGIC) + NONCE_BYTES + PROOF_BYTES and SECRET.encode() not in got
         wait_until(lambda: any("does not know the secret" in line for line in said), LIMIT_S, "it was told")

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_ecrec.doctor.findings import Finding, size
+from torch_ecrec.doctor.findings import Finding, Level, size
 from torch_ecrec.runtime.addresses import interfaces, is_loopback
 from torch_ecrec.spec.settings import Settings
 
@@ -59,7 +59,7 @@ def shared_memory(settings: Settings) -> list[Finding]:
         step = "take a kernel with memfd_create and seals (Linux 3.17), and let the container's seccomp profile pass it"
         findings.append(Finding("shared-memory", "WARN", found, "memfd_create with F_ADD_SEALS", step))
     most = size(settings.shared_memory_bytes) if settings.shared_memory_bytes else "none"
-    return [*findings, judge_dev_shm(*_room_of(SHM), most)]
+    return [*findings, judge_dev_shm(_room_of(SHM), most)]
 
 
 def _no_sealed_memory() -> str:
@@ -85,24 +85,30 @@ def _no_sealed_memory() -> str:
     return ""
 
 
-def _room_of(folder: Path) -> tuple[int, int] | tuple[None, str]:
-    """Returns the size and the free room of a file system, in bytes; or None, and why it is not known."""
+def _room_of(folder: Path) -> tuple[int, int] | str:
+    """Returns the size and the free room of a file system, in bytes; or why it is not known."""
     try:
         found = os.statvfs(folder)
         if not os.access(folder, os.W_OK):
-            return None, "cannot be written"
+            return "cannot be written"
     except OSError as error:
-        return None, error.strerror or str(error)
+        return error.strerror or str(error)
     return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 
-def judge_dev_shm(total: int | None, free: int | str, most: str) -> Finding:
-    """Judges /dev/shm: its size and its free room, or None and why they are not known."""
+def judge_dev_shm(room: tuple[int, int] | str, most: str) -> Finding:
+    """Judges /dev/shm.
+
+    Args:
+        room: its size and its free room, in bytes; or why they are not known.
+        most: of memory that one of our processes shares, for people.
+    """
     wanted = f"{size(NEEDS.dev_shm_bytes)} free or more, for workers of a DataLoader and for NCCL"
     grow = "mount -o remount,size=1g /dev/shm; of a container: docker run --shm-size=1g, or --ipc=host"
     ours = f"ours, up to {most} for each process, lies elsewhere"
-    if total is None or isinstance(free, str):
-        return Finding("shared-memory", "WARN", f"/dev/shm: {free}", wanted, f"mount -t tmpfs tmpfs /dev/shm; {grow}")
+    if isinstance(room, str):
+        return Finding("shared-memory", "WARN", f"/dev/shm: {room}", wanted, f"mount -t tmpfs tmpfs /dev/shm; {grow}")
+    total, free = room
     figures = {"total_bytes": float(total), "free_bytes": float(free)}
     found = f"/dev/shm has {size(total)}, {size(free)} of it free ({ours})"
     if free < NEEDS.dev_shm_bytes:
@@ -133,7 +139,7 @@ def judge_open_files(soft: int, hard: int, members: int) -> Finding:
         f"ulimit -n {need}" if enough else f"LimitNOFILE={need} in systemd, docker run --ulimit nofile={need}:{need}"
     )
     least = NEEDS.files_of_peer * members + 64
-    level = "ERROR" if soft < least else "WARN"
+    level: Level = "ERROR" if soft < least else "WARN"
     follows = "processes cannot connect with each other" if soft < least else "less memory is shared, the rest is sent"
     found = f"limit {soft} (hard: {hard if hard != resource.RLIM_INFINITY else 'none'}): {follows}"
     wanted = f"{need} for a cluster of {members} processes (--members)"
@@ -161,7 +167,7 @@ def judge_processes(limits: Sequence[tuple[int, int, str]], here: int, cores: in
     found = f"{name} is {limit}, and {used} threads are there"
     if limit - used >= need:
         return Finding("processes", "OK", f"{found}; {here} processes here take up to {need}", figures=figures)
-    level = "ERROR" if limit - used < here * NEEDS.threads else "WARN"
+    level: Level = "ERROR" if limit - used < here * NEEDS.threads else "WARN"
     raised = f"ulimit -u {used + need}" if name.startswith("ulimit") else f"docker run --pids-limit {used + need}"
     step = f"{raised} (in systemd: LimitNPROC, TasksMax), or start fewer processes here and say --here"
     return Finding("processes", level, found, f"room for {need} threads, of {here} processes (--here)", step, figures)
@@ -293,7 +299,7 @@ def judge_memory(
     figures = {"left_bytes": float(left), "needed_bytes": float(need)}
     if left >= need:
         return Finding("memory", "OK", f"{found}; {here} processes take {size(need)}, {more}", figures=figures)
-    level = "ERROR" if left < 2 * NEEDS.memory_bytes else "WARN"
+    level: Level = "ERROR" if left < 2 * NEEDS.memory_bytes else "WARN"
     step = (
         "start fewer processes here (--here says how many), end others, or give more (docker run --memory, MemoryMax)"
     )

@@ -67,9 +67,9 @@ TESTED = "; or ".join(map(str, SETS))
 # Python -----------------------------------------------------------------------------------------------
 
 
-def python(version: Sequence[int] = sys.version_info) -> Finding:
+def python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Finding:
     """Whether this release of Python is one that is tested."""
-    here, short = ".".join(map(str, version[:3])), tuple(version[:2])
+    here, short = ".".join(map(str, version)), version[:2]
     wanted = "Python 3.11, 3.12 or 3.13"
     again = "make an environment with another Python: `make setup PYTHON=/path/to/python3.11`, or python3.11 -m venv"
     if short < PYTHON_LEAST:
@@ -133,10 +133,10 @@ def try_out(words: Sequence[str], limit_s: float = LOAD_S) -> Trial:
 
 def packages() -> list[Finding]:
     """Whether the packages are installed, belong together, and load."""
-    return judge_packages(try_out(["packages", *OTHERS]), sys.version_info)
+    return judge_packages(try_out(["packages", *OTHERS]), tuple(sys.version_info[:3]))
 
 
-def judge_packages(tried: Trial, version: Sequence[int]) -> list[Finding]:
+def judge_packages(tried: Trial, version: tuple[int, ...]) -> list[Finding]:
     """Judges what trying to load the packages has given.
 
     Args:
@@ -177,8 +177,11 @@ def judge_packages(tried: Trial, version: Sequence[int]) -> list[Finding]:
         failed, why = tried.died_at, tried.end
     have = _have(versions)
     if failed:
-        found = f"{NAMES.get(failed, failed)} does not load: {' '.join(why.split())[:300]} ({have})"
-        line = right.pip(gpu).replace("install ", "install --force-reinstall ", 1)
+        at = tried.last("at", "")
+        found = f"{NAMES.get(failed, failed)} ({at}) does not load: {' '.join(why.split())[:300]} (installed: {have})"
+        line = right.pip(gpu)
+        if _set_of(versions) == right:  # its files are not what they were
+            line = line.replace("install ", "install --force-reinstall --no-deps ", 1)
         findings.append(Finding("packages", "ERROR", found, str(right), line))
     elif not missing:
         findings.append(_judge_set(versions, have, right, gpu))
@@ -186,8 +189,9 @@ def judge_packages(tried: Trial, version: Sequence[int]) -> list[Finding]:
 
 
 def _judge_set(versions: Mapping[str, str], have: str, right: Set, gpu: bool) -> Finding:
-    torch, fbgemm, torchrec = (_plain(versions.get(name, "")) for name in ("torch", _fbgemm_of(versions), "torchrec"))
-    if Set(torch, fbgemm, torchrec) in SETS:
+    here = _set_of(versions)
+    torch, fbgemm = here.torch, here.fbgemm
+    if here in SETS:
         return Finding("packages", "OK", f"{have} load together, and are a tested set")
     if any(one.fbgemm == fbgemm and one.torch != torch for one in SETS) and any(one.torch == torch for one in SETS):
         found = f"FBGEMM {fbgemm} is built for another torch than {torch} ({have})"
@@ -195,14 +199,20 @@ def _judge_set(versions: Mapping[str, str], have: str, right: Set, gpu: bool) ->
     return Finding("packages", "WARN", f"{have} load together, and are not a tested set", TESTED, right.pip(gpu))
 
 
-def set_for(versions: Mapping[str, str], version: Sequence[int]) -> Set:
+def set_for(versions: Mapping[str, str], version: tuple[int, ...]) -> Set:
     """Returns the tested set that is nearest to what is installed: that of its torch, else the one for this Python."""
     torch = _plain(versions.get("torch", ""))
     for exact in (torch, ".".join(torch.split(".")[:2])):
         for one in SETS:
             if exact and (one.torch == exact or one.torch.startswith(f"{exact}.")):
                 return one
-    return SETS[-1] if tuple(version[:2]) >= (3, 13) else SETS[0]
+    return SETS[-1] if version[:2] >= (3, 13) else SETS[0]
+
+
+def _set_of(versions: Mapping[str, str]) -> Set:
+    """Returns the releases that are installed; "" of one that is not."""
+    torch, fbgemm, torchrec = (_plain(versions.get(name, "")) for name in ("torch", _fbgemm_of(versions), "torchrec"))
+    return Set(torch, fbgemm, torchrec)
 
 
 def _fbgemm_of(versions: Mapping[str, str]) -> str:

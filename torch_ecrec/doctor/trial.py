@@ -43,7 +43,8 @@ def packages(others: list[str]) -> None:
     for name in LOADED:
         if name in lacking:
             continue
-        say(loads=name)
+        spec = importlib.util.find_spec(name)
+        say(loads=name, at=str((spec and spec.origin) or ""))
         try:
             module = importlib.import_module(name)
             if name == "fbgemm_gpu":
@@ -63,6 +64,7 @@ def kernels() -> None:
     """Says whether the cache has all kernels, and whether its folder can be written."""
     say(loads="kernels")
     import numba
+    from numba.extending import is_jitted
 
     from torch_ecrec.codec import field
     from torch_ecrec.processes.launch import warm
@@ -73,18 +75,18 @@ def kernels() -> None:
 
     read: Callable[..., Any] = KernelCache.load_overload
 
-    def read_or_refuse(cache: KernelCache, signature: Any, context: Any) -> Any:
-        found = read(cache, signature, context)
+    def read_or_refuse(cache: KernelCache, sig: Any, target_context: Any) -> Any:
+        found = read(cache, sig, target_context)
         if found is None:
             raise NotCompiled(cache.stem)
         return found
 
-    if numba.config.DISABLE_JIT:
+    if not is_jitted(numba.njit(_unwritable)):  # as `kernel` finds out
         say(disabled=True)
         return
     folder = KernelCache(next(iter(_kernels_of(field)))).cache_path
     say(folder=folder, unwritable=_unwritable(folder))
-    KernelCache.load_overload = read_or_refuse  # type: ignore[method-assign]
+    KernelCache.load_overload = read_or_refuse  # type: ignore[method-assign,assignment]
     try:
         warm()
     except NotCompiled as error:
