@@ -16,7 +16,7 @@ secret and of a word that no other channel uses, so that none of them can be pas
 it listens where this host alone gets to, and takes everybody for a friend.
 
 Invariants, of the listener.
-- A *stranger*, who has not proved that he knows the secret, is sent a nonce and a proof, and may send 104 bytes within
+- A *stranger*, who has not proved that he knows the secret, is sent a nonce and a proof, and may send 72 bytes within
   `PROVE_S`. Of more than `STRANGERS_MOST` the one goes who came first, so that there is always room for the next.
 - A friend has `CALL_S` in all, `PAUSE_S` between two of his bytes, and `BYTES_MOST` in each direction. Friends are
   served one after the other, since two at a time would measure each other.
