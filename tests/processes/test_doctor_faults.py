@@ -466,7 +466,9 @@ HTTP = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"
 
 @pytest.mark.parametrize("secret", ["", SECRET])
 @pytest.mark.parametrize(
-    "says", [HTTP, b'{"type":"welcome"}\n', b"\0\xff" * 40, b""], ids=["http", "json", "bytes", "none"]
+    "says",
+    [HTTP, b'{"type":"welcome","version":"%b"}\n' % torch_ecrec.__version__.encode(), b"\0\xff" * 40, b""],
+    ids=["http", "json", "bytes", "none"],
 )
 def test_a_stranger_where_the_coordinator_is_to_be(says: bytes, secret: str) -> None:
     variables = {"TORCH_ECREC_SECRET": secret} if secret else {}
