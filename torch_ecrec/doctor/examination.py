@@ -24,6 +24,7 @@ from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.settings import Settings
 
 LOOK_S = 0.1
+LINE_MOST = 78  # on a narrow terminal a longer line would wrap, and stay
 CLEAR = "\r\x1b[K"  # the line of a terminal
 
 
@@ -120,9 +121,10 @@ def _run(checks: Sequence[Check], asked: Asked, terminal: IO[str] | None) -> dic
         Worker(_work(check, asked, ended), f"doctor: {check.name}", log_error).start()
     found: dict[str, Sequence[Finding]] = {}
     left = {check.name: check for check in checks}
+    told = ""
     while left:
-        if terminal is not None:
-            print(f"{CLEAR}checks: {', '.join(left)} ..."[: 110 + len(CLEAR)], end="", file=terminal, flush=True)
+        if terminal is not None and told != (told := f"checks: {', '.join(left)} ..."[:LINE_MOST]):
+            print(f"{CLEAR}{told}", end="", file=terminal, flush=True)
         try:
             name, findings = ended.get(timeout=LOOK_S)
         except queue.Empty:
