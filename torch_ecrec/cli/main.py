@@ -22,6 +22,7 @@ from torch_ecrec.cli import (
     checkpoints,
     coordinator,
     demo,
+    doctor,
     drain,
     experiments,
     plan,
@@ -73,6 +74,7 @@ COMMANDS: dict[str, Command] = {  # in the order of `--help`
     "experiments": experiments,
     "settings": settings,
     "warm": warm,
+    "doctor": doctor,
 }
 
 

@@ -329,12 +329,8 @@ class Settings:
         values: dict[str, Any] = {}
         _require_known(os.environ)
         for field in dataclasses.fields(Settings):
-            text = os.environ.get(f"TORCH_ECREC_{field.name.upper()}")
-            if text is not None and field.name not in overrides:
-                try:
-                    values[field.name] = _NUMBERS.get(type(field.default), str)(text)
-                except ValueError:
-                    raise ValueError(f"TORCH_ECREC_{field.name.upper()} must be a number, got {text!r}") from None
+            if f"{PREFIX}{field.name.upper()}" in os.environ and field.name not in overrides:
+                values[field.name] = _value_of(field)
         return Settings(**{**values, **overrides})
 
     @staticmethod
@@ -353,10 +349,46 @@ class Settings:
             found |= {name: " ".join(meaning.split()) for name in names.split(", ") if meaning}
         return {field.name: found.get(field.name, "") for field in dataclasses.fields(Settings)}
 
+    @staticmethod
+    def examine_environment() -> tuple[Settings, dict[str, str]]:
+        """Returns the settings of the environment without those that are wrong, and why each of these is, by its name.
+
+        `from_environment` raises at the first that is wrong; `torch-ecrec doctor` names all of them.
+        """
+        known = {field.name: field for field in dataclasses.fields(Settings)}
+        good: dict[str, Any] = {}
+        wrong: dict[str, str] = {}
+        for name in sorted(os.environ):
+            own = name.removeprefix(PREFIX).lower()
+            try:
+                _require_known([name])
+                if name.startswith(PREFIX) and own in known:
+                    value = _value_of(known[own])
+                    Settings(**{**good, own: value})
+                    good[own] = value
+            except (ValueError, TypeError) as error:
+                wrong[name] = str(error)
+        for check, name in ((own_secret, f"{PREFIX}SECRET"), (insecure_rpc, INSECURE_RPC)):
+            try:
+                check()
+            except ValueError as error:
+                wrong[name] = str(error)
+        return Settings(**good), wrong
+
     def environment(self) -> dict[str, str]:
         """Returns the variables that give another process these settings, except `join`: inverts `from_environment`."""
         names = [field.name for field in dataclasses.fields(self) if field.name != "join"]
         return {f"TORCH_ECREC_{name.upper()}": str(getattr(self, name)) for name in names}
+
+
+def _value_of(field: dataclasses.Field[Any]) -> object:
+    """Returns what the environment says of a field of `Settings`. Raises ValueError if that is to be a number."""
+    name = f"{PREFIX}{field.name.upper()}"
+    text = os.environ[name]
+    try:
+        return _NUMBERS.get(type(field.default), str)(text)
+    except ValueError:
+        raise ValueError(f"{name} must be a number, got {text!r}") from None
 
 
 def _require_known(names: Iterable[str]) -> None:
