@@ -38,6 +38,7 @@ STORE = "store"  # of the three, the one that pictures show
 PARTIAL = ("mfu", "ssu")  # those that CPR's abstract has figures of
 TITLE_WIDTH, COLUMNS = 80, 4  # characters of a title, and columns of the legend, for each panel
 DASHES: tuple[tuple[float, ...], ...] = ((), (4, 2), (4, 2, 1, 2), (1, 2), (8, 2))  # of the models, in their order
+LOG_FROM = 5.0  # times the least: an axis of times is logarithmic
 HOURS = 2.0  # of the paper's time, in the picture of progress
 
 Found = Mapping[Cell, Mapping[str, Any]]
@@ -303,13 +304,16 @@ def _progress(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
 
 
 def _recovery_times(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
-    _bars(axes, spec.models, _series(spec, found, lambda one: one["recovered_s"]), "seconds until recovered")
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    series = _series(spec, found, lambda one: one["recovered_s"])
+    _bars(axes, spec.models, series, "seconds until recovered")
+    times_s = [one for line in series.values() for one in line if one]
+    if times_s and max(times_s) > LOG_FROM * min(times_s):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _shares(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
