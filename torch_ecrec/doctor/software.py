@@ -19,6 +19,7 @@ from typing import Any
 from torch_ecrec.doctor import trial
 from torch_ecrec.doctor.findings import Finding
 from torch_ecrec.processes.children import with_own_path
+from torch_ecrec.runtime.installed import SETS, TESTED, Set, release, set_of_torch
 from torch_ecrec.spec.settings import Settings
 
 LOAD_S = 60.0  # TorchRec takes 3 s, and a slow file system several times that
@@ -38,30 +39,6 @@ OTHERS = {  # modules that the package and TorchRec need beside the set, and the
     "iopath": "iopath",
 }
 NAMES = {"torch": "torch", "fbgemm_gpu": "FBGEMM", "torchrec": "TorchRec"}
-
-
-@dataclass(frozen=True)
-class Set:
-    """Releases of torch, FBGEMM and TorchRec that are tested together."""
-
-    torch: str
-    fbgemm: str
-    torchrec: str
-
-    def __str__(self) -> str:
-        return f"torch {self.torch} with FBGEMM {self.fbgemm} and TorchRec {self.torchrec}"
-
-    def pip(self, gpu: bool) -> str:
-        """Returns the commands that bring it. TorchRec's metadata asks for the CUDA build of FBGEMM, so on a CPU it
-        goes in last, without what it asks for."""
-        pip = "python -m pip install"
-        if gpu:
-            return f"{pip} torch=={self.torch} fbgemm-gpu=={self.fbgemm} torchrec=={self.torchrec}"
-        return f"{pip} torch=={self.torch} fbgemm-gpu-cpu=={self.fbgemm} && {pip} --no-deps torchrec=={self.torchrec}"
-
-
-SETS = (Set("2.13.0", "1.8.0", "1.8.0"), Set("2.14.1", "1.9.0", "1.9.2"))
-TESTED = "; or ".join(map(str, SETS))
 
 
 # Python -----------------------------------------------------------------------------------------------
@@ -201,27 +178,18 @@ def _judge_set(versions: Mapping[str, str], have: str, right: Set, gpu: bool) ->
 
 def set_for(versions: Mapping[str, str], version: tuple[int, ...]) -> Set:
     """Returns the tested set that is nearest to what is installed: that of its torch, else the one for this Python."""
-    torch = _plain(versions.get("torch", ""))
-    for exact in (torch, ".".join(torch.split(".")[:2])):
-        for one in SETS:
-            if exact and (one.torch == exact or one.torch.startswith(f"{exact}.")):
-                return one
-    return SETS[-1] if version[:2] >= (3, 13) else SETS[0]
+    newest = SETS[-1] if version[:2] >= (3, 13) else SETS[0]
+    return set_of_torch(versions.get("torch", "")) or newest
 
 
 def _set_of(versions: Mapping[str, str]) -> Set:
     """Returns the releases that are installed; "" of one that is not."""
-    torch, fbgemm, torchrec = (_plain(versions.get(name, "")) for name in ("torch", _fbgemm_of(versions), "torchrec"))
+    torch, fbgemm, torchrec = (release(versions.get(name, "")) for name in ("torch", _fbgemm_of(versions), "torchrec"))
     return Set(torch, fbgemm, torchrec)
 
 
 def _fbgemm_of(versions: Mapping[str, str]) -> str:
     return "fbgemm-gpu" if "fbgemm-gpu" in versions and "fbgemm-gpu-cpu" not in versions else "fbgemm-gpu-cpu"
-
-
-def _plain(version: str) -> str:
-    """Returns a version without its build: "2.13.0+cpu" -> "2.13.0"."""
-    return version.partition("+")[0]
 
 
 def _have(versions: Mapping[str, str]) -> str:
