@@ -280,7 +280,7 @@ def _slots(families: _Families, status: Status, totals: Totals) -> None:
     families.gauges("slot_lost_steps", "Acknowledged steps that the slot lacks: in experiments only.", ["slot"], lost)
     for counter, says in SLOT_COUNTERS.values():
         known = totals.of(counter)
-        by_slot = {(str(one.slot),): known.get((str(one.slot),), 0.0) for one in places}
+        by_slot: dict[Labels, float] = {(str(one.slot),): known.get((str(one.slot),), 0.0) for one in places}
         families.counters(counter, says, ["slot"], by_slot)
     families.gauge("moving_slots", "Slots that are being copied to another server.", status.move is not None)
 
@@ -304,7 +304,9 @@ def _members(families: _Families, status: Status, totals: Totals) -> None:
     families.gauges(
         "member_late_ratio", "The share of time in which training waits for a slow server.", ["member"], slow
     )
-    sent = {(role, kind): totals.of("sent_bytes").get((role, kind), 0.0) for role in ROLES for kind in KINDS}
+    sent: dict[Labels, float] = {
+        (role, kind): totals.of("sent_bytes").get((role, kind), 0.0) for role in ROLES for kind in KINDS
+    }
     families.counters("sent_bytes", "Bytes of tensors that members have sent, by what for.", ["role", "kind"], sent)
     ways = {"memory": 0, "tcp": 0, "rpc": 0}
     for one in present:
@@ -312,7 +314,9 @@ def _members(families: _Families, status: Status, totals: Totals) -> None:
             ways[way] += getattr(one.report.connections, way)
     connections = [((way,), float(count)) for way, count in ways.items()]
     families.gauges("connections", "Connections of members, by what carries them.", ["kind"], connections)
-    refused = {(who,): totals.of("refused_messages").get((who,), 0.0) for who in ("coordinator", *ROLES)}
+    refused: dict[Labels, float] = {
+        (who,): totals.of("refused_messages").get((who,), 0.0) for who in ("coordinator", *ROLES)
+    }
     families.counters("refused_messages", "Messages that were refused, by who has refused them.", ["role"], refused)
 
 
@@ -356,7 +360,7 @@ def _troubles(families: _Families, status: Status, totals: Totals) -> None:
     families.gauge("unresolved_pairs", "Cut pairs for whom nobody can be given up: training stands.", unresolved)
     families.gauge("at_risk_domains", "Failure domains that must not be lost.", len(status.at_risk))
     families.gauge("inexact", "Things that make this run another than an undisturbed one.", len(status.inexact))
-    recoveries = {(): totals.of("partial_recoveries").get((), 0.0)}
+    recoveries: dict[Labels, float] = {(): totals.of("partial_recoveries").get((), 0.0)}
     families.counters("partial_recoveries", "Partial recoveries, each of which has lost some updates.", (), recoveries)
     lost = 0.0 if partial is None else partial.lost_samples
     families.gauge("lost_samples_ratio", "The share of samples that partial recoveries have lost.", lost)

@@ -202,9 +202,11 @@ class WebServer:
         try:
             self._loop.run_until_complete(self._serve())
         finally:
-            for task in asyncio.all_tasks(self._loop):
+            left = asyncio.all_tasks(self._loop)
+            for task in left:
                 task.cancel()
-            self._loop.run_until_complete(asyncio.sleep(0))
+            if left:
+                self._loop.run_until_complete(asyncio.wait(left, timeout=END_S / 2))
             self._loop.close()
 
     async def _serve(self) -> None:
@@ -356,7 +358,11 @@ class WebServer:
             raise _Unavailable(STANDS_BY)
         cluster = self._cluster
         log.info("http: %s asks: drain %r, undo %s", request.remote, said.member, said.undo)
-        why = await self._await(lambda done: cluster.drain(said.member, said.undo, done))
+
+        def ask(done: Callable[[str], None]) -> None:
+            cluster.drain(said.member, said.undo, done)
+
+        why = await self._await(ask)
         if why:
             return _text(HTTPStatus.CONFLICT, why)
         self._changed_s = self._loop.time()
