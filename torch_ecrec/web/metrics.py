@@ -18,6 +18,7 @@ A figure that is new in the status is a line of `metrics_of`, and, if it only gr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
@@ -74,8 +75,7 @@ class Totals:
         early = self._again and not self._placed
         for member in status.members:
             before = self._of_before.setdefault((member.name, member.pid), early)
-            for kind, sent in (member.report.bytes_sent or {}).items():
-                kind = kind if kind in KINDS else "other"
+            for kind, sent in _by_kind(member).items():
                 self._count("sent_bytes", (member.role, kind), (member.name, kind), member.pid, sent, before)
             if (refused := member.report.refused_messages) is not None:
                 who = (member.name, "refused")
@@ -213,6 +213,14 @@ def member_state(member: MemberStatus) -> str:
     if member.role == "trainer":
         return "training"
     return "draining" if member.draining else "spare" if member.spare else "serving"
+
+
+def _by_kind(member: MemberStatus) -> Counter[str]:
+    """Returns what a member has sent, by those kinds that are known here."""
+    found: Counter[str] = Counter()
+    for kind, sent in (member.report.bytes_sent or {}).items():
+        found[kind if kind in KINDS else "other"] += sent
+    return found
 
 
 def _about_process(families: _Families, leads: bool) -> None:
