@@ -17,7 +17,7 @@ from torch_ecrec.web.place import Place
 from torch_ecrec.web.server import Cluster, WebServer
 
 ANYWHERE = Place("127.0.0.1", 0)
-SECRET = "correct horse battery staple"
+SECRET = "correct-horse-battery-staple"
 
 
 class MadeUp:

@@ -207,6 +207,8 @@ class WebServer:
                 task.cancel()
             if left:
                 self._loop.run_until_complete(asyncio.wait(left, timeout=END_S / 2))
+            for _ in range(3):  # one that has just been accepted comes, is ended, and is closed
+                self._loop.run_until_complete(asyncio.sleep(0))
             self._loop.close()
 
     async def _serve(self) -> None:
@@ -462,6 +464,7 @@ class _Doors(web.Server):
             logger=_quiet(),
         )
         self._peers: dict[asyncio.Transport, _Peer] = {}
+        self._over = False
 
     def _request(
         self,
@@ -480,7 +483,9 @@ class _Doors(web.Server):
         transport.set_write_buffer_limits(high=1 << 16)
         self._peers[transport] = _Peer(asyncio.get_running_loop().time())
         idle = [one for one, peer in self._peers.items() if not peer.streams]
-        if len(self._peers) > CONNECTIONS_MOST and idle:
+        if self._over:
+            self._drop(transport)
+        elif len(self._peers) > CONNECTIONS_MOST and idle:
             self._drop(min(idle, key=lambda one: self._peers[one].asked_s))
 
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
@@ -505,7 +510,8 @@ class _Doors(web.Server):
                 self._drop(transport)
 
     def end(self) -> None:
-        """Ends all."""
+        """Ends all, and whoever still comes."""
+        self._over = True
         for transport in list(self._peers):
             self._drop(transport)
 
