@@ -79,6 +79,7 @@ STANDS_BY = "this coordinator stands by: another one leads"
 TOLD_S = 5.0  # refusals and errors are logged once in so long at most
 BIND_AGAIN_S = 1.0
 END_S = 2.0
+ROUNDS = 8  # of the loop, in which one that has just been accepted comes, is ended, and is closed
 
 
 @dataclass(frozen=True)
@@ -207,8 +208,6 @@ class WebServer:
                 task.cancel()
             if left:
                 self._loop.run_until_complete(asyncio.wait(left, timeout=END_S / 2))
-            for _ in range(3):  # one that has just been accepted comes, is ended, and is closed
-                self._loop.run_until_complete(asyncio.sleep(0))
             self._loop.close()
 
     async def _serve(self) -> None:
@@ -226,8 +225,11 @@ class WebServer:
             await self._stop.wait()
         finally:
             ticking.cancel()
-            server.close()
+            self._loop.remove_reader(self._listener)  # nobody comes any more; who has just come must find it open
             self._doors.end()
+            for _ in range(ROUNDS):
+                await asyncio.sleep(0)
+            server.close()
 
     async def _tick(self) -> None:
         """Follows the status, also while nobody looks: who is gone is not shown for ever."""
@@ -484,9 +486,9 @@ class _Doors(web.Server):
         self._peers[transport] = _Peer(asyncio.get_running_loop().time())
         idle = [one for one, peer in self._peers.items() if not peer.streams]
         if self._over:
-            self._drop(transport)
+            self._drop_soon(transport)
         elif len(self._peers) > CONNECTIONS_MOST and idle:
-            self._drop(min(idle, key=lambda one: self._peers[one].asked_s))
+            self._drop_soon(min(idle, key=lambda one: self._peers[one].asked_s))
 
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
         """One is gone."""
@@ -513,7 +515,13 @@ class _Doors(web.Server):
         """Ends all, and whoever still comes."""
         self._over = True
         for transport in list(self._peers):
-            self._drop(transport)
+            self._drop_soon(transport)
+
+    def _drop_soon(self, transport: asyncio.Transport) -> None:
+        """As `_drop`, once aiohttp's own task for it has begun, which may have come a moment ago: it counts on that."""
+        self._peers.pop(transport, None)
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, transport.abort)
 
     def _drop(self, transport: asyncio.Transport) -> None:
         self._peers.pop(transport, None)
