@@ -62,10 +62,10 @@ class Page:
         return answer["result"].get("value")
 
     async def until(self, script: str, why: str) -> None:
-        """Waits until an expression is true."""
+        """Waits until an expression is true; one that cannot be computed yet is not."""
         end_s = time.monotonic() + WAIT_S
-        while not await self.ask(f"!!({script})"):
-            text = await self.ask("document.body.innerText")
+        while not await self.ask(f"(() => {{ try {{ return !!({script}) }} catch {{ return false }} }})()"):
+            text = await self.ask("document.body ? document.body.innerText : ''")
             assert time.monotonic() < end_s, f"not within {WAIT_S:g} s: {why}; the page says {text[:1500]}"
             await asyncio.sleep(0.1)
 
