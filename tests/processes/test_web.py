@@ -183,6 +183,19 @@ def test_a_drain_is_asked_for(web: WebServer, made_up: MadeUp) -> None:
     assert len(made_up.drains) == 3
 
 
+def test_members_of_a_coordinator_before_are_not_counted_again(web: WebServer, made_up: MadeUp) -> None:
+    """Nobody has told this one that it takes the place of another, but members come that were there."""
+    at, made_up.status = whole(step=500), whole(slots=0, step=0, members=[])
+    assert "torch_ecrec_steps_total 0.0" in ask(web, "/metrics")[2]
+    web.happened({"event": "regathering"})
+    made_up.status = replace(at, slots=[])
+    wait_until(lambda: 'members_alive{role="server"} 4.0' in ask(web, "/metrics")[2], WAIT_S, "they are there")
+    made_up.status = at
+    wait_until(lambda: 'slots{state="healthy"} 3.0' in ask(web, "/metrics")[2], WAIT_S, "they have said all")
+    text = ask(web, "/metrics")[2]
+    assert "torch_ecrec_steps_total 0.0" in text and 'sent_bytes_total{kind="lookup",role="server"} 0.0' in text
+
+
 # --- who may ask ------------------------------------------------------------------------------------------------------
 
 

@@ -82,7 +82,7 @@ def test_what_an_operator_sees(tmp_path: Path) -> None:
         assert await page.ask("getComputedStyle(document.querySelector('#state')).borderLeftColor") != state, (
             "and a colour"
         )
-        assert "43 %" in await page.ask("document.querySelector('#sentence').textContent")
+        assert "43\u00a0%" in await page.ask("document.querySelector('#sentence').textContent")
         assert await page.ask("document.querySelector('#slots progress:not([hidden])').value") == 0.43
         await page.until(
             "document.querySelector('#events').textContent.includes('server-1 is lost, with slot 1')", "event"

@@ -57,6 +57,7 @@ NO_ROOM = (OSError, MemoryError, RuntimeError)  # the last: no thread can be sta
 FINAL = (0, 2, 3)  # exit codes of a server
 FINAL_OF_COORDINATOR = (0, DataLoss.exit_code, OtherCluster.exit_code)
 LOADED = ("torch_ecrec.processes.launch:warm", "torch_ecrec.processes.coordination")  # before processes are forked
+LOADED_FOR_HTTP = "torch_ecrec.web.server"  # so that a coordinator that takes the place of another is there at once
 
 
 @dataclass
@@ -126,7 +127,8 @@ class Supervisor:
             prepare_logs(logs)
         self._rules = ["--servers", str(code.slots), "--spares", str(spares), "-k", str(code.k), "-r", str(code.r)]
         self._rules += ["--protection", code.protection, "--without-spare", without_spare, *coordinator]
-        self._forks = ForkServer.shared(LOADED, self.environment) if is_available() else None
+        loaded = LOADED if http is None else (*LOADED, LOADED_FOR_HTTP)
+        self._forks = ForkServer.shared(loaded, self.environment) if is_available() else None
         belongs_here(self)
         try:
             self.coordinator = self._start_coordinator(host, port)

@@ -116,9 +116,8 @@ class Totals:
         """Members that a status no longer shows have no later report."""
         there = {(one.name, one.pid) for one in status.members}
         self._of_before = {who: before for who, before in self._of_before.items() if who in there}
-        names = {name for name, _ in there}
-        slots = {f"slot {place.slot}" for place in status.slots}
-        self._last = {who: last for who, last in self._last.items() if not who[0] or who[0] in names | slots}
+        known = {"", *(name for name, _ in there), *(f"slot {place.slot}" for place in status.slots)}
+        self._last = {who: last for who, last in self._last.items() if who[0] in known}
 
 
 class _Families:

@@ -75,6 +75,7 @@ STATUS_S = 3.0  # for the coordinator's thread to say one
 FRESH_S = 0.5  # as long as it is younger nobody asks for another
 TICK_S = 1.0
 WRONG_S = 0.5  # before the answer to a wrong secret
+OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 STANDS_BY = "this coordinator stands by: another one leads"
 TOLD_S = 5.0  # refusals and errors are logged once in so long at most
 BIND_AGAIN_S = 1.0
@@ -144,7 +145,7 @@ class WebServer:
         self._seen: _Seen | None = None
         self._asking: asyncio.Task[_Seen] | None = None
         self._asked_s = self._changed_s = -math.inf  # when a status was asked for last, and when something happened
-        self._metrics: tuple[_Seen | None, str, bytes, str] | None = None
+        self._metrics: dict[str, tuple[_Seen, bytes, str]] = {}  # the last, by what is accepted
         self._news = asyncio.Event()  # there is something to send; a new one each time
         self._doors: _Doors
         self._streams = self._unproved = 0
@@ -189,6 +190,8 @@ class WebServer:
 
     def _happened(self, event: dict[str, Any], time_s: float) -> None:
         self._feed.happened(event, time_s)
+        if event.get("event") == "regathering":  # members of a coordinator before come, though nobody has said so
+            self._totals = Totals(again=True)
         self._changed_s = self._loop.time()
         self._wake()
 
@@ -336,13 +339,13 @@ class WebServer:
         return _data(page(), "text/html; charset=utf-8", {"Content-Security-Policy": policy()})
 
     async def _show_metrics(self, request: web.BaseRequest) -> web.StreamResponse:
-        accept = request.headers.get("Accept", "")
+        accept = OPEN_METRICS if OPEN_METRICS.partition(";")[0] in request.headers.get("Accept", "") else ""
         if self._cluster is None:
-            return _metrics(*text_of(not_leading(), accept))
+            return _data(*text_of(not_leading(), accept))
         seen = await self._status()
-        if self._metrics is None or self._metrics[:2] != (seen, accept):
-            self._metrics = (seen, accept, *text_of(metrics_of(seen.status, self._totals), accept))
-        return _metrics(*self._metrics[2:])
+        if accept not in self._metrics or self._metrics[accept][0] is not seen:
+            self._metrics[accept] = (seen, *text_of(metrics_of(seen.status, self._totals), accept))
+        return _data(*self._metrics[accept][1:])
 
     async def _show_status(self, request: web.BaseRequest) -> web.StreamResponse:
         return _data((await self._status()).said, "application/json")
@@ -565,10 +568,6 @@ def _data(body: bytes, kind: str, more: Mapping[str, str] | None = None) -> web.
 def _text(status: int, words: str) -> web.Response:
     headers = {**_HEADERS, "Content-Type": "text/plain; charset=utf-8"}
     return web.Response(status=status, body=f"{words}\n".encode(errors="replace"), headers=headers)
-
-
-def _metrics(body: bytes, kind: str) -> web.Response:
-    return _data(body, kind)
 
 
 def _sse(kind: str, data: bytes, number: str = "") -> bytes:
