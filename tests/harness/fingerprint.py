@@ -53,14 +53,14 @@ IGNORED: Mapping[str, frozenset[str]] = {
     # where it sends, what it announces, when it was called last, when it heard of a member last: leases end
     # when they are told to; which process a member is, its name says
     "Coordinator": frozenset({"_send", "_announce", "_gathering"}),
-    "ClusterState": frozenset({"announce", "slowness"}),
+    "ClusterState": frozenset({"announce", "slowness", "progress"}),  # the last: figures for people
     "Members": frozenset({"send", "_ticked_s"}),
     "RunningJob": frozenset({"_announce"}),
     "Roster": frozenset({"_announce"}),
     "Suspicion": frozenset({"_beats"}),  # how regularly they come
     "Eras": frozenset({"_announce"}),
-    "SlotTable": frozenset({"_announce"}),
-    "MemberRecord": frozenset({"heard_s", "birth"}),
+    "SlotTable": frozenset({"_announce", "_redundancies"}),  # the last: for people, of what is there
+    "MemberRecord": frozenset({"heard_s", "birth", "gone_s", "why_gone"}),
     # what it said is taken away; the rest is the same in all states of a process, or follows from its phase
     "Process": frozenset({"out", "script", "scenario", "_scenario", "_oracle"}),
 }

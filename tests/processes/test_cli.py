@@ -158,7 +158,7 @@ def test_bad_data(
         (["demo", "-k", "two"], "argument -k: invalid int value: 'two'"),
         (["up", "--port", "70000"], "a port is a number up to 65535, got '70000'"),
         (["up", "--port", "http"], "a port is a number up to 65535, got 'http'"),
-        (["upp"], "invalid choice: 'upp'"),
+        (["nothing"], "invalid choice: 'nothing'"),
         ([], "the following arguments are required: COMMAND"),
     ],
 )
@@ -366,19 +366,21 @@ def ask(join: str, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_status(join: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "--join", join, "--tables"]) == 0
+    assert main(["status", "--join", join, "--tables"]) == 1
     text = capsys.readouterr().out
-    assert "(k, r) = (2, 1) on 3 slots, 0 tables" in text.splitlines()[0]
+    assert text.startswith("WARN: the cluster has not begun") and "(k, r) = (2, 1) on 3 slots, 0 tables" in text
     assert "no slots placed yet" in text and all(f"server-{i}" in text for i in range(3))
 
     monkeypatch.setenv("TORCH_ECREC_JOIN", join)
-    assert main(["status", "--json"]) == 0
+    assert main(["status", "--json"]) == 1
     status = json.loads(capsys.readouterr().out)
     assert status["version"] == torch_ecrec.__version__
     assert status["code"] == {"slots": 3, "k": 2, "r": 1, "protection": "parity"}
     assert (status["epoch"], status["step"], status["slots"], status["fatal"]) == (0, 0, [], None)
     assert [m["name"] for m in status["members"]] == ["server-0", "server-1", "server-2"]
     assert all(m["alive"] and m["role"] == "server" and m["pid"] > 0 for m in status["members"])
+    said = {"schema": status.pop("schema"), "verdict": status.pop("verdict")}
+    assert said["schema"] == 1 and said["verdict"]["level"] == "WARN"
     assert json.loads(json.dumps(json_of(of_message(status)))) == status, "what is printed is what is declared"
 
 

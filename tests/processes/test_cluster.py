@@ -89,15 +89,19 @@ def cluster(
     spares: int = 0,
     trainers: int = TRAINERS,
     environment: dict[str, str] | None = None,
+    waits: bool = False,
     **orders: Any,
 ) -> Iterator[Cluster]:
     """Only trainer 0 holds and pauses: the others wait for it, a step ahead at most. Shows the logs on failure.
 
-    `environment` is for the servers and the coordinator.
+    `environment` is for the servers and the coordinator. `waits`: nobody starts a server in place of one that died,
+    and its slots wait for one.
     """
     children: list[Child] = []
     try:
-        with Supervisor(code, spares, logs=logs, environment={**ENVIRONMENT, **(environment or {})}) as supervisor:
+        more = {"restart": False, "without_spare": "wait"} if waits else {}
+        environment = {**ENVIRONMENT, **(environment or {})}
+        with Supervisor(code, spares, logs=logs, environment=environment, **more) as supervisor:
             try:
                 first = Orders(supervisor.join, trainers=trainers, **orders)
                 for trainer in range(trainers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -107,7 +108,7 @@ def test_status_says_for_whom() -> None:
     h = Harness(trainers=3).start()
     h.say("trainer-0", type="beat", report={"awaits": [1, 2]})
     text = format_status(h.core.status(h.now_s))
-    assert "waits for trainers 1, 2" in text and text.count("training") == 2
+    assert "waits for trainers 1, 2" in text and len(re.findall(r"^ +trainer-\d.* training ", text, re.M)) == 2
     h.say("trainer-0", type="beat", report={"awaits": []})
     assert "waits for" not in format_status(h.core.status(h.now_s))
 
@@ -129,8 +130,8 @@ def test_a_trainer_hears_at_once_and_again_whom_the_cluster_lacks() -> None:
         h.core.on_tick(h.now_s)
     assert len(gathered(h, "trainer-0")) == 3, "every five seconds"
     text = format_status(h.core.status(h.now_s))
-    assert "0 of 3 servers and 1 of 2 trainers are there; a server is started by: torch-ecrec serve" in text
-    assert "training" not in text and "waiting" in text
+    assert text.startswith("WARN: the cluster has not begun: 0 of 3 servers and 1 of 2 trainers are there\n  to do: a ")
+    assert "server is started by: torch-ecrec serve" in text and re.search(r"^ +trainer-0 .* waiting ", text, re.M)
     h.server()
     assert gathered(h, "trainer-0")[-1]["servers"] == (1, 3) and len(gathered(h, "server-0")) == 1
 

@@ -30,13 +30,14 @@ SWEEPS = (  # runs of the simulated cluster, hundreds of them
     *("restores_early", "scrubbing", "silence", "simulation", "slow", "warmed"),
 )
 PROCESSES = (  # clusters of real processes, or many of them
-    *("bench_gpu", "bench_runs", "chaos_hosts", "checkpointing", "checkpoints", "clean_end"),
-    *("cli", "cluster", "columns", "coordinator_end", "drain", "exit_codes", "experiments_run", "flips", "fork_server"),
-    *("given_numbers_run", "hanging_store", "hangs", "heartbeats", "held_lock", "host_clusters", "hostile", "hosts"),
-    *("ipv6", "killed_early", "lifetime", "membership", "oracle_model_parallel", "oracle_optim", "oracle_pipelines"),
-    *("oracle_sequences", "oracle_shardings", "public_names", "real_loops", "reduce", "rehearsal", "run"),
-    *("second_jobs", "secret", "shadows", "signals", "slow_server", "sockets", "standbys", "started_again"),
-    *("supervisor", "table_optimizers", "told_to_end", "torchrec", "transport", "unclosed", "unlocked"),
+    *("bench_gpu", "bench_runs", "chaos_hosts", "checkpointing", "checkpoints", "clean_end", "cli"),
+    *("cluster", "columns", "coordinator_end", "doctor_faults", "drain", "exit_codes", "experiments_run"),
+    *("flips", "fork_server", "given_numbers_run", "hanging_store", "hangs", "heartbeats", "held_lock"),
+    *("host_clusters", "hostile", "hosts", "ipv6", "killed_early", "lifetime", "membership", "mistakes"),
+    *("oracle_model_parallel", "oracle_optim", "oracle_pipelines", "oracle_sequences", "oracle_shardings"),
+    *("public_names", "real_loops", "reduce", "rehearsal", "run", "second_jobs", "secret", "shadows"),
+    *("signals", "slow_server", "sockets", "standbys", "started_again", "status_answers", "supervisor"),
+    *("table_optimizers", "told_to_end", "torchrec", "transport", "unclosed", "unlocked"),
 )
 LOOPS = ("attach", "compiled", "given_numbers", "loops", "managed", "mixed", "pipelines", "probe", "reader", "values")
 STORES = ("importing", "storage_catalog", "storage_hostile", "storage_parts", "storage_s3", "storage_saves")

@@ -48,6 +48,7 @@ RANKS = {
     "coordinator": 7,
     "web": 7,
     "processes": 8,
+    "doctor": 9,
     "resume": 9,
     "state_dicts": 10,
     "nn": 11,
@@ -68,7 +69,7 @@ RANKS = {
 # Only this module reads the environment.
 ENVIRONMENT_READER = "torch_ecrec.spec.settings"
 # These start processes: they may hand the environment on, changed or not, without looking into it.
-ENVIRONMENT_PASSERS = {"processes", "testing", "demo", "bench", "rehearsal"}
+ENVIRONMENT_PASSERS = {"processes", "testing", "demo", "doctor", "bench", "rehearsal"}
 # Modules with a reason to do more, each with that reason: module -> kinds of access allowed ("read", "copy", "write").
 ENVIRONMENT_EXCEPTIONS: dict[str, set[str]] = {}
 

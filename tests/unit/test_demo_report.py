@@ -25,7 +25,8 @@ from coordinator_words import (
 
 from torch_ecrec.demo.plot import spread, throughput
 from torch_ecrec.demo.report import Record, format_kill
-from torch_ecrec.observe.text import format_connections, format_status
+from torch_ecrec.observe.text import format_status
+from torch_ecrec.observe.words import format_connections
 from torch_ecrec.protocol.status import Connections, Report, RestoredStatus, SlotReport, SlotStatus
 
 
@@ -258,16 +259,19 @@ def test_status_as_text() -> None:
         ],
     )
     lines = format_status(said).splitlines()
-    assert "(k, r) = (2, 1) on 3 slots, 26 tables, epoch 3, roster 2, step 7" in lines[0]
-    assert re.search(r"0 +server-0 +0 +healthy +7 +5 +3.0 MiB +2.0 KiB +10 B +0 B", lines[2])
-    assert re.search(r"1 +server-3 +1 +rebuilding 42% ", lines[3])
-    assert re.search(r"2 +\(nobody\) +1 +waiting +- ", lines[4])
-    states = {line.split()[0]: line.split()[3] for line in lines if re.match(r" +(server|trainer)-", line)}
+    assert lines[0] == "ERROR: slot 2 has no server, and training waits for it" and "torch-ecrec serve" in lines[1]
+    assert any("(k, r) = (2, 1) on 3 slots, 26 tables, epoch 3, roster 2" in line for line in lines)
+    assert any(re.match(r" +training +step 7$", line) for line in lines)
+    slots = lines[next(i for i, line in enumerate(lines) if "watermark" in line) :]
+    assert re.search(r"0 +server-0 +- +0 +healthy +7 +5 +3.0 MiB +2.0 KiB +10 B +0 B", slots[1])
+    assert re.search(r"1 +server-3 +- +1 +rebuilding 42% ", slots[2])
+    assert re.search(r"2 +\(nobody\) +- +1 +waiting +- ", slots[3])
+    states = {line.split()[0]: line.split()[5] for line in lines if re.match(r" +(server|trainer)-", line)}
     assert states == {
         "server-0": "serving", "server-3": "serving", "server-1": "lost", "server-4": "spare", "server-5": "serving,",
         "trainer-0": "left",
     }  # fmt: skip
-    assert any(re.search(r"server-5 +server +7 +serving, draining +0.2 s", line) for line in lines)
+    assert any(re.search(r"server-5 +server +- +- +7 +serving, draining +0.2 s", line) for line in lines)
     ways = {line.split()[0]: re.split(r"  +", line.strip())[-1] for line in lines if " server " in line}
     assert ways["server-0"] == "2 in memory, 3 over TCP, packed to 61% where it pays" and ways["server-3"] == "-"
     assert format_connections(Connections(tcp=1)) == "1 over TCP"

@@ -74,6 +74,10 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     assert broken(document, root=tmp_path) == ["#b: no such heading", "../d.md: outside the repository"]
 
 
+def test_the_readme_is_read_in_a_few_minutes() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 800
+
+
 # --- names of the code -----------------------------------------------------------------------------------------------
 
 GUIDES = [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architecture.md", ROOT / "docs" / "glossary.md"]

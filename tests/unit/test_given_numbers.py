@@ -135,6 +135,7 @@ _INNER = {
     "Merged",
     "Field",
     "Schema",
+    "Scale",  # of a command line
 }
 """Records that look at what they are made of, and are made of what others have taken."""
 

@@ -43,7 +43,9 @@ def test_a_status_is_shown_and_read_again() -> None:
     shown = json.loads(json.dumps(json_of(SAID)))
     assert of_message(shown) == SAID
     assert shown["type"] == "status" and list(shown) == ["type", *SAID.__struct_fields__], "in this order"
-    assert shown["slots"][0] == {"slot": 0, "server": "server-0", "incarnation": 0, "healthy": True}
+    assert shown["slots"][0] == {
+        **{"slot": 0, "server": "server-0", "incarnation": 0, "healthy": True, "filling": None}
+    }
     assert shown["members"][2]["report"] == {"awaits": [1]}, "what a member does not say is absent"
 
 
@@ -135,7 +137,8 @@ def test_tables_of_a_status_as_text() -> None:
         ["dealt", "90", "4", "slots 1-2", "as rows"],
         [""],
     ]
-    assert lines[1].endswith("  records/mean  load/mean") and re.search(r"  1\.\d\d +2\.9\d$", lines[2])
+    head = next(i for i, line in enumerate(lines) if "load/mean" in line)
+    assert lines[head].endswith("  records/mean  load/mean") and re.search(r"  1\.\d\d +2\.9\d$", lines[head + 1])
     two = TableStatus(name="t", rows=2, dim=4, slots=[(0, 1), (4, 4)], pooled=False)
     runs = coordinator_words.status(spread=SpreadStatus([two], [], []))
     assert "slots 0-1, 4" in format_status(runs)

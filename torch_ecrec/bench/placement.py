@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch_ecrec.bench import record
 from torch_ecrec.demo.criteo import CARDINALITIES
 from torch_ecrec.layout.placing import LONG_BAG, SHARDINGS
-from torch_ecrec.observe.text import lies_on
+from torch_ecrec.observe.words import lies_on
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
 from torch_ecrec.spec.spread import Spread, TableSpread, of_mean, spread_of

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -29,6 +32,7 @@ if TYPE_CHECKING:  # it loads torch: not to read a command line
     from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 
 STORE_S = 60.0  # for one small file, at the start
+QUIET_S = 2.0  # in which nothing is said of what is waited for
 
 
 def port(text: str) -> int:
@@ -331,6 +335,42 @@ def add_join(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="the coordinator, or etcd://... for whichever leads (default: $TORCH_ECREC_JOIN)",
     )
+
+
+def asks(arguments: argparse.Namespace) -> tuple[Settings, str]:
+    """Returns the settings, and where the coordinator is that is asked (`add_join`).
+
+    Raises:
+        ValueError: nobody says where.
+    """
+    settings = settings_of(arguments)
+    if settings.join is None:
+        raise ValueError("name the coordinator: --join HOST:PORT, or --join etcd://HOST:PORT/NAME")
+    return settings, settings.join
+
+
+@contextlib.contextmanager
+def told_to_wait(join: str, limit_s: float) -> Iterator[None]:
+    """Says that nobody has answered yet, if the block lasts for `QUIET_S`: who waits should know for what.
+
+    Args:
+        join: where the coordinator is looked for.
+        limit_s: for how long.
+    """
+
+    def say() -> None:
+        with contextlib.suppress(OSError):
+            print(
+                f"torch-ecrec: nobody has answered at {join} yet; asks for {limit_s:g} s", file=sys.stderr, flush=True
+            )
+
+    late = threading.Timer(QUIET_S, say)
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
 
 
 def add_grace(parser: argparse.ArgumentParser) -> None:

@@ -80,9 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_data(parser)
     parser.add_argument("--batch-size", type=int, default=128, metavar="B", help="samples per trainer and step")
-    parser.add_argument("--trainers", type=int, default=2, metavar="T")
+    parser.add_argument("--trainers", type=int, default=2, metavar="T", help="processes that train (default 2)")
     add_training(parser)
-    parser.add_argument("--out", type=Path, default=Path("chaos"), metavar="DIR")
+    parser.add_argument("--out", type=Path, default=Path("chaos"), metavar="DIR", help="of the report (default chaos)")
 
 
 def run(arguments: argparse.Namespace) -> int:

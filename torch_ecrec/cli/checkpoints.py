@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="tables whose optimizer state is not there begin with zeros, as if never trained",
     )
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="the same, as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -80,6 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
     from torch_ecrec.errors import CheckpointError
     from torch_ecrec.storage.catalog import Catalog
 
+    if "://" not in arguments.url and not Path(arguments.url).is_dir():
+        raise ValueError(f"{arguments.url}: no such folder")
     catalog = Catalog(arguments.url)
     if arguments.remove is not None:
         return _remove(catalog, arguments)
@@ -281,7 +283,7 @@ def _as_json(found: _Found) -> dict[str, Any]:
 
 
 def _as_text(url: str, found: _Found, now_s: float) -> str:
-    from torch_ecrec.observe.text import table
+    from torch_ecrec.observe.words import table
 
     listing = found.listing
     lines = [f"{len(listing.whole)} checkpoints at {url}" if listing.whole else f"no checkpoints at {url}"]
@@ -310,7 +312,7 @@ def _as_text(url: str, found: _Found, now_s: float) -> str:
 
 def _row(found: _Found, one: Manifest, name: str, now_s: float) -> list[str]:
     """Returns a row of the table: a checkpoint, or a prioritised save on one."""
-    from torch_ecrec.observe.text import size
+    from torch_ecrec.observe.words import size
 
     base = "-" if one.base is None else found.steps.get(one.base, f"{one.base} (not there)")
     weights = f"{one.encoding.bits} bits" if one.encoding.bits else "exact"

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_code(parser)
     add_drain_slow(parser)
     add_host(parser)
-    parser.add_argument("--port", type=port, default=0)
+    parser.add_argument("--port", type=port, default=0, help="the port to listen on (default: a free one)")
     parser.add_argument(
         "--elect",
         metavar="etcd://HOST:PORT[,...]/NAME",

@@ -22,9 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `demo`."""
     add_code(parser)
     add_data(parser)
-    parser.add_argument("--steps", type=int, default=240, metavar="N")
+    parser.add_argument("--steps", type=int, default=240, metavar="N", help="of training (default 240)")
     parser.add_argument("--batch-size", type=int, default=256, metavar="B", help="samples per trainer and step")
-    parser.add_argument("--trainers", type=int, default=2, metavar="T")
+    parser.add_argument("--trainers", type=int, default=2, metavar="T", help="processes that train (default 2)")
     parser.add_argument(
         "--kill",
         action="append",
@@ -37,11 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-restarts", type=int, default=10, metavar="N", help="of the trainers, by torchrun (default 10)"
     )
     add_training(parser)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the model and of made-up rows (default 0)")
     parser.add_argument("--compare", action=argparse.BooleanOptionalAction, default=True, help="also run undisturbed")
     add_checkpoints(parser, restore=False)
     parser.set_defaults(checkpoint_bytes_per_s=100e6)  # its tables are small, and so few steps are over soon
-    parser.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR")
+    parser.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR", help="of the report (default demo)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -6,14 +6,14 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from torch_ecrec.cli.arguments import add_join
-from torch_ecrec.spec.settings import Settings
+from torch_ecrec.cli.arguments import add_join, asks, told_to_wait
 
 if TYPE_CHECKING:
     from torch_ecrec.protocol.status import Status
 
 HELP = "moves all slots away from a server, or from a host or rack, without spending redundancy"
 ASK_S = 0.5  # pause between two looks
+ASKED_S = 10.0  # until the first answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,17 +31,17 @@ def run(arguments: argparse.Namespace) -> int:
     from torch_ecrec.transport.etcd import Leader
     from torch_ecrec.transport.whereabouts import reach, whereabouts
 
-    settings = Settings.from_environment(**({"join": arguments.join} if arguments.join else {}))
-    if settings.join is None:
-        raise ValueError("name the coordinator: --join HOST:PORT, or --join etcd://HOST:PORT/NAME")
-    where, accepted, last = whereabouts(settings.join), False, ""
+    settings, join = asks(arguments)
+    where, accepted, last = whereabouts(join), False, ""
 
     def ask(leader: Leader, seconds: float) -> dict[str, Any]:
         word = {"type": "drain", "what": arguments.what, "undo": arguments.undo, "led": leader.revision}
         return request(*leader.address, word, seconds)
 
     while True:
-        answer, _ = reach(where, settings.give_up_s if accepted else min(10.0, settings.give_up_s), ask)
+        limit_s = settings.give_up_s if accepted else min(ASKED_S, settings.give_up_s)
+        with told_to_wait(join, limit_s):
+            answer, _ = reach(where, limit_s, ask)
         if answer["type"] == "refused":
             if not accepted:
                 raise ValueError(answer["reason"])

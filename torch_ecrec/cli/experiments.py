@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="experiments", required=True, metavar="WHAT")
     commands.add_parser("list", help="what there is, how many cells each has, and how long it takes")
     run = commands.add_parser("run", help="run one experiment, all, or smoke (a small part of each)")
-    run.add_argument("name", metavar="NAME|all|smoke")
+    run.add_argument("name", metavar="NAME|all|smoke", help="as `torch-ecrec experiments list` names it")
     run.add_argument(
         "--factor",
         type=int,

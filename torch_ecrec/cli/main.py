@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import logging
 import sys
 from typing import Protocol
@@ -21,12 +22,14 @@ from torch_ecrec.cli import (
     checkpoints,
     coordinator,
     demo,
+    doctor,
     drain,
     experiments,
     plan,
     rehearse,
     run,
     serve,
+    settings,
     status,
     up,
     warm,
@@ -69,7 +72,9 @@ COMMANDS: dict[str, Command] = {  # in the order of `--help`
     "plan": plan,
     "bench": bench,
     "experiments": experiments,
+    "settings": settings,
     "warm": warm,
+    "doctor": doctor,
 }
 
 
@@ -90,8 +95,12 @@ def parser(benchmark: str | None = None) -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command in `argv`, or in the process's own command line. Entry point of the console script."""
     words = sys.argv[1:] if argv is None else argv
+    if (mistake := _misspelt(words)) is not None:
+        return _fail(ValueError(mistake), 2)
     arguments = parser(bench.named_in(words)).parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    for handler in logging.getLogger().handlers:  # FBGEMM says of each of its 14 libraries that it has loaded it
+        handler.addFilter(lambda record: record.levelno > logging.INFO or "fbgemm_gpu" not in record.pathname)
     if argv is None:
         keep_exit_code()
         ask_name_servers_briefly()
@@ -110,6 +119,13 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(error, 2)
     except ImportError as error:
         return _fail(error, 1)
+
+
+def _misspelt(words: list[str]) -> str | None:
+    """What was meant, perhaps, by a command that there is not; of one that is like none, argparse lists all."""
+    named = next((word for word in words if not word.startswith("-")), None)
+    near = difflib.get_close_matches(named, COMMANDS, 1) if named is not None and named not in COMMANDS else []
+    return f"there is no command {named}; did you mean `torch-ecrec {near[0]}`?" if near else None
 
 
 def _fail(error: Exception, code: int) -> int:

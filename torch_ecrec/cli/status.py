@@ -1,32 +1,79 @@
-"""`torch-ecrec status`: asks a cluster's coordinator for its status."""
+"""`torch-ecrec status`: asks a cluster's coordinator whether all is well, and what there is.
+
+Exit codes: 0, all is well; 1, somebody should look; 2, training does not go on, and will not by itself; 4, nobody
+answers.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import sys
+import time
 
-from torch_ecrec.cli.arguments import add_join
+from torch_ecrec.cli.arguments import add_join, asks, told_to_wait
+from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.spec.settings import Settings
 
-HELP = "slots, servers, epoch, step, watermark, rebuild progress, memory, where tables lie"
+HELP = "whether all is well and what to do if not: exit code 0 OK, 1 WARN, 2 ERROR, 4 nobody answers"
+WATCH_S, LEAST_S = 2.0, 0.1
+ASKED_S = 10.0  # `transport/whereabouts.py:STATUS_S`, which takes a while to load
+CLEAR = "\x1b[H\x1b[2J"
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not LEAST_S <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"a number of seconds is at least {LEAST_S:g}, got {text!r}")
+    return value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `status`."""
     add_join(parser)
     parser.add_argument("--tables", action="store_true", help="say where each table lies, however many there are")
-    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    parser.add_argument("--json", action="store_true", help="the verdict and everything, as JSON (docs/watching.md)")
+    parser.add_argument(
+        "--watch",
+        metavar="SECONDS",
+        nargs="?",
+        type=_seconds,
+        const=WATCH_S,
+        help=f"ask again and again, until Ctrl-C; every {WATCH_S:g} s if not said otherwise",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the status."""
+    """Prints the status; again and again if it is watched, where it stays while nobody answers."""
+    settings, join = asks(arguments)
+    if arguments.watch is None:
+        with told_to_wait(join, min(ASKED_S, settings.give_up_s)):
+            text, code = _ask(settings, join, arguments)
+        print(text)
+        return code
+    screen = sys.stdout.isatty() and not arguments.json
+    while True:
+        try:
+            text, _ = _ask(settings, join, arguments)
+        except ClusterUnavailable as error:
+            text = json.dumps({"error": str(error)}) if arguments.json else f"ERROR: {error}"
+        at = "" if arguments.json else f"{time.strftime('%H:%M:%S')}, every {arguments.watch:g} s, Ctrl-C ends it\n"
+        print(f"{CLEAR if screen else ''}{at}{text}", flush=True)
+        time.sleep(arguments.watch)
+
+
+def _ask(settings: Settings, join: str, arguments: argparse.Namespace) -> tuple[str, int]:
+    """Returns what is printed, and the exit code."""
     from torch_ecrec.observe.text import format_status
-    from torch_ecrec.protocol.status import json_of
+    from torch_ecrec.observe.verdict import json_of, verdict_of
     from torch_ecrec.transport.whereabouts import status_of
 
-    settings = Settings.from_environment(**({"join": arguments.join} if arguments.join else {}))
-    if settings.join is None:
-        raise ValueError("name the coordinator: --join HOST:PORT, or --join etcd://HOST:PORT/NAME")
-    answer = status_of(settings.join, settings.give_up_s)
-    print(json.dumps(json_of(answer), indent=2) if arguments.json else format_status(answer, arguments.tables))
-    return 0
+    answer = status_of(join, settings.give_up_s)
+    verdict = verdict_of(answer, join)
+    if arguments.json:
+        return json.dumps(json_of(answer, join), indent=None if arguments.watch else 2), verdict.exit_code
+    return format_status(answer, arguments.tables, join), verdict.exit_code

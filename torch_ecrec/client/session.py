@@ -28,9 +28,9 @@ from torch_ecrec.client.client import Client
 from torch_ecrec.client.loading import Loading
 from torch_ecrec.client.waiting import Waiting
 from torch_ecrec.layout.routing import BagRoute, Parts, Route, arrange
-from torch_ecrec.observe.text import format_gathering, trainers_named
+from torch_ecrec.observe.words import format_gathering, trainers_named
 from torch_ecrec.protocol import messages, wire
-from torch_ecrec.protocol.status import Gathering, Report, WaitedFor
+from torch_ecrec.protocol.status import Gathering, Report, Trained, WaitedFor
 from torch_ecrec.records.quantised import unpack
 from torch_ecrec.runtime.lifetime import belongs_here
 
@@ -100,6 +100,7 @@ class Session:
         self._loading = Loading(client, self._wait, restarted)
         client.on_change, client.on_error, client.on_awaited = self._waiting.notify, self.fail, self._say_awaited
         self._said_s = -math.inf
+        self._samples = 0
         belongs_here(self)
 
     # the background -----------------------------------------------------------------------------
@@ -109,10 +110,11 @@ class Session:
         return self.client.known()
 
     def figures(self) -> Report:
-        """For the coordinator, with heartbeats: for whom this trainer waits, and has waited."""
+        """For the coordinator, with heartbeats: how far this trainer is, for whom it waits, and has waited."""
         found: list[WaitedFor] = []
         self.client.run_if_idle(lambda: found.append(self.client.waits.take()))
-        return Report(waits=found[0] if found else None, awaits=self.client.awaited)
+        trained = Trained(self.client.done, self._samples)
+        return Report(waits=found[0] if found else None, awaits=self.client.awaited, trained=trained)
 
     def fail(self, error: BaseException) -> None:
         """Something went wrong in the background: the next or present wait raises it."""
@@ -458,6 +460,10 @@ class Session:
         self._loading.end()
 
     # the rest -----------------------------------------------------------------------------------
+
+    def trained_on(self, samples: int) -> None:
+        """Notes that this trainer trains on so many samples more, for figures."""
+        self._samples += samples
 
     def not_exact(self, what: str) -> None:
         """From here on this run is not, or may not be, what an undisturbed one is: a warning, an event, and a line of

@@ -18,6 +18,7 @@ def lose(state: ClusterState, name: str, now_s: float, why: str) -> None:
     member.alive = False
     if member.left:
         return
+    member.gone_s, member.why_gone = now_s, why
     if state.regathering.forget(name):
         del members.by_name[name]
         return
@@ -176,6 +177,7 @@ def leave(state: ClusterState, name: str, now_s: float) -> None:
         _tell_left(state)
     if not first:
         return
+    member.gone_s = now_s
     if member.rank == 0 and table.placed and state.job.origin is None and not state.job.restoring:
         reason = f"{name} left before it had loaded the initial values"
         members.tell(messages.Fatal("trainers_lost", reason), "trainer")

@@ -35,7 +35,7 @@ class MemberRecord:
         domain: of a server, what it is lost together with; "": it did not say.
         endpoint: how it is called; "": it did not say yet.
         roster: the version of the last roster that it was told.
-        alive: not lost. `left`: it said that it is done.
+        alive: not lost. `left`: it said that it is done. `gone_s`: when either came about; `why_gone`: why it is lost.
         draining: of a server: its slots are to move away, and no others come.
         launch: of a trainer; see `launches.py`.
     """
@@ -57,6 +57,8 @@ class MemberRecord:
     domain: str = ""
     draining: bool = False
     launch: str = ""
+    gone_s: float | None = None
+    why_gone: str = ""
 
     @property
     def host(self) -> str:

@@ -27,6 +27,7 @@ from torch_ecrec.coordinator.going_back import Eras
 from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.members import Members
 from torch_ecrec.coordinator.partial import PartialRecovery, beyond_repair
+from torch_ecrec.coordinator.redundancy import Redundancies
 from torch_ecrec.coordinator.roster import Roster
 from torch_ecrec.coordinator.silence import Silence
 from torch_ecrec.coordinator.suspicion import Suspicion
@@ -36,6 +37,7 @@ from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import NO_HOST, SlotPlace
+from torch_ecrec.protocol.status import Redundancy
 from torch_ecrec.spec.job import JobSpec
 
 
@@ -53,7 +55,7 @@ def data_loss(job: JobSpec, gone: Collection[int]) -> str | None:
     words = f"(k, r) = ({code.k}, {code.r})" if code.parities else "no protection"
     return (
         f"slots {sorted(gone)} are lost together, which {words} cannot repair: {rows} rows of {len(tables)} tables"
-        f" ({', '.join(tables[:4])}{', ...' if len(tables) > 4 else ''}); restore a checkpoint"
+        f" ({', '.join(tables[:4])}{', ...' if len(tables) > 4 else ''})"
     )
 
 
@@ -91,7 +93,8 @@ class SlotTable:
             suspicion,
             announce,
         )
-        self._risks, self.moves = domains.Risks(), Moves(self, members, eras, suspicion, announce)
+        self._risks, self._redundancies = domains.Risks(), Redundancies()
+        self.moves = Moves(self, members, eras, suspicion, announce)
         self.epoch = 0
         self.slots: list[SlotPlace] = []
 
@@ -158,6 +161,22 @@ class SlotTable:
             return {}
         servers, where = [place.server for place in self.slots], self._members.domains()
         return self._risks.look(self.epoch, servers, where, lambda slots: data_loss(spec, slots))
+
+    def redundancy(self) -> Redundancy | None:
+        """What could be lost now; None: nothing is placed yet, or a checkpoint is restored, which may be again."""
+        job, spec = self._job, self._job.spec
+        if not self.placed or spec is None or job.restoring:
+            return None
+        where = self._members.domains()
+        return self._redundancies.look(
+            hosted={server: self.hosted_by(server) for server in where},
+            domains=where,
+            lacking=self.unhealthy(),
+            spares=len(self.spares()),
+            elsewhere=self.without_spare == "survivor",
+            most=job.code.r if job.code.parities else 0,
+            loss=lambda slots: data_loss(spec, slots),
+        )
 
     def troubles_of(self, server: str) -> int:
         """How many of those that it needs it could lately not reach."""
@@ -235,7 +254,7 @@ class SlotTable:
         """Whether the code cannot repair these slots, `lost` the last of them: then follows what is to follow."""
         assert self._job.spec is not None
         if (reason := data_loss(self._job.spec, gone)) is not None:
-            self._lose(lost, reason)
+            self._lose(lost, f"{reason}; restore a checkpoint")
         return reason is not None
 
     def _lose(self, lost: Collection[int], reason: str) -> None:

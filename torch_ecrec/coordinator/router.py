@@ -24,6 +24,7 @@ Invariants.
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -40,11 +41,12 @@ from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages, status
 from torch_ecrec.protocol.bounds import Address
 from torch_ecrec.protocol.messages import BadMessage, ForLeader, FromCoordinator, Join, OtherBuild, Rejoin
-from torch_ecrec.protocol.status import Status
+from torch_ecrec.protocol.status import Recent, Status
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.transport.liveness import COMPUTES, GONE, UNREACHABLE
 
 Message = dict[str, Any]
+RECENT_MOST = 10  # events that a status has
 REFUSED_SHOWN_S = 1.0  # refusals are told to the log once in so long at most, with how many there were
 UNKNOWN_YET = "it is not known yet whether there is a checkpoint to begin with"
 GIVEN_UP = "the job of this cluster was given up before anything was trained, and another one has come"
@@ -123,6 +125,7 @@ class Router:
         self.told_fatal_s = 0.0  # when somebody was told last that the cluster has stopped
         self._watchers: dict[Peer, None] = {}
         self._asked = AskedMembers(probe)
+        self._recent: deque[Recent] = deque(maxlen=RECENT_MOST)
         self._refusals, self._told_s = 0, -REFUSED_SHOWN_S  # that the log was not told of yet; when it was told last
 
     # out ----------------------------------------------------------------------------------------
@@ -138,6 +141,8 @@ class Router:
     def _tell_watchers(self, event: Event) -> None:
         shown = events.json_of(event)
         self._announce(shown)
+        if not isinstance(event, events.MINOR):
+            self._recent.append(Recent(float(self._stamp({}).get("time_s", 0.0)), shown))
         for watcher in list(self._watchers):
             watcher.send(self._stamp({"type": "event", **shown}))
 
@@ -464,5 +469,11 @@ class Router:
         """Everything that `torch-ecrec status` shows, but for the time of day."""
         looks = self._looks_back or (self._looks and self.core.job is None)  # also: found, and joins still wait
         why, trouble = (self._hindrance, self._trouble) if self.looks else ("", "")
-        about = {"looks": looks, "cannot_begin": why, "store_trouble": trouble, "refused_messages": self.refused}
+        about: dict[str, Any] = {
+            "looks": looks,
+            "cannot_begin": why,
+            "store_trouble": trouble,
+            "refused_messages": self.refused,
+            "recent": list(self._recent),
+        }
         return msgspec.structs.replace(self.core.status(now_s), **about)

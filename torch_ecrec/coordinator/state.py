@@ -11,6 +11,7 @@ from torch_ecrec.coordinator.launches import Launches
 from torch_ecrec.coordinator.members import Members
 from torch_ecrec.coordinator.partial import PartialRecovery
 from torch_ecrec.coordinator.placement import SlotTable
+from torch_ecrec.coordinator.progress import Progress
 from torch_ecrec.coordinator.regathering import MemberReports, Regathering
 from torch_ecrec.coordinator.roster import Roster
 from torch_ecrec.coordinator.saving import Saving
@@ -73,7 +74,7 @@ class ClusterState:
             self.silence,
             announce,
         )
-        self.regathering = Regathering()
+        self.regathering, self.progress = Regathering(), Progress()
 
     def follow(self, before: ClusterState) -> None:
         """Takes over from a cluster that went back to a checkpoint: nobody of it is taken for a member of this one."""

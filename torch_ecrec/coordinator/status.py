@@ -16,6 +16,8 @@ from torch_ecrec.protocol.status import (
     MemberStatus,
     MoveStatus,
     PartialStatus,
+    Rate,
+    RegatheringStatus,
     RestoredStatus,
     SlotStatus,
     SpreadStatus,
@@ -43,7 +45,7 @@ def status_of(state: ClusterState, now_s: float) -> Status:
         era=eras.number,
         going_back=back is not None,
         resume_step=eras.done if back is None else None if back.step is None else back.done,
-        step=job.step,
+        step=state.progress.step or job.step,
         finished=state.launches.finished,
         fatal=job.fatal,
         checkpoints=state.checkpointing.status(),
@@ -57,11 +59,36 @@ def status_of(state: ClusterState, now_s: float) -> Status:
         gathering=state.gathering(),
         experiment=_experiment(job.experiment),
         tables=len(job.spec.tables) if job.spec else 0,
-        slots=[SlotStatus(slot, p.server, p.incarnation, p.healthy) for slot, p in enumerate(table.slots)],
+        slots=[
+            SlotStatus(slot, p.server, p.incarnation, p.healthy, state.progress.filling(slot, p.incarnation))
+            for slot, p in enumerate(table.slots)
+        ],
         spread=None if job.spec is None else _spread(job.spec, _rounded(state)),
         move=None if move is None else MoveStatus(move.slot, move.server),
         members=[_member(state, one, now_s) for one in state.members.by_name.values()],
+        wanted_trainers=0 if job.spec is None else job.spec.trainers,
+        rate=_rounded_rate(state.progress.rate()) if state.members.present("trainer") else None,
+        still_s=_rounded_s(state.progress.still_s(now_s)),
+        redundancy=table.redundancy(),
+        regathering=_regathering(state),
     )
+
+
+def _rounded_s(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)
+
+
+def _rounded_rate(rate: Rate | None) -> Rate | None:
+    if rate is None:
+        return None
+    samples = None if rate.samples_per_s is None else round(rate.samples_per_s, 1)
+    return Rate(rate.over_s, round(rate.steps_per_s, 3), samples)
+
+
+def _regathering(state: ClusterState) -> RegatheringStatus | None:
+    if not state.regathering.active:
+        return None
+    return RegatheringStatus(sorted(state.regathering.said), sorted(state.regathering.missing()))
 
 
 def _experiment(experiment: Experiment) -> ExperimentStatus | None:
@@ -106,6 +133,10 @@ def _member(state: ClusterState, one: MemberRecord, now_s: float) -> MemberStatu
         slow=state.slowness.named.get(one.name),
         silent_s=round(now_s - one.heard_s, 3),
         report=one.report,
+        address=one.host,
+        domain=one.domain,
+        gone_s=None if one.gone_s is None else round(now_s - one.gone_s, 3),
+        why_gone=one.why_gone,
     )
 
 

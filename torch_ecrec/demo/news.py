@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch_ecrec.demo.report import Record
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import AnyEvent
-from torch_ecrec.observe.text import size
+from torch_ecrec.observe.words import size
 from torch_ecrec.protocol import messages
 
 

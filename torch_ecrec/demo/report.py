@@ -38,7 +38,7 @@ from typing import Any
 
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import AnyEvent
-from torch_ecrec.observe.text import size, table
+from torch_ecrec.observe.words import size, table
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.status import MemberStatus, RestoredStatus, Status, of_message
 

@@ -99,6 +99,9 @@ class EmbeddingBackend(Protocol):
     def flush(self) -> None:
         """Waits until all that was pushed, and every snapshot that was handed over, survives r losses."""
 
+    def trained_on(self, samples: int) -> None:
+        """Notes that this trainer trains on so many samples more, for figures."""
+
     def not_exact(self, what: str) -> None:
         """Reports that this run is no longer the same as an undisturbed one, in the log and outside."""
 
@@ -129,6 +132,9 @@ class NoTables:
 
     def flush(self) -> None:
         """Does nothing: nothing was sent."""
+
+    def trained_on(self, samples: int) -> None:
+        """Does nothing: nobody asks."""
 
     def close(self) -> None:
         """Does nothing: no cluster was joined."""

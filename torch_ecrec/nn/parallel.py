@@ -60,6 +60,7 @@ from torch_ecrec.nn.no_parameters import explain_empty_optimizers
 from torch_ecrec.nn.processed import watch_batches
 from torch_ecrec.nn.recorder import recorded, tell_unless_rehearsed
 from torch_ecrec.nn.reduce import OrderedMean
+from torch_ecrec.nn.repeats import samples_of
 from torch_ecrec.nn.served import show_tables
 from torch_ecrec.nn.sharder import all_table_specs, columns_of, job_names, output_dtypes, sharders_for, types_in
 from torch_ecrec.nn.step import SparseStep
@@ -300,6 +301,7 @@ class DistributedModelParallel(ShardedAtAllPaths):
     def _before_training(self, *batch: Any) -> None:
         """Called before the forward of a training step."""
         self._trained = True
+        self.session.trained_on(samples_of(batch, 3))
         self._check_attached()
         if self._attached is not None:
             if self._dense.every:

@@ -125,3 +125,28 @@ def repeated(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     bags = (index_FN + first_F.unsqueeze(1)).flatten().int().to(features.device())
     lengths, values, _ = torch.ops.fbgemm.permute_1D_sparse_data(bags, features.lengths(), features.values())
     return KeyedJaggedTensor(keys=keys, values=values, lengths=lengths, stride=index_FN.shape[1])
+
+
+def samples_of(batch: object, depth: int = 2) -> int:
+    """How many samples a model is given, as its features or its first dense tensor say; 0: neither is there.
+
+    Args:
+        batch: the arguments of a forward, or what they are made of.
+        depth: so far it is looked into what is neither.
+    """
+    if isinstance(batch, KeyedJaggedTensor):
+        given = batch.inverse_indices_or_none()
+        return batch.stride() if given is None else int(given[1].shape[1])
+    if isinstance(batch, Tensor):
+        return int(batch.shape[0]) if batch.dim() else 0
+    if depth == 0:
+        return 0
+    parts: list[object] = []
+    if isinstance(batch, (tuple, list)):
+        parts = list(batch)
+    elif isinstance(batch, dict):
+        parts = list(batch.values())
+    elif hasattr(batch, "__dict__"):  # a dataclass of a dataset, say
+        parts = list(vars(batch).values())
+    parts.sort(key=lambda part: not isinstance(part, KeyedJaggedTensor))  # features know it best
+    return next((found for part in parts if (found := samples_of(part, depth - 1))), 0)

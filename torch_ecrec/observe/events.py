@@ -386,6 +386,10 @@ AnyEvent = (
 )
 
 
+# What a person learns from others, too.
+MINOR = (RosterIs, PlacedAnew, Kept, HealthyAgain, Rehosted, Ready, EraBegun, CheckpointBegun)
+
+
 def json_of(event: Event) -> dict[str, Any]:
     """Returns an event as a JSON object."""
     found: dict[str, Any] = msgspec.to_builtins(event)

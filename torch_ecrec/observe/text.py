@@ -1,118 +1,121 @@
-"""Text for people: sizes, tables, and a coordinator's status."""
+"""A coordinator's status as a text for people: whether all is well, and what there is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
+from typing import Any
 
-from torch_ecrec.protocol.status import (
-    CheckpointsStatus,
-    Connections,
-    ExperimentStatus,
-    Late,
-    MemberStatus,
-    PartialStatus,
-    SavesStatus,
-    SlotReport,
-    SpreadStatus,
-    Status,
+from torch_ecrec.observe.verdict import JOIN, Verdict, rate_of, redundancy_of, verdict_of
+from torch_ecrec.observe.words import (
+    duration,
+    format_checkpoints,
+    format_connections,
+    format_saves,
+    lies_on,
+    names,
+    size,
+    table,
+    trainers_named,
 )
+from torch_ecrec.protocol.status import Connections, MemberStatus, Recent, SlotReport, SlotStatus, SpreadStatus, Status
 
 TABLES_SHOWN = 12  # of more, a status says where they lie only if it is asked to
+RECENT_SHOWN = 10
 
 
-def size(count: float) -> str:
-    """Returns bytes as people read them: 812 B, 3.4 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            break
-        count /= 1024
-    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-
-
-def table(rows: list[list[str]], indent: str = "  ") -> list[str]:
-    """Returns rows as an aligned table. The first one is the head. Columns of figures are aligned to the right."""
-    columns = list(zip(*rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    right = [any(c[:1].isdigit() for c in column[1:]) for column in columns]
-    return [
-        indent
-        + "  ".join(
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, right, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def format_status(status: Status, tables: bool = False) -> str:
-    """Returns a coordinator's status as text: the cluster, a line per slot, a line per table, a line per member.
+def format_status(status: Status, tables: bool = False, join: str = JOIN) -> str:
+    """Returns a coordinator's status as text: whether all is well, what to do if it is not, and what there is.
 
     Args:
         tables: there are lines of tables even if there are more than `TABLES_SHOWN`.
+        join: the cluster's address, for what is to be done.
     """
-    code = status.code
-    protection = f"(k, r) = ({code.k}, {code.r})" if code.protection == "parity" else "no protection"
-    lines = [
-        f"torch-ecrec {status.version}: {protection} on {code.slots} slots, {status.tables} tables,"
-        f" epoch {status.epoch}, roster {status.roster}, step {status.step}"
-    ]
+    verdict = verdict_of(status, join)
     reports = status.slot_reports()
-    if status.experiment is not None:
-        lines.append(format_experiment(status.experiment, list(reports.values())))
-    lines += _troubles(status)
-    if status.checkpoints is not None:
-        lines += format_checkpoints(status.checkpoints)
-        if status.checkpoints.saves is not None:
-            lines += format_saves(status.checkpoints.saves, list(reports.values()))
-    if status.move is not None:
-        lines.append(f"slot {status.move.slot} moves to {status.move.server}, and goes on where it is")
-    lacking = "" if status.gathering is None else format_gathering(status.gathering.servers, status.gathering.trainers)
-    lines += _slots(status, reports) if status.slots else [f"  no slots placed yet{lacking}"]
+    lines = [*_verdict(verdict), "", *_cluster(status, reports)]
+    lines += ["", *(_slots(status, reports) if status.slots else ["  no slots placed yet"])]
     if status.spread is not None:
         shown = tables or len(status.spread.tables) <= TABLES_SHOWN
         lines += ["", *_tables(status.spread)] if shown else ["  where the tables lie: torch-ecrec status --tables"]
     lines += ["", *_members(status)] if status.members else ["  no members"]
+    if status.recent:
+        lines += ["", "  lately", *(f"    {line}" for line in map(format_recent, status.recent[-RECENT_SHOWN:]))]
     return "\n".join(lines)
 
 
-def _troubles(status: Status) -> list[str]:
-    """Returns a line for each thing that is wrong."""
+def _verdict(verdict: Verdict) -> list[str]:
     lines = []
-    if status.fatal:
-        lines.append(f"STOPPED: {status.fatal}")
-    elif status.finished:
-        lines.append("the job has ended: all its trainers were done")
-    if (stands := status.stands_still) is not None:
-        limit = "until somebody is heard" if stands.left_s is None else f"for {stands.left_s:.0f} s at most"
-        lines.append(f"STANDS STILL, waits for silent members, {limit}:")
-        lines += [f"  {name}: {why}" for name, why in sorted(stands.why.items())]
-    lines += [f"CUT: {one.who} cannot reach {one.whom}, for {one.for_s:.1f} s" for one in status.unreachable]
-    if status.unresolved.pairs:
-        lines.append(f"TRAINING CANNOT GO ON until they can: {status.unresolved.why}")
-    lines += [f"AT RISK: if {one.domain} is lost, {one.why}" for one in status.at_risk]
-    lines += [format_slow(one, one.slow) for one in status.members if one.slow is not None and one.alive]
-    if status.cannot_begin:
-        lines.append(f"has nothing to begin with, and refuses whoever joins: {status.cannot_begin}")
-    elif status.looks:
-        lines.append("looks for a checkpoint to begin with: whoever joins waits until it is found, or there is none")
-        lines += [f"  not yet: {status.store_trouble}"] if status.store_trouble else []
-    if status.partial is not None:
-        lines.append(format_partial(status.partial))
-    return lines + [f"NOT EXACT from step {one.step} on: {one.what}" for one in status.inexact]
+    for finding in verdict.findings:
+        lines += [f"{finding.level}: {finding.what}", f"  to do: {finding.remedy}"]
+    return lines or [f"{verdict.level}: {verdict.says}"]
+
+
+def _cluster(status: Status, reports: Mapping[int, SlotReport]) -> list[str]:
+    code = status.code
+    protection = f"(k, r) = ({code.k}, {code.r})" if code.protection == "parity" else "no protection"
+    about = [
+        (
+            "cluster",
+            f"{status.run}, {protection} on {code.slots} slots, {status.tables} tables, epoch {status.epoch},"
+            f" roster {status.roster}, torch-ecrec {status.version}",
+        ),
+        ("training", _training(status)),
+        ("protection", _protection(status)),
+    ]
+    if status.checkpoints is not None:
+        about.append(("checkpoints", format_checkpoints(status.checkpoints)))
+        if status.checkpoints.saves is not None:
+            about.append(("", format_saves(status.checkpoints.saves, list(reports.values()))))
+    if status.experiment is not None:
+        lost, wrong = (sum(getattr(one, name) for one in reports.values()) for name in ("lost_steps", "wrong_stripes"))
+        about.append(("experiment", f"so far {lost} acknowledged steps of slots are lost, {wrong} stripes were wrong"))
+    notes = verdict_of(status).notes
+    about += [("note" if i == 0 else "", note) for i, note in enumerate(notes)]
+    return [f"  {name:<11}  {text}" for name, text in about]
+
+
+def _training(status: Status) -> str:
+    said = [f"step {status.step}"]
+    if status.rate is not None:
+        said.append(rate_of(status))
+    if status.still_s is not None and status.step and not status.finished:
+        said.append(f"the last step {duration(status.still_s)} ago")
+    if status.wanted_trainers:
+        said.append(f"{len(status.trainers)} of {status.wanted_trainers} trainers are there")
+    return ", ".join(said)
+
+
+def _protection(status: Status) -> str:
+    safe = status.redundancy
+    if safe is None:
+        return redundancy_of(status)
+    said = [redundancy_of(status)]
+    if len(safe.hosts) > 1:
+        may = [one.domain for one in safe.hosts if one.may_be_lost]
+        not_ = [one.domain for one in safe.hosts if not one.may_be_lost]
+        said.append(f"of hosts any of {names(may)}" if may else "no host")
+        said += [f"not {names(not_)}"] if not_ else []
+    if safe.spares:
+        said.append(f"{safe.spares} spare server{'s' * (safe.spares > 1)} would take over")
+    else:
+        said.append("a survivor would take over" if safe.elsewhere else "no spare: its slots would wait for one")
+    return ", ".join(said)
 
 
 def _slots(status: Status, reports: Mapping[int, SlotReport]) -> list[str]:
-    rows = [["slot", "server", "incarnation", "state", "step", "watermark", "records", "parity", "logs", "snapshots"]]
+    rows = [["slot", "server", "host", "incarnation", "state", "step", "watermark"]]
+    rows[0] += ["records", "parity", "logs", "snapshots"]
     spread = status.spread
     rows[0] += [] if spread is None else ["records/mean", "load/mean"]
+    servers = {one.name: one for one in status.members}
     for place in status.slots:
         own = reports.get(place.slot)
         if own is not None and own.incarnation != place.incarnation:
             own = None
-        state = "healthy" if place.healthy else "waiting" if not place.server else "starting"
-        if own is not None and not place.healthy:
-            state = f"rebuilding {own.rebuilt:.0%}"
-        cells = [str(place.slot), place.server or "(nobody)", str(place.incarnation), state]
+        server = servers.get(place.server)
+        cells = [str(place.slot), place.server or "(nobody)", (server and server.host) or "-", str(place.incarnation)]
+        cells.append(_state(place, server, own))
         if own is None:
             cells += ["-"] * 6
         else:
@@ -123,6 +126,22 @@ def _slots(status: Status, reports: Mapping[int, SlotReport]) -> list[str]:
     return table(rows)
 
 
+def _state(place: SlotStatus, server: MemberStatus | None, own: SlotReport | None) -> str:
+    if not place.server:
+        return "waiting"
+    if server is not None and not server.present:
+        return "lost with its server"
+    if place.healthy:
+        return "healthy"
+    if own is None:
+        return "starting"
+    filling = place.filling
+    said = f"rebuilding {own.rebuilt if filling is None else filling.share:.0%}"
+    if filling is not None and filling.bytes_per_s is not None and filling.left_s is not None:
+        said += f" at {size(filling.bytes_per_s)}/s, {duration(filling.left_s)} to go"
+    return said
+
+
 def _tables(spread: SpreadStatus) -> list[str]:
     rows = [["table", "rows", "dim", "lies on", "long bags"]]
     for one in spread.tables:
@@ -131,14 +150,8 @@ def _tables(spread: SpreadStatus) -> list[str]:
     return table(rows)
 
 
-def lies_on(runs: Sequence[tuple[int, int]]) -> str:
-    """Returns slots as text, of runs (first, last) of them: "slot 2", "slots 0-2, 4"."""
-    told = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    return f"slot{'s' * (len(told) > 1 or '-' in told[0])} {', '.join(told)}"
-
-
 def _members(status: Status) -> list[str]:
-    rows = [["member", "role", "pid", "state", "silent", "connections"]]
+    rows = [["member", "role", "host", "address", "domain", "pid", "state", "silent", "memory", "connections"]]
     for member in status.members:
         state = "spare" if member.spare else "serving" if member.role == "server" else "training"
         if not status.slots:
@@ -148,95 +161,73 @@ def _members(status: Status) -> list[str]:
         state += ", draining" if member.draining else ""
         state += ", slow" if member.slow is not None else ""
         state = "left" if member.left else state if member.alive else "lost"
+        if member.gone_s is not None:
+            state += f" {duration(member.gone_s)} ago"
         silent = f"{member.silent_s:.1f} s" if member.present else "-"
-        ways = format_connections(member.report.connections or Connections())
-        rows.append([member.name, member.role, str(member.pid), state, silent, ways])
+        taken = member.report.process if member.present else None
+        memory = "-" if taken is None else size(taken.resident_bytes)
+        if taken is not None and taken.limit_bytes:
+            memory += f" of {size(taken.limit_bytes)}"
+        ways = format_connections((member.present and member.report.connections) or Connections())
+        who = [member.name, member.role, member.host or "-", member.address or "-", member.domain or "-"]
+        rows.append([*who, str(member.pid), state, silent, memory, ways])
+    if all(row[4] in ("-", row[2]) for row in rows[1:]):  # a host that nobody named otherwise is its own domain
+        rows = [row[:4] + row[5:] for row in rows]
     return table(rows)
 
 
-def trainers_named(ranks: Sequence[int]) -> str:
-    """Returns trainers by rank as text: "trainer 1", "trainers 1, 3"."""
-    return f"trainer{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+def format_recent(recent: Recent) -> str:
+    """Returns an event as a line: when it was, by the clock of who reads, and what."""
+    at = time.strftime("%H:%M:%S", time.localtime(recent.time_s)) if recent.time_s else "--:--:--"
+    return f"{at}  {told(recent.event)}"
 
 
-def format_gathering(of_servers: Sequence[int], of_trainers: Sequence[int], join: str = "HOST:PORT") -> str:
-    """Returns what a cluster still lacks to begin, and how to start it.
-
-    Args:
-        of_servers, of_trainers: those that are there, and those that it takes.
-        join: the address of its coordinator.
-    """
-    (servers, slots), (trainers, of) = of_servers, of_trainers
-    said = [f"{servers} of {slots} servers", f"{trainers} of {of} trainers" if of else f"{trainers} trainers"]
-    hints = [f"a server is started by: torch-ecrec serve --join {join}"] if servers < slots else []
-    if trainers < max(of, 1):
-        hints.append(f"a trainer is a script that is started with TORCH_ECREC_JOIN={join}")
-    return f": {' and '.join(said)} are there; {'; '.join(hints)}"
+def told(event: Mapping[str, Any]) -> str:
+    """Returns an event (`events.json_of`) as a clause for people."""
+    more = {name: value for name, value in event.items() if name != "event"}
+    kind = str(event.get("event", ""))
+    form = NOTHING_LOST if kind == "lost" and not more.get("slots") else FORMS.get(kind)
+    if form is not None:
+        try:
+            return form.format(**more)
+        except (KeyError, ValueError, IndexError, AttributeError):
+            pass  # of another version: as it is
+    return ", ".join([kind.replace("_", " "), *(f"{name} {value}" for name, value in more.items())])
 
 
-def format_slow(member: MemberStatus, slow: Late) -> str:
-    """Returns a text that names a server for which training waits, and what to do about it."""
-    name = member.name
-    remedy = f"to move its slots to a spare: torch-ecrec drain {name}"
-    if member.draining:
-        remedy = "its slots are being moved away" if not member.spare else "it has no slot any more, and may be stopped"
-    return (
-        f"SLOW: training waits for {name} {slow.share:.0%} of the time: it answers {slow.late_s:.2f} s later than"
-        f" most others, which take {slow.usual_s:.3f} s; {remedy}"
-    )
-
-
-def format_connections(said: Connections) -> str:
-    """Returns the ways by which a member's data travels to and from others, with the number of each."""
-    ways = [(said.memory, "in memory"), (said.tcp, "over TCP"), (said.rpc, "over torch RPC")]
-    told = [f"{count} {text}" for count, text in ways if count]
-    if said.bytes_packed:
-        told.append(f"packed to {1 - said.bytes_saved / said.bytes_packed:.0%} where it pays")
-    return ", ".join(told) or "-"
-
-
-def format_experiment(experiment: ExperimentStatus, slots: Sequence[SlotReport]) -> str:
-    """Returns a text that names a cluster's experiment, what it gives up, and what came of that so far."""
-    named = [experiment.mode] if experiment.mode else []
-    named += [f"ranges={experiment.ranges}"] if experiment.ranges else []
-    lost, wrong = sum(slot.lost_steps for slot in slots), sum(slot.wrong_stripes for slot in slots)
-    return (
-        f"EXPERIMENT {', '.join(named)}: {'; '.join(experiment.gives_up)}."
-        f" So far {lost} acknowledged steps of slots are lost, {wrong} stripes were wrong"
-    )
-
-
-def format_partial(partial: PartialStatus) -> str:
-    """Returns what partial recoveries have lost, as text."""
-    slots = ", ".join(map(str, partial.last_slots))
-    saves = f" and {partial.last_saves} saves on it" if partial.last_saves else ""
-    return (
-        f"NOT EXACT: {partial.lost_samples:.3%} of lost samples (CPR) by {partial.times} partial recoveries;"
-        f" the last: slots {slots} took their records from checkpoint {partial.last}, of step"
-        f" {partial.last_step}{saves}"
-    )
-
-
-def format_checkpoints(said: CheckpointsStatus) -> list[str]:
-    """Returns a text about a cluster's checkpoints: the last that counts, one under way, and what is wrong."""
-    last = "none yet in this run"
-    if said.last_age_s is not None:
-        last = f"the last is of step {said.last_step}, {said.last_age_s:.0f} s ago"
-    lines = [f"checkpoints at {said.url}: {last}" + (f"; writing {said.running}" if said.running else "")]
-    if said.failing_for_s is not None:
-        lines.append(f"  FAILING for {said.failing_for_s:.0f} s, is tried again: {said.failing}")
-    return lines
-
-
-def format_saves(said: SavesStatus, slots: Sequence[SlotReport]) -> list[str]:
-    """Returns a text about the prioritised saves since the checkpoint, and the memory that their savers take."""
-    last = f", the last of step {said.last_step}" if said.saves else ""
-    memory = size(sum(slot.saver_bytes for slot in slots))
-    longest_ms = 1e3 * max((slot.saver_pick_s for slot in slots), default=0.0)
-    lines = [
-        f"  saves of {said.portion:.1%} of the rows ({said.saver}) since then: {said.saves}{last}; savers have"
-        f" {memory}, and picked within {longest_ms:.1f} ms"
-    ]
-    if said.failing:
-        lines.append(f"  the last save FAILED, is tried again: {said.failing}")
-    return lines
+NOTHING_LOST = "{member} was lost: {why}"
+FORMS = {
+    "joined": "{member} joined (pid {pid})",
+    "back": "{member} is connected again",
+    "turned_away": "{member} of another cluster, {run}, was turned away: {why}",
+    "left": "{member} left, as it was done",
+    "lost": "{member} was lost: {why}; it hosted slots {slots}",
+    "cut": "members cannot reach each other: {pairs}; given up: {fenced} {why}",
+    "stands_still": "training stands, and waits for {members}: {why}",
+    "goes_on": "training goes on: all who were silent are back, or were given up",
+    "slow": "training waits for {member}",
+    "not_slow": "training waits for {member} no more",
+    "regathering": "this coordinator was started in place of another",
+    "regathered": "all go on with this coordinator: {members}",
+    "placed": "every slot has a server",
+    "moved": "a slot has moved: epoch {epoch}",
+    "stayed": "a slot stays where it is, as it could not move: epoch {epoch}",
+    "drained": "{member} has no slot any more",
+    "draining": "the slots of {member} move away: {why}",
+    "at_risk": "failure domains that must not be lost: {domains}",
+    "slot rebuilt": "slot {slot} has all its records again",
+    "damaged": "slot {slot} has found damage: {what}",
+    "mended": "slot {slot} has mended damage",
+    "going back": "all go back to step {step}",
+    "resumable": "training can go on after step {step}",
+    "checkpointed": "a checkpoint of step {step} was written, in {seconds:.1f} s",
+    "saved": "rows of step {step} were saved, in {seconds:.1f} s",
+    "checkpoint_void": "a checkpoint of step {step} failed: {reason}",
+    "went_beyond": "more was lost than parity repairs: all begin again at step {step}, from checkpoint {name}",
+    "began_anew": "the cluster begins anew: nobody is left who knows what was trained",
+    "job_forgotten": "another job has come: {difference}",
+    "recovered_partly": "NOT EXACT: slots {slots} took their records of step {step} from checkpoint {name}",
+    "not_exact": "NOT EXACT from step {step} on: {what}",
+    "fatal": "the job has stopped: {reason}",
+    "refused": "{messages} messages were refused, the last from {from}: {why}",
+}

@@ -36,7 +36,7 @@ from torch_ecrec.client.client import Client
 from torch_ecrec.client.session import Beginning, Session
 from torch_ecrec.errors import ClusterError, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.layout import routing, stripes
-from torch_ecrec.observe.text import format_gathering
+from torch_ecrec.observe.words import format_gathering
 from torch_ecrec.processes.member import Member, exit_code_of
 from torch_ecrec.processes.part_reader import FileReader
 from torch_ecrec.processes.restoring import dense_model

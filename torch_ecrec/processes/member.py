@@ -20,6 +20,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from torch_ecrec.errors import ClusterError, ClusterUnavailable
+from torch_ecrec.processes.footprint import footprint
 from torch_ecrec.processes.heartbeats import Heartbeats
 from torch_ecrec.protocol import membership, messages
 from torch_ecrec.protocol.membership import Membership, Wait
@@ -362,6 +363,7 @@ def figures_of(transport: Transport | None, report: Report | None = None) -> Rep
         bytes_sent=by_kind(transport.bytes_sent),
         connections=transport.connections(),
         refused_messages=refused,
+        process=footprint(),
     )
 
 

@@ -128,6 +128,29 @@ class SlotReport(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     lost_steps: Version = 0
 
 
+class ProcessReport(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a member's process takes of its host.
+
+    Attributes:
+        host: the host's name.
+        resident_bytes: of memory, shared memory included.
+        limit_bytes: of memory, of the narrowest control group that the process is in, or of its host; 0: not known.
+        used_bytes: of that limit, by all that it holds for.
+    """
+
+    host: Text
+    resident_bytes: Version
+    limit_bytes: Version
+    used_bytes: Version
+
+
+class Trained(Struct, frozen=True, forbid_unknown_fields=True):
+    """How far a trainer is: `step`, of training, that it has done, and `samples` of its own since it began."""
+
+    step: Count
+    samples: Version
+
+
 class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A member's figures. None: it does not say, and what it said before holds; in JSON the key is absent then.
 
@@ -140,6 +163,8 @@ class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
         waits: for whom it has waited, if for somebody.
         awaits: of a trainer, the ranks of those without whom it does not go on.
         wire: of a trainer, how its rows and gradients travel.
+        process: what it takes of its host.
+        trained: of a trainer, how far it is.
     """
 
     slots: Annotated[list[SlotReport], Meta(max_length=SLOTS_MOST)] | None = None
@@ -149,6 +174,8 @@ class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     waits: WaitedFor | None = None
     awaits: Ranks | None = None
     wire: WireName | None = None
+    process: ProcessReport | None = None
+    trained: Trained | None = None
 
     def followed_by(self, later: Report) -> Report:
         """What is known once a member has reported again."""
@@ -159,6 +186,20 @@ class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 # what the coordinator says ----------------------------------------------------------------------------
 
 
+class Filling(Struct, frozen=True):
+    """How a slot gets what it lacks: its records and parities are decoded from others, or read from a checkpoint.
+
+    Attributes:
+        share: of them, that is there, 0 to 1.
+        bytes_per_s: of records and parities, of late; None: not known yet.
+        left_s: seconds until all is there, at that rate; None: not known yet.
+    """
+
+    share: float
+    bytes_per_s: float | None
+    left_s: float | None
+
+
 class SlotStatus(Struct, frozen=True):
     """Where a slot is.
 
@@ -167,12 +208,14 @@ class SlotStatus(Struct, frozen=True):
         server: its host; "": it waits for one.
         incarnation: how many hosts it had before.
         healthy: all its records and parities are there.
+        filling: how it gets what it lacks, once its host has said so; None: nothing is said of it, or it lacks nothing.
     """
 
     slot: int
     server: str
     incarnation: int
     healthy: bool
+    filling: Filling | None = None
 
 
 class TableStatus(Struct, frozen=True, kw_only=True):
@@ -231,6 +274,10 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
         slow: how training waits for it, where that is long; None: it is not.
         silent_s: seconds since it was heard of.
         report: its figures.
+        address: of its host, as it has said; "": it did not.
+        domain: of a server, what it is lost together with, the widest first; "": it did not say.
+        gone_s: seconds since it was lost, or left; None: it is there.
+        why_gone: why it was taken for lost; "": it was not.
     """
 
     name: str
@@ -245,6 +292,16 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
     slow: Late | None = None
     silent_s: float
     report: Report
+    address: str = ""
+    domain: str = ""
+    gone_s: float | None = None
+    why_gone: str = ""
+
+    @property
+    def host(self) -> str:
+        """The name of its host, else what it is lost together with, else its address; "": it did not say."""
+        process = self.report.process
+        return process.host if process is not None else self.domain.rpartition("/")[2] or self.address
 
     @property
     def present(self) -> bool:
@@ -354,6 +411,70 @@ class DomainAtRisk(Struct, frozen=True):
     why: str
 
 
+class HostStatus(Struct, frozen=True):
+    """A host, and what its loss would mean now.
+
+    Attributes:
+        domain: the failure domain of its servers, the narrowest.
+        servers: those that are there. `slots`: that they host.
+        may_be_lost: all that it holds could be repaired; and `why` not, for people.
+    """
+
+    domain: str
+    servers: list[str]
+    slots: list[int]
+    may_be_lost: bool
+    why: str
+
+
+class Redundancy(Struct, frozen=True):
+    """What can be lost now without losing anything.
+
+    Attributes:
+        losses: so many servers, whichever they are, could be lost together now. `of`: when all slots are whole.
+        spares: servers without a slot, which would host what is lost.
+        elsewhere: without a spare, a survivor hosts it; else it waits for a server to come.
+        hosts: every host that has servers.
+    """
+
+    losses: int
+    of: int
+    spares: int
+    elsewhere: bool
+    hosts: list[HostStatus]
+
+
+class Rate(Struct, frozen=True):
+    """How fast training goes, over the last `over_s` seconds.
+
+    Attributes:
+        steps_per_s: of all trainers together.
+        samples_per_s: likewise; None: no trainer says how many samples it has.
+    """
+
+    over_s: float
+    steps_per_s: float
+    samples_per_s: float | None
+
+
+class Recent(Struct, frozen=True):
+    """An event (`observe/events.py`), and when it was, in seconds since the epoch; 0: there is no clock."""
+
+    time_s: float
+    event: dict[str, Any]
+
+
+class RegatheringStatus(Struct, frozen=True):
+    """This coordinator was started in place of another, and members tell it what they know.
+
+    Attributes:
+        back: those who have. `missing`: those who are still awaited, as the others say.
+    """
+
+    back: list[str]
+    missing: list[str]
+
+
 class Standstill(Struct, frozen=True):
     """Training stands for members that are silent.
 
@@ -404,7 +525,7 @@ class Status(Struct, frozen=True, kw_only=True, tag_field="type", tag="status"):
         roster: its version. `epoch`: of the placement; 0: nothing is placed yet. `era`: of the trainers.
         going_back: servers go back, or say how far they can.
         resume_step: the step that the era began after; None: that is being found out.
-        step: the last that a trainer has reported.
+        step: the last of training that slots have applied, or that a trainer has reported.
         finished: the job has ended, as all its trainers were done.
         fatal: why it has ended for everybody; None: it has not.
         checkpoints: that are written; None: none are wanted.
@@ -425,6 +546,12 @@ class Status(Struct, frozen=True, kw_only=True, tag_field="type", tag="status"):
         store_trouble: why it is not known yet what to begin with; "": it is, or nothing is in the way.
         refused_messages: on the control channel, since the coordinator began.
         experiment: that all members take part in; None: none, and all is as it is promised.
+        wanted_trainers: so many trainers has the job; 0: none has come that would say.
+        rate: how fast training goes; None: not known yet.
+        still_s: seconds since a step was last done, or since this coordinator began; None: it has just begun.
+        redundancy: what can be lost now; None: nothing is placed, or nothing is protected.
+        regathering: members of the coordinator before are awaited; None: not now.
+        recent: the last events that a person wants to know, since this coordinator began, the newest at the end.
         time_s: when this was said, by the coordinator's clock, in seconds since the epoch; 0: it has none.
     """
 
@@ -459,6 +586,12 @@ class Status(Struct, frozen=True, kw_only=True, tag_field="type", tag="status"):
     store_trouble: str = ""
     refused_messages: int = 0
     experiment: ExperimentStatus | None = None
+    wanted_trainers: int = 0
+    rate: Rate | None = None
+    still_s: float | None = None
+    redundancy: Redundancy | None = None
+    regathering: RegatheringStatus | None = None
+    recent: list[Recent] = []
     time_s: float = 0.0
 
     @property

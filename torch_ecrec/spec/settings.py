@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import os
+import re
 import secrets
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -45,14 +47,15 @@ LOOK_AHEAD = ("auto", "1", "0")  # of which attached readers the next batch is d
 
 
 PREFIX = "TORCH_ECREC_"
-OTHERS = (
-    "RECORD",
-    "REHEARSED",
-    "LOSS_MARK",
-    "SECRET",
-    "SECRET_FILE",
-    "INSECURE_RPC",
-)  # read elsewhere here; a test of this package has its own names, which begin with `TEST_`
+OTHERS = {
+    "SECRET": "what all processes of the cluster prove to each other that they know, on every connection; of"
+    " 16 characters or more. Needed wherever other hosts get to.",
+    "SECRET_FILE": "a file with the secret, in place of TORCH_ECREC_SECRET.",
+    "INSECURE_RPC": "1: torch.distributed.rpc may listen where other hosts reach it. It runs whatever it is sent.",
+    "REHEARSED": f'the folder with the marks of scripts that were rehearsed; by default "{REHEARSALS}".',
+    "RECORD": "set by `torch-ecrec rehearse`: where trainers record their steps.",
+    "LOSS_MARK": "set by `torch-ecrec run`: by this file trainers tell it that data is lost.",
+}  # read elsewhere here; a test of this package has its own names, which begin with `TEST_`
 
 
 def new_run() -> str:
@@ -174,7 +177,8 @@ class Settings:
     """The time limits and sizes of one process, in seconds, bytes and steps as the names say.
 
     Args:
-        join: "host:port" of the coordinator, or None.
+        join: where the cluster's coordinator is, "HOST:PORT", or "etcd://HOST:PORT,.../NAME" where one of several
+            leads. None: the first trainer starts a cluster of its own.
         window_steps: how many steps a trainer may run ahead of what is acknowledged.
         call_timeout_s: a remote call not answered by then counts as unknown and is made again.
         give_up_s: a lookup or push without progress for so long ends with `ClusterUnavailable`.
@@ -325,18 +329,66 @@ class Settings:
         values: dict[str, Any] = {}
         _require_known(os.environ)
         for field in dataclasses.fields(Settings):
-            text = os.environ.get(f"TORCH_ECREC_{field.name.upper()}")
-            if text is not None and field.name not in overrides:
-                try:
-                    values[field.name] = _NUMBERS.get(type(field.default), str)(text)
-                except ValueError:
-                    raise ValueError(f"TORCH_ECREC_{field.name.upper()} must be a number, got {text!r}") from None
+            if f"{PREFIX}{field.name.upper()}" in os.environ and field.name not in overrides:
+                values[field.name] = _value_of(field)
         return Settings(**{**values, **overrides})
+
+    @staticmethod
+    def others() -> dict[str, str]:
+        """Returns what `OTHERS` are here, "" where they are not set; of the secret, only whether it is."""
+        found = {name: os.environ.get(PREFIX + name, "") for name in OTHERS}
+        return found | {"SECRET": "(set)" if found["SECRET"] else ""}
+
+    @staticmethod
+    def explained() -> dict[str, str]:
+        """Returns what each field means, in the order in which they are declared; without docstrings (-OO), nothing."""
+        text = inspect.cleandoc(Settings.__doc__ or "").partition("Args:\n")[2]
+        found: dict[str, str] = {}
+        for entry in re.split(r"\n(?= {4}\w)", "\n" + text):
+            names, _, meaning = entry.strip().partition(": ")
+            found |= {name: " ".join(meaning.split()) for name in names.split(", ") if meaning}
+        return {field.name: found.get(field.name, "") for field in dataclasses.fields(Settings)}
+
+    @staticmethod
+    def examine_environment() -> tuple[Settings, dict[str, str]]:
+        """Returns the settings of the environment without those that are wrong, and why each of these is, by its name.
+
+        `from_environment` raises at the first that is wrong; `torch-ecrec doctor` names all of them.
+        """
+        known = {field.name: field for field in dataclasses.fields(Settings)}
+        good: dict[str, Any] = {}
+        wrong: dict[str, str] = {}
+        for name in sorted(os.environ):
+            own = name.removeprefix(PREFIX).lower()
+            try:
+                _require_known([name])
+                if name.startswith(PREFIX) and own in known:
+                    value = _value_of(known[own])
+                    Settings(**{**good, own: value})
+                    good[own] = value
+            except (ValueError, TypeError) as error:
+                wrong[name] = str(error)
+        for check, name in ((own_secret, f"{PREFIX}SECRET"), (insecure_rpc, INSECURE_RPC)):
+            try:
+                check()
+            except ValueError as error:
+                wrong[name] = str(error)
+        return Settings(**good), wrong
 
     def environment(self) -> dict[str, str]:
         """Returns the variables that give another process these settings, except `join`: inverts `from_environment`."""
         names = [field.name for field in dataclasses.fields(self) if field.name != "join"]
         return {f"TORCH_ECREC_{name.upper()}": str(getattr(self, name)) for name in names}
+
+
+def _value_of(field: dataclasses.Field[Any]) -> object:
+    """Returns what the environment says of a field of `Settings`. Raises ValueError if that is to be a number."""
+    name = f"{PREFIX}{field.name.upper()}"
+    text = os.environ[name]
+    try:
+        return _NUMBERS.get(type(field.default), str)(text)
+    except ValueError:
+        raise ValueError(f"{name} must be a number, got {text!r}") from None
 
 
 def _require_known(names: Iterable[str]) -> None:

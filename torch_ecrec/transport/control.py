@@ -493,6 +493,16 @@ def raise_descriptors() -> None:
 # the members' side ----------------------------------------------------------------------------------
 
 
+def _what_to_do(error: OSError, host: str, port: int) -> str:
+    """What whoever asked there in vain should look at."""
+    if isinstance(error, socket.gaierror):
+        return f"is {host} spelt right, and known to this host (`getent hosts {host}`)?"
+    if isinstance(error, ConnectionRefusedError):
+        started = f"torch-ecrec up --host {host} --port {port}, or torch-ecrec coordinator"
+        return f"nothing listens there. Is that its port? It is started by: {started}"
+    return f"is that host on, and does a firewall let connections to port {port} through?"
+
+
 def _connect(host: str, port: int, timeout_s: float) -> socket.socket:
     """Connects, and retries until `timeout_s` is over, since the coordinator may be starting."""
     deadline_s = time.monotonic() + timeout_s
@@ -508,7 +518,8 @@ def _connect(host: str, port: int, timeout_s: float) -> socket.socket:
             if time.monotonic() + pause_s > deadline_s:
                 reason = error.strerror or str(error)
                 kind = NoAnswer if isinstance(error, TimeoutError) or error.errno in NO_WAY else ClusterUnavailable
-                raise kind(f"no coordinator at {text_of((host, port))} within {timeout_s:g} s: {reason}") from error
+                where = f"no coordinator at {text_of((host, port))} within {timeout_s:g} s: {reason}"
+                raise kind(f"{where}; {_what_to_do(error, host, port)}") from error
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, RETRY_MOST_S)
 
