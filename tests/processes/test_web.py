@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 from watched import SECRET, MadeUp, rebuilding, watched, whole
 
-from torch_ecrec.protocol.status import of_message
+from torch_ecrec.observe.verdict import json_of
 from torch_ecrec.web import server
 from torch_ecrec.web.guard import OURS
 from torch_ecrec.web.place import Place
@@ -113,7 +113,7 @@ def test_what_is_served(web: WebServer, made_up: MadeUp) -> None:
     )
     assert "script-src 'sha256-" in headers["Content-Security-Policy"]
     code, headers, text = ask(web, "/status.json")
-    assert code == 200 and of_message(json.loads(text)) == made_up.status
+    assert code == 200 and json.loads(text) == json.loads(json.dumps(json_of(made_up.status, "10.0.0.1:29400")))
     code, headers, text = ask(web, "/metrics")
     assert code == 200 and headers["Content-Type"].startswith("text/plain; version=0.0.4")
     assert any(one.name == "torch_ecrec_slots" for one in text_string_to_metric_families(text))

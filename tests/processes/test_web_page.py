@@ -82,7 +82,8 @@ def test_what_an_operator_sees(tmp_path: Path) -> None:
         assert await page.ask("getComputedStyle(document.querySelector('#state')).borderLeftColor") != state, (
             "and a colour"
         )
-        assert "43\u00a0%" in await page.ask("document.querySelector('#sentence').textContent")
+        assert "Slot 1 is" in await page.ask("document.querySelector('#sentence').textContent")
+        assert "What to do: " in await page.ask("document.querySelector('#wrong').textContent")
         assert await page.ask("document.querySelector('#slots progress:not([hidden])').value") == 0.43
         await page.until(
             "document.querySelector('#events').textContent.includes('server-1 is lost, with slot 1')", "event"

@@ -12,7 +12,7 @@ import msgspec
 from coordinator_words import member, slot_report
 from msgspec.structs import replace
 
-from torch_ecrec.protocol.status import CheckpointsStatus, Report, SlotStatus, Status
+from torch_ecrec.protocol.status import CheckpointsStatus, Filling, HostStatus, Redundancy, Report, SlotStatus, Status
 from torch_ecrec.web.place import Place
 from torch_ecrec.web.server import Cluster, WebServer
 
@@ -48,7 +48,10 @@ class MadeUp:
             return self.why
 
         return Cluster(
-            lambda done: answer(done, status), lambda what, undo, done: answer(done, lambda: drain(what, undo)), again
+            lambda done: answer(done, status),
+            lambda what, undo, done: answer(done, lambda: drain(what, undo)),
+            "10.0.0.1:29400",
+            again,
         )
 
 
@@ -85,6 +88,10 @@ def whole(slots: int = 3, step: int = 100, **more: Any) -> Status:
         "time_s": 1.8e9,
         "epoch": 1,
         "tables": 4,
+        "redundancy": Redundancy(
+            1, 1, 1, True, [HostStatus("a", [f"server-{i}" for i in range(slots)], [], False, "")]
+        ),
+        "wanted_trainers": 2,
     }
     return coordinator_words.status(**{**fields, **more})
 
@@ -97,7 +104,9 @@ def rebuilding(status: Status, share: float) -> Status:
     report = reports(1, 1, status.step, rebuilt=share)
     servers[f"server-{slots}"] = replace(servers[f"server-{slots}"], spare=False, report=report)
     places = [
-        replace(one, server=f"server-{slots}", incarnation=1, healthy=False) if one.slot == 1 else one
+        replace(one, server=f"server-{slots}", incarnation=1, healthy=False, filling=Filling(share, 1e6, 20.0))
+        if one.slot == 1
+        else one
         for one in status.slots
     ]
     return replace(status, slots=places, members=list(servers.values()), epoch=2)

@@ -22,9 +22,14 @@ from torch_ecrec.protocol.status import (
     CheckpointsStatus,
     Complaint,
     DomainAtRisk,
+    Filling,
+    HostStatus,
     Inexactness,
     Late,
     PartialStatus,
+    ProcessReport,
+    Rate,
+    Redundancy,
     Report,
     RestoredStatus,
     Standstill,
@@ -103,6 +108,23 @@ def test_figures_of_a_rebuild() -> None:
     assert not any(
         dict(labels).get("member") == "server-1" for name, labels in found if name.endswith("silent_seconds")
     )
+
+
+def test_figures_of_hosts_and_of_what_may_be_lost() -> None:
+    process = ProcessReport("host-a", 5_000, 10_000, 2_500)
+    safe = Redundancy(1, 1, 1, True, [HostStatus("a", ["server-0"], [0], True, "")])
+    status = rebuilding(whole(redundancy=safe, wanted_trainers=3, still_s=0.5, rate=Rate(10.0, 2.0, 512.0)), 0.5)
+    members = [replace(one, report=replace(one.report, process=process)) for one in status.members]
+    slots = [replace(one, filling=Filling(0.5, 1e6, 20.0)) if not one.healthy else one for one in status.slots]
+    found = values(replace(status, members=members, slots=slots))
+    assert value(found, "member_info", member="server-0", role="server", host="host-a") == 1
+    assert value(found, "member_resident_memory_bytes", member="server-0") == 5000
+    assert value(found, "member_memory_used_ratio", member="server-0") == 0.25
+    assert value(found, "losses_tolerated") == 1 and value(found, "hosts") == 1
+    assert value(found, "missing_members", role="trainer") == 1 and value(found, "samples_per_second") == 512
+    assert value(found, "slot_filling_left_seconds", slot="1") == 20 and value(found, "step_age_seconds") == 0.5
+    assert value(found, "verdict") == 1 and any(name == PREFIX + "finding" for name, _ in found)
+    assert value(values(replace(status, fatal="data is lost")), "verdict") == 2
 
 
 TROUBLES: list[tuple[dict[str, Any], str, float]] = [

@@ -29,6 +29,7 @@ from torch_ecrec.processes.restoring import find as find_checkpoint
 from torch_ecrec.processes.scribe import FileLedger
 from torch_ecrec.processes.supervisor import POLL_S, STAYS
 from torch_ecrec.protocol.bounds import TransportName
+from torch_ecrec.runtime.addresses import text_of
 from torch_ecrec.runtime.lifetime import freeze, on_signals
 from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.spec.job import CodeSpec
@@ -378,7 +379,7 @@ class _Coordinator:
         def drain(what: str, undo: bool, done: Callable[[str], None]) -> None:
             self._do_soon(lambda: done(self._router.drain(what, undo)))
 
-        return Cluster(ask_status, drain, again)
+        return Cluster(ask_status, drain, self._told.elect or text_of(self._server.address), again)
 
     def _probe(self, name: str, number: int, address: tuple[str, int]) -> None:
         def on_probed(found: str) -> None:

@@ -27,6 +27,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 import torch_ecrec
+from torch_ecrec.observe.verdict import EXIT_CODES, verdict_of
 from torch_ecrec.protocol.status import MemberStatus, SlotReport, SlotStatus, Status
 
 PREFIX = "torch_ecrec_"
@@ -164,6 +165,7 @@ def metrics_of(status: Status, totals: Totals | None = None) -> list[Metric]:
         totals.follow(status)
     families = _Families()
     _about_process(families, leads=True)
+    _verdict(families, status)
     _training(families, status, totals)
     _slots(families, status, totals)
     _members(families, status, totals)
@@ -230,6 +232,13 @@ def _about_process(families: _Families, leads: bool) -> None:
     families.gauge("leading", "Whether this coordinator leads its cluster (1), or stands by for another (0).", leads)
 
 
+def _verdict(families: _Families, status: Status) -> None:
+    verdict = verdict_of(status)
+    families.gauge("verdict", "As `torch-ecrec status` begins: 0 OK, 1 WARN, 2 ERROR.", EXIT_CODES[verdict.level])
+    found = {(one.code, one.level): 1.0 for one in verdict.findings}
+    families.gauges("finding", "What is to be looked at, by its code; always 1.", ["code", "level"], found.items())
+
+
 def _training(families: _Families, status: Status, totals: Totals) -> None:
     code = status.code
     about = (status.run, str(code.k), str(code.r), code.protection, status.transport)
@@ -250,6 +259,16 @@ def _training(families: _Families, status: Status, totals: Totals) -> None:
     families.gauge("watermark_step", "Nobody goes back to before this step.", watermark)
     families.gauge("placement_epoch", "The version of the placement; 0: nothing is placed yet.", status.epoch)
     families.gauge("trainer_era", "How often trainers were lost, or all went back.", status.era)
+    families.gauge("step_age_seconds", "Since a step was last done; absent: it has just begun.", status.still_s)
+    samples = None if status.rate is None else status.rate.samples_per_s
+    families.gauge("samples_per_second", "Samples that are trained, of late; absent: nobody says.", samples)
+    families.gauge(
+        "regathering", "Whether members of the coordinator before are awaited.", status.regathering is not None
+    )
+    safe = status.redundancy
+    losses = "Servers that could be lost together now, whichever they are; absent: nothing is protected yet."
+    families.gauge("losses_tolerated", losses, None if safe is None else safe.losses)
+    families.gauge("hosts", "Hosts that have servers; absent likewise.", None if safe is None else len(safe.hosts))
     families.gauge("tables", "Tables of the job; 0: no trainer has come yet.", status.tables)
     families.gauge("going_back", "Whether servers go back to an earlier step.", status.going_back)
     families.gauge("finished", "Whether the job has ended, as all its trainers were done.", status.finished)
@@ -289,6 +308,12 @@ def _slots(families: _Families, status: Status, totals: Totals) -> None:
         known = totals.of(counter)
         by_slot: dict[Labels, float] = {(str(one.slot),): known.get((str(one.slot),), 0.0) for one in places}
         families.counters(counter, says, ["slot"], by_slot)
+    filling = {str(one.slot): one.filling for one in places if one.filling is not None}
+    rates = [((slot,), one.bytes_per_s) for slot, one in filling.items() if one.bytes_per_s is not None]
+    says = "Bytes of records and parities that the slot gets back in a second, of late."
+    families.gauges("slot_filling_bytes_per_second", says, ["slot"], rates)
+    left = [((slot,), one.left_s) for slot, one in filling.items() if one.left_s is not None]
+    families.gauges("slot_filling_left_seconds", "Until the slot is whole, at that rate.", ["slot"], left)
     families.gauge("moving_slots", "Slots that are being copied to another server.", status.move is not None)
 
 
@@ -300,11 +325,22 @@ def _members(families: _Families, status: Status, totals: Totals) -> None:
     number = [((state,), float(states.count(state))) for state in MEMBER_STATES]
     families.gauges("members", "Members by state; those that are gone are shown for a while.", ["state"], number)
     missing = {role: 0 for role in ROLES}
+    if status.wanted_trainers:
+        missing["trainer"] = max(status.wanted_trainers - int(alive[1][1]), 0) * (not status.finished)
     if status.gathering is not None:
         for role, (there, of) in zip(ROLES, (status.gathering.servers, status.gathering.trainers), strict=True):
             missing[role] = max(of - there, 0)
     lacking = [((role,), float(count)) for role, count in missing.items()]
-    families.gauges("missing_members", "Members without whom the cluster does not begin.", ["role"], lacking)
+    families.gauges("missing_members", "Members that are wanted, and are not there.", ["role"], lacking)
+    about = [((one.name, one.role, one.host), 1.0) for one in present]
+    families.gauges("member_info", "On which host the member is; always 1.", ["member", "role", "host"], about)
+    processes = {one.name: one.report.process for one in present if one.report.process is not None}
+    resident = [((name,), float(one.resident_bytes)) for name, one in processes.items()]
+    says = "Memory of the member's process, shared memory included."
+    families.gauges("member_resident_memory_bytes", says, ["member"], resident)
+    used = [((name,), one.used_bytes / one.limit_bytes) for name, one in processes.items() if one.limit_bytes]
+    says = "What is used of the memory that the member's process may take, with all that the limit is of."
+    families.gauges("member_memory_used_ratio", says, ["member"], used)
     silent = [((one.name, one.role), one.silent_s) for one in present]
     families.gauges("member_silent_seconds", "Since the member was heard of.", ["member", "role"], silent)
     slow = [((one.name,), one.slow.share) for one in present if one.slow is not None]

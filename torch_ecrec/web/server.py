@@ -49,6 +49,7 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 
+from torch_ecrec.observe.verdict import JOIN, json_of
 from torch_ecrec.protocol.status import Status
 from torch_ecrec.runtime.addresses import family_of
 from torch_ecrec.runtime.threads import Worker, log_error
@@ -90,11 +91,13 @@ class Cluster:
     Attributes:
         status: `status(done)`: `done` gets the status as JSON, or is never called, where it leads no more.
         drain: `drain(what, undo, done)`: `done` gets why not, or "".
+        join: its address, for what is to be done about a finding.
         again: it takes the place of another.
     """
 
     status: Callable[[Callable[[bytes], None]], None]
     drain: Callable[[str, bool, Callable[[str], None]], None]
+    join: str = JOIN
     again: bool = False
 
 
@@ -104,7 +107,7 @@ class _Unavailable(Exception):
 
 @dataclass(frozen=True)
 class _Seen:
-    """A status. `asked_s`: when it was asked for, on this loop's clock."""
+    """A status. `said`: with its verdict, as JSON. `asked_s`: when it was asked for, on this loop's clock."""
 
     status: Status
     said: bytes
@@ -260,8 +263,8 @@ class WebServer:
     async def _ask(self, cluster: Cluster) -> _Seen:
         await asyncio.sleep(self._asked_s + FRESH_S - self._loop.time())
         self._asked_s = asked_s = self._loop.time()
-        said = await self._await(cluster.status)
-        seen = _Seen(msgspec.json.decode(said, type=Status), said, asked_s)
+        status = msgspec.json.decode(await self._await(cluster.status), type=Status)
+        seen = _Seen(status, msgspec.json.encode(json_of(status, cluster.join)), asked_s)
         if cluster is self._cluster:
             self._seen = seen
             self._totals.follow(seen.status)
