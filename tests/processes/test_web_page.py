@@ -6,6 +6,7 @@ Needs Debian's chromium. With `TORCH_ECREC_TEST_SHOTS=FOLDER`, pictures of the p
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -180,7 +181,15 @@ def test_by_keyboard_and_for_screen_readers(tmp_path: Path) -> None:
             if stops[-1] == "Drain server-1":
                 break
         assert stops[0] == "Skip to the cluster" and stops[-1] == "Drain server-1", stops
-        await page.ask("new Promise((go) => setTimeout(go, 2500))")  # statuses come meanwhile
+        line = await page.ask("document.querySelector('#sentence').textContent")
+        await page.ask(
+            "window.told = 0; new MutationObserver(() => told++)"
+            ".observe(document.querySelector('#live'), {childList: true, characterData: true, subtree: true})"
+        )
+        for _ in range(2):  # statuses come meanwhile
+            await page.until(f"document.querySelector('#sentence').textContent !== {json.dumps(line)}", "another step")
+            line = await page.ask("document.querySelector('#sentence').textContent")
+        assert await page.ask("told") == 0, "figures that change are not read out"
         assert await page.ask("document.activeElement.getAttribute('aria-label')") == "Drain server-1", "it stays there"
         await page.press("Enter", windowsVirtualKeyCode=13, text="\r")
         await page.until("document.querySelector('dialog').open", "it asks first")
