@@ -6,6 +6,7 @@ Every picture has the factor on it. A cell that has not run, or failed, is left 
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,9 @@ COLOURS = {
 }
 STORE = "store"  # of the three, the one that pictures show
 PARTIAL = ("mfu", "ssu")  # those that CPR's abstract has figures of
+TITLE_WIDTH, COLUMNS = 80, 4  # characters of a title, and columns of the legend, for each panel
+DASHES: tuple[tuple[float, ...], ...] = ((), (4, 2), (4, 2, 1, 2), (1, 2), (8, 2))  # of the models, in their order
+LOG_FROM = 5.0  # times the least: an axis of times is logarithmic
 HOURS = 2.0  # of the paper's time, in the picture of progress
 
 Found = Mapping[Cell, Mapping[str, Any]]
@@ -236,8 +240,10 @@ def draw(results: Results, spec: Spec) -> Figure | None:
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         panel(axes, spec, found, results)
     data = "Criteo rows" if results.run.data else "made-up rows"
-    figure.suptitle(f"{spec.name}: {spec.title} ({results.scale}; {data})", fontsize=10)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), fontsize=7, loc="outside lower center", ncols=8)
+    title = f"{spec.name}: {spec.title} ({results.scale}; {data})"
+    figure.suptitle(textwrap.fill(title, TITLE_WIDTH * len(panels)), fontsize=10)
+    columns = min(8, COLUMNS * len(panels))
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), fontsize=7, loc="outside lower center", ncols=columns)
     return figure
 
 
@@ -257,7 +263,7 @@ def _panels(spec: Spec) -> list[Panel]:
     if spec.kind == "kill":
         return [_recovery_times, _shares, _progress_after]
     if len(spec.workers) > 1:
-        return [_by_workers]
+        return [_by_workers, _of_base]
     return [_rates, _overheads, _progress] if "XDL" in spec.modes else [_rates]
 
 
@@ -298,8 +304,16 @@ def _progress(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
 
 
 def _recovery_times(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
-    _bars(axes, spec.models, _series(spec, found, lambda one: one["recovered_s"]), "seconds until recovered")
-    axes.set_yscale("log")
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    series = _series(spec, found, lambda one: one["recovered_s"])
+    _bars(axes, spec.models, series, "seconds until recovered")
+    times_s = [one for line in series.values() for one in line if one]
+    if times_s and max(times_s) > LOG_FROM * min(times_s):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _shares(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
@@ -324,23 +338,47 @@ def _progress_after(axes: Axes, spec: Spec, found: Found, results: Results) -> N
 
 def _by_workers(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
     for mode in spec.modes:
-        for model, style in zip(spec.models, ("-", "--", "-.", ":", (0, (5, 1))), strict=False):
-            points = sorted(
-                (cell.workers, one["samples_per_s"]["median"])
-                for cell, one in found.items()
-                if (cell.model, cell.mode) == (model, mode)
-            )
-            if points:
-                axes.plot(
-                    *zip(*points, strict=True),
-                    style if isinstance(style, str) else "-",
-                    marker="o",
-                    markersize=3,
-                    color=colour(mode),
-                    label=f"{mode}, {model}",
-                )
-    axes.set_xlabel(f"workers, on {results.run.header['cores']} cores")
+        for model, dashes in zip(spec.models, DASHES, strict=False):
+            _line(axes, _rates_by_workers(found, model, mode), colour(mode), dashes, f"{mode}, {model}")
     axes.set_ylabel("samples/s of all workers")
+    _of_workers(axes, results)
+
+
+def _of_base(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
+    """The same, of the first mode's: both have taken turns, so that noise has met them alike."""
+    base, *others = spec.modes
+    for mode in others:
+        for model, dashes in zip(spec.models, DASHES, strict=False):
+            of = _rates_by_workers(found, model, base)
+            rates = _rates_by_workers(found, model, mode)
+            _line(axes, {n: rates[n] / of[n] for n in rates if n in of}, colour(mode), dashes, f"{mode}, {model}")
+    axes.axhline(1, color="#333333", linewidth=0.8, linestyle=":")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel(f"samples/s, of those of {base}")
+    _of_workers(axes, results)
+
+
+def _rates_by_workers(found: Found, model: str, mode: str) -> dict[int, float]:
+    here = {cell: one for cell, one in found.items() if (cell.model, cell.mode) == (model, mode)}
+    return {cell.workers: one["samples_per_s"]["median"] for cell, one in sorted(here.items(), key=_workers_of)}
+
+
+def _workers_of(entry: tuple[Cell, object]) -> int:
+    return entry[0].workers
+
+
+def _line(axes: Axes, points: Mapping[int, float], shade: str, dashes: tuple[float, ...], label: str) -> None:
+    if points:
+        (line,) = axes.plot(list(points), list(points.values()), marker="o", markersize=3, color=shade, label=label)
+        if dashes:
+            line.set_dashes(dashes)
+
+
+def _of_workers(axes: Axes, results: Results) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel(f"workers, on {results.run.header['cores']} cores")
     axes.spines[["top", "right"]].set_visible(False)
 
 
