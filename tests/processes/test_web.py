@@ -371,30 +371,34 @@ def test_a_body_that_is_too_long_is_refused(web: WebServer, made_up: MadeUp) -> 
     assert made_up.drains == [] and ask(web, "/healthz")[0] == 200
 
 
-def test_slow_clients_hold_up_nobody_and_have_an_end(web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twenty that say half a request, twenty that do not take their answer: a scrape is answered all the same."""
-    monkeypatch.setattr(server, "ANSWER_S", 3.0)
-    half = [connect(web) for _ in range(20)]
-    for one in half:
-        one.sendall(b"GET /metrics HTTP/1.1\r\nHost: local")
-    deaf = []
-    for _ in range(20):
-        one = socket.socket()
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        one.settimeout(WAIT_S)
-        one.connect(web.address)
-        one.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50)
-        deaf.append(one)
-    for _ in range(20):
+def test_slow_clients_hold_up_nobody_and_have_an_end(made_up: MadeUp, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty that say half a request, twenty that do not take their answers: a scrape is answered all the same."""
+    monkeypatch.setattr(server, "IDLE_S", 2 * WAIT_S)  # nobody has to go while the scrapes are made
+    monkeypatch.setattr(server, "ANSWER_S", 2 * WAIT_S)
+    with watched(made_up) as web, contextlib.ExitStack() as stack:
+        half = [stack.enter_context(connect(web)) for _ in range(20)]
+        for one in half:
+            one.sendall(b"GET /metrics HTTP/1.1\r\nHost: local")
+        for _ in range(20):
+            deaf = stack.enter_context(socket.socket())
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect(web.address)
+            deaf.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50)
+        for _ in range(20):
+            assert ask(web, "/metrics")[0] == 200
+        wait_until(lambda: len(web._doors._peers) == 40, WAIT_S, "they are all still there, and nobody else")
+        monkeypatch.setattr(server, "ANSWER_S", 0.1)
+        wait_until(lambda: len(web._doors._peers) == 0, WAIT_S, "their time is over")
+        assert read_all(half[0]) == b""
+        monkeypatch.setattr(server, "ANSWER_S", 2 * WAIT_S)
         assert ask(web, "/metrics")[0] == 200
-    assert len(web._doors.connections) >= 20, "they are still there"
-    for one in half:
-        assert read_all(one) == b"", "it had its time"
-        one.close()
-    wait_until(lambda: len(web._doors._peers) == 0, WAIT_S, "who does not take its answer is gone, too")
-    for one in deaf:
-        one.close()
-    assert ask(web, "/metrics")[0] == 200
+
+
+def test_who_says_half_a_request_has_its_time(made_up: MadeUp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "IDLE_S", 0.5)
+    with watched(made_up) as web, connect(web) as half, connect(web) as none:
+        half.sendall(b"GET /metrics HTTP/1.1\r\nHost: local")
+        assert read_all(half) == b"" == read_all(none)
 
 
 def test_of_too_many_connections_the_oldest_goes(web: WebServer) -> None:
