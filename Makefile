@@ -174,7 +174,7 @@ $(VENV)/.pinned:
 	$(SAY) "TorchRec, without its dependencies"; \
 	$(PIP) --no-deps -r $(SET)/torchrec.txt; \
 	$(SAY) "tools: plot, lint, types, tests"; \
-	$(PIP) $(PINS) -r requirements/demo.txt -r requirements/dev.txt; \
+	$(PIP) $(PINS) -r requirements/demo.txt -r requirements/http.txt -r requirements/dev.txt; \
 	$(SAY) "loaded: $$($(BIN)/python -W ignore -c "$$LOADED")"; \
 	echo $(TORCH) > $(VENV)/.torch; \
 	echo "$(WANTED)" > $@; \

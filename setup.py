@@ -49,7 +49,11 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["torch_ecrec", "torch_ecrec.*"]), "torch_ecrec.examples"],
     package_dir={"torch_ecrec": "torch_ecrec", "torch_ecrec.examples": "examples"},
-    package_data={"torch_ecrec": ["py.typed"], "torch_ecrec.experiments": ["specs/*.toml"]},
+    package_data={
+        "torch_ecrec": ["py.typed"],
+        "torch_ecrec.experiments": ["specs/*.toml"],
+        "torch_ecrec.web": ["page.html"],
+    },
     include_package_data=False,
     zip_safe=False,
     install_requires=[
@@ -77,6 +81,7 @@ setup(
         "demo": ["matplotlib", "psutil"],
         "s3": ["s3fs"],
         "etcd": ["etcd3gw"],
+        "http": ["aiohttp>=3.11", "prometheus_client>=0.22"],
         "dev": [
             "galois>=0.4.4",
             "hypothesis",

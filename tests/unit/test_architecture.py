@@ -46,6 +46,7 @@ RANKS = {
     "server": 7,
     "client": 7,
     "coordinator": 7,
+    "web": 7,
     "processes": 8,
     "doctor": 9,
     "resume": 9,

@@ -26,6 +26,7 @@ from torch_ecrec.spec.settings import (
     new_run,
     own_secret,
 )
+from torch_ecrec.web.place import Place, parse_place, require_packages, why_open
 
 if TYPE_CHECKING:  # it loads torch: not to read a command line
     from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
@@ -381,6 +382,49 @@ def add_grace(parser: argparse.ArgumentParser) -> None:
         help="told to end by SIGTERM, it waits so long for trainers that are there, which may save (default:"
         " $TORCH_ECREC_GRACE_S, or 25); a second signal, or Ctrl-C, ends it at once",
     )
+
+
+def http_place(text: str) -> Place:
+    """Parses where to serve HTTP."""
+    try:
+        return parse_place(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_watching(parser: argparse.ArgumentParser) -> None:
+    """Adds what shows a cluster to people and to Prometheus. `require_watchable` checks it."""
+    group = parser.add_argument_group("watching", "docs/watching.md")
+    group.add_argument(
+        "--http",
+        metavar="[HOST:]PORT",
+        type=http_place,
+        help="the coordinator serves metrics for Prometheus, its status, and a live page there (needs"
+        " torch-ecrec[http]); a port alone is of 127.0.0.1, and 0 takes a free one; any address that other hosts reach"
+        " takes a secret",
+    )
+    group.add_argument(
+        "--events",
+        metavar="FILE",
+        type=Path,
+        help="the coordinator writes its events there, a line of JSON each; a file of 10 MiB is renamed to FILE.1",
+    )
+
+
+def require_watchable(arguments: argparse.Namespace) -> None:
+    """Checks, before anything starts, that what `add_watching` has read can be done.
+
+    Raises:
+        ValueError: a package is not installed; or other hosts would get there, and there is no secret.
+        OSError: nobody can write the file for events.
+    """
+    from torch_ecrec.observe.event_log import require_writable
+
+    if arguments.http is not None:
+        require_packages()
+        require(arguments.http.loopback or bool(own_secret()), why_open(arguments.http))
+    if arguments.events is not None:
+        require_writable(arguments.events)
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:

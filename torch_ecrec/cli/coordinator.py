@@ -13,12 +13,14 @@ from torch_ecrec.cli.arguments import (
     add_end_with_parent,
     add_grace,
     add_host,
+    add_watching,
     checkpoints_of,
     code_of,
     port,
     require_experiment,
     require_guarded,
     require_store,
+    require_watchable,
     settings_of,
 )
 from torch_ecrec.errors import CheckpointError
@@ -49,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="so long after a leader is silent another leads (default 2, the least that etcd grants)",
     )
     add_checkpoints(parser)
+    add_watching(parser)
     add_grace(parser)
     add_end_with_parent(parser, tells=True)
 
@@ -59,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     require_guarded(arguments)
     require_experiment(arguments)
+    require_watchable(arguments)
     code, checkpoint = code_of(arguments), checkpoints_of(arguments)
     require_int("spares", arguments.spares, 0)
     if arguments.elect:
@@ -81,6 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
         alone=not arguments.end_with_parent,
         elect=arguments.elect,
         leader_lease_s=arguments.leader_lease,
+        http=arguments.http,
+        events=arguments.events,
     )
     try:
         return run_coordinator(told, sys.stdout)

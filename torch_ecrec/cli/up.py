@@ -16,12 +16,14 @@ from torch_ecrec.cli.arguments import (
     add_end_with_parent,
     add_grace,
     add_host,
+    add_watching,
     checkpoint_arguments,
     code_of,
     port,
     require_experiment,
     require_guarded,
     require_store,
+    require_watchable,
     settings_of,
 )
 from torch_ecrec.runtime.checks import require_int
@@ -46,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_grace(parser)
     add_checkpoints(parser)
+    add_watching(parser)
     add_end_with_parent(parser, tells=False)
 
 
@@ -62,10 +65,12 @@ def run(arguments: argparse.Namespace) -> int:
     told: list[int] = []  # to end: the signals
     require_guarded(arguments)
     require_experiment(arguments)
+    require_watchable(arguments)
     code = code_of(arguments)
     require_int("spares", arguments.spares, 0)
     checkpoints = checkpoint_arguments(arguments)  # complains before anything is started
     require_store(arguments)
+    events = [] if arguments.events is None else ["--events", str(arguments.events.resolve())]
     grace_s = settings_of(arguments).grace_s
     if arguments.logs is not None:
         prepare_logs(arguments.logs)
@@ -80,14 +85,16 @@ def run(arguments: argparse.Namespace) -> int:
         restart=not arguments.no_restart,
         logs=arguments.logs,
         told=lambda: bool(told),
-        coordinator=[*checkpoints, *["--drain-slow"] * arguments.drain_slow],
+        coordinator=[*checkpoints, *["--drain-slow"] * arguments.drain_slow, *events],
+        http=arguments.http,
     ) as cluster:
-        print(
-            json.dumps({"address": list(cluster.address)})
-            if arguments.end_with_parent
-            else f"cluster at {cluster.join} (TORCH_ECREC_JOIN={cluster.join}); Ctrl-C ends it",
-            flush=True,
-        )
+        if arguments.end_with_parent:
+            http = {} if cluster.http is None else {"http": [cluster.http.host, cluster.http.port]}
+            print(json.dumps({"address": list(cluster.address), **http}), flush=True)
+        else:
+            watched = "" if cluster.http is None else f"; watch it at {cluster.http.url}"
+            text = f"cluster at {cluster.join} (TORCH_ECREC_JOIN={cluster.join}){watched}; Ctrl-C ends it"
+            print(text, flush=True)
         while cluster.ended is None and not told:
             time.sleep(0.1)
         if not told:

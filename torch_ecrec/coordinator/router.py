@@ -177,8 +177,7 @@ class Router:
                 peer.admit()
             self._say_status(peer, now_s)
         elif isinstance(word, messages.Drain):
-            late = "members of the coordinator before come first" if self.core.regathering else ""
-            if why := late or self.core.drain(word.what, word.undo):
+            if why := self.drain(word.what, word.undo):
                 self.refuse(peer, why, now_s)
             else:
                 self._say_status(peer, now_s)
@@ -195,6 +194,12 @@ class Router:
                 for watcher in list(self._watchers):
                     watcher.send(self._stamp(message))
             self._look_beyond()
+
+    def drain(self, what: str, undo: bool) -> str:
+        """Begins to move all slots off a server, or a failure domain; returns why not, or "". `undo`: ends that."""
+        if self.core.regathering:
+            return "members of the coordinator before come first"
+        return self.core.drain(what, undo)
 
     def _is_of_before(self, word: ForLeader) -> bool:
         """It was meant for another leader, which has led before."""

@@ -10,7 +10,10 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, Any, cast
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, cast
+
+import msgspec
 
 from torch_ecrec.coordinator.checkpoint_settings import NO_CHECKPOINTS, CheckpointSettings
 from torch_ecrec.coordinator.checkpointing import Restorable
@@ -19,12 +22,14 @@ from torch_ecrec.coordinator.launches import RESTART_S
 from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.errors import CheckpointError, ClusterError, DataLoss, OtherCluster, StoreUnavailable
+from torch_ecrec.observe.event_log import EventLog
 from torch_ecrec.processes.leadership import LeaderGate, LeaderLease
 from torch_ecrec.processes.restoring import NEWEST, NONE, find_again
 from torch_ecrec.processes.restoring import find as find_checkpoint
 from torch_ecrec.processes.scribe import FileLedger
 from torch_ecrec.processes.supervisor import POLL_S, STAYS
 from torch_ecrec.protocol.bounds import TransportName
+from torch_ecrec.runtime.addresses import text_of
 from torch_ecrec.runtime.lifetime import freeze, on_signals
 from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.spec.job import CodeSpec
@@ -32,6 +37,10 @@ from torch_ecrec.spec.settings import Settings
 from torch_ecrec.storage.store_probe import LIMIT_S, StoreProbe
 from torch_ecrec.transport.control import TOLD_S, ControlServer, raise_descriptors
 from torch_ecrec.transport.etcd import View
+from torch_ecrec.web.place import Place
+
+if TYPE_CHECKING:  # aiohttp, which only who is watched needs
+    from torch_ecrec.web.server import Cluster, WebServer
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +67,8 @@ class Coordination:
             come back is possible, though `again` is not said.
         elect: `etcd://...`, where it is decided which of several coordinators leads; "": it is the only one.
         leader_lease_s: of the one that leads; see `LeaderLease`.
+        http: where metrics, status and a page are served; None: they are not.
+        events: the file where events are written; None: none is.
     """
 
     host: str
@@ -74,6 +85,8 @@ class Coordination:
     alone: bool = False
     elect: str = ""
     leader_lease_s: int = 2
+    http: Place | None = None
+    events: Path | None = None
 
 
 def run_coordinator(told: Coordination, out: IO[str]) -> int:
@@ -83,7 +96,7 @@ def run_coordinator(told: Coordination, out: IO[str]) -> int:
     that is told to end leaves the lead to another, unless the run is over.
 
     Raises:
-        OSError: the port is in use.
+        OSError: the port is in use, or nobody can write the file for events.
         CheckpointError: the checkpoint to begin with is not there, or there is no such place.
         OtherCluster: members of another cluster have found it, and nobody of its own.
         DataLoss: more is lost than can be repaired, everybody who has asked knows, and nobody has for a while. Of one
@@ -92,13 +105,53 @@ def run_coordinator(told: Coordination, out: IO[str]) -> int:
         ClusterError: as `LeaderLease`.
     """
     raise_descriptors()
-    known, ends = None, _Ends()
-    while True:
-        one = _Coordinator(told, out, known, ends)
-        if not one.run():
-            return 0
-        known = one.known
-        log.warning("this coordinator leads no more, since its lease has ended: it stands by")
+    known, ends, watchers = None, _Ends(), _Watchers(told)
+    try:
+        while True:
+            one = _Coordinator(told, out, known, ends, watchers)
+            if not one.run():
+                return 0
+            known = one.known
+            log.warning("this coordinator leads no more, since its lease has ended: it stands by")
+    finally:
+        watchers.close()
+
+
+class _Watchers:
+    """What is told of all that happens in this process, whether it leads or stands by: its pages, and a file."""
+
+    def __init__(self, told: Coordination) -> None:
+        self._file = None if told.events is None else EventLog(told.events)
+        self._web: WebServer | None = None
+        if told.http is not None:
+            from torch_ecrec.web.server import WebServer
+
+            self._web = WebServer(told.http, insists=not told.again)
+            self._web.start()
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What who has started this process is told of them."""
+        return {} if self._web is None else {"http": list(self._web.address)}
+
+    def lead(self, cluster: Cluster | None) -> None:
+        """This process leads that cluster from now on; None: it stands by, or ends."""
+        if self._web is not None:
+            self._web.lead(cluster)
+
+    def happened(self, event: dict[str, Any]) -> None:
+        """Something has happened."""
+        if self._web is not None:
+            self._web.happened(event)
+        if self._file is not None:
+            self._file.happened(event)
+
+    def close(self) -> None:
+        """This process ends."""
+        if self._web is not None:
+            self._web.close()
+        if self._file is not None:
+            self._file.close()
 
 
 @dataclass
@@ -111,8 +164,8 @@ class _Ends:
 class _Coordinator:
     """One, from its start to its end."""
 
-    def __init__(self, told: Coordination, out: IO[str], known: View | None, ends: _Ends) -> None:
-        self._told, self._out, self._ends = told, out, ends
+    def __init__(self, told: Coordination, out: IO[str], known: View | None, ends: _Ends, watchers: _Watchers) -> None:
+        self._told, self._out, self._ends, self._watchers = told, out, ends, watchers
         self._fenced = self._over = self._told_to_end = False
         self._turned_away, self._told_s = (
             0,
@@ -163,6 +216,7 @@ class _Coordinator:
             again, began_with = again or self._lease.candidate.again, self._lease.candidate.began_with
         try:
             self._begin(checkpoint, again, began_with)
+            self._watchers.lead(self._as_watched(again))
             self._serve()
             if self._missing is not None and self._router.looks:
                 raise self._missing
@@ -172,6 +226,7 @@ class _Coordinator:
             if self._ended is not None:
                 raise self._ended
         finally:
+            self._watchers.lead(None)
             if self._lease is not None:
                 self._lease.close(self._over)
         if self._fenced and self._lease is not None and self._lease.candidate.standing is Standing.OVER:
@@ -186,7 +241,7 @@ class _Coordinator:
             self._ends.told = True
 
         on_signals(lambda *_: end())
-        print(json.dumps({"stands_by": list(self._server.address)}), file=self._out, flush=True)
+        print(json.dumps({"stands_by": list(self._server.address), **self._watchers.said}), file=self._out, flush=True)
         freeze()  # now: it takes a tenth of a second of a core, and members wait for who leads
         standing = office.stand(self._turn_away, lambda: self._ends.told)
         if standing is Standing.OVER:
@@ -308,6 +363,24 @@ class _Coordinator:
         """From any thread: there is nothing to begin with."""
         self._do_soon(lambda: self._router.cannot_begin(why, time.monotonic()))
 
+    def _as_watched(self, again: bool) -> Cluster | None:
+        """What watchers ask. The status is encoded on this thread: it shows what only this thread may look at."""
+        if self._told.http is None:
+            return None
+        from torch_ecrec.web.server import Cluster
+
+        def status() -> bytes:
+            found = self._router.status(time.monotonic())
+            return msgspec.json.encode(msgspec.structs.replace(found, time_s=time.time()))
+
+        def ask_status(done: Callable[[bytes], None]) -> None:
+            self._do_soon(lambda: done(status()))
+
+        def drain(what: str, undo: bool, done: Callable[[str], None]) -> None:
+            self._do_soon(lambda: done(self._router.drain(what, undo)))
+
+        return Cluster(ask_status, drain, self._told.elect or text_of(self._server.address), again)
+
     def _probe(self, name: str, number: int, address: tuple[str, int]) -> None:
         def on_probed(found: str) -> None:
             self._do(lambda: self._router.on_probed(name, number, found, time.monotonic()))
@@ -341,6 +414,7 @@ class _Coordinator:
     def _announce(self, event: dict[str, Any]) -> None:
         """To the log, and to the supervisor, which starts the next coordinator, whose members these are."""
         log_event(event)
+        self._watchers.happened(event)
         if event["event"] == "regathered" and not self._told.alone:
             print(json.dumps({"run": self._router.core.run}), file=self._out, flush=True)
 
@@ -416,7 +490,7 @@ class _Coordinator:
         on_signals(lambda number, _: end(number))
         if self._ends.told:  # before it listened
             server.call_soon(self._end_now)
-        said = {"address": list(server.address), "began_with": self._began_with}
+        said = {"address": list(server.address), "began_with": self._began_with, **self._watchers.said}
         print(json.dumps(said), file=self._out, flush=True)
         if self._lease is None:
             freeze()

@@ -42,6 +42,7 @@ from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import new_run
 from torch_ecrec.transport.whereabouts import ask_status
+from torch_ecrec.web.place import Place
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ NO_ROOM = (OSError, MemoryError, RuntimeError)  # the last: no thread can be sta
 FINAL = (0, 2, 3)  # exit codes of a server
 FINAL_OF_COORDINATOR = (0, DataLoss.exit_code, OtherCluster.exit_code)
 LOADED = ("torch_ecrec.processes.launch:warm", "torch_ecrec.processes.coordination")  # before processes are forked
+LOADED_FOR_HTTP = "torch_ecrec.web.server"  # so that a coordinator that takes the place of another is there at once
 
 
 @dataclass
@@ -84,6 +86,8 @@ class Supervisor:
         told: whether this process was told to end; asked while the cluster starts, which ends with KeyboardInterrupt
             then. (A handler that raises may do so in the middle of the start of a process.)
         coordinator: more arguments of the coordinator's command line.
+        http: where the coordinator serves metrics, status and a page; None: nowhere. The port of the first one, which
+            may be any that is free, is that of all others.
 
     Use as a context manager: leaving ends all children, by their pids.
 
@@ -104,10 +108,11 @@ class Supervisor:
         environment: dict[str, str] | None = None,
         told: Callable[[], bool] = lambda: False,
         coordinator: Sequence[str] = (),
+        http: Place | None = None,
     ) -> None:
         require_int("spares", spares, 0)
         host = parse_host(host)
-        self.code, self.spares, self.restart, self.logs = code, spares, restart, logs
+        self.code, self.spares, self.restart, self.logs, self.http = code, spares, restart, logs, http
         # a peer that dies is routine here: RPC's own complaints would drown what matters
         self.environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **(environment or {})}
         self._told, self._run, self._began_with = told, new_run(), ""
@@ -122,7 +127,8 @@ class Supervisor:
             prepare_logs(logs)
         self._rules = ["--servers", str(code.slots), "--spares", str(spares), "-k", str(code.k), "-r", str(code.r)]
         self._rules += ["--protection", code.protection, "--without-spare", without_spare, *coordinator]
-        self._forks = ForkServer.shared(LOADED, self.environment) if is_available() else None
+        loaded = LOADED if http is None else (*LOADED, LOADED_FOR_HTTP)
+        self._forks = ForkServer.shared(loaded, self.environment) if is_available() else None
         belongs_here(self)
         try:
             self.coordinator = self._start_coordinator(host, port)
@@ -189,6 +195,7 @@ class Supervisor:
     def _start_coordinator(self, host: str, port: int, quick: int = 0) -> Child:
         arguments = ["coordinator", "--host", host, "--port", str(port), *self._rules]
         again = ["--again", "--began-with", self._began_with]
+        arguments += [] if self.http is None else ["--http", str(self.http)]
         arguments += ["--run", self._run, *(again if self._supervising is not None else [])]
         return self._start("coordinator", arguments, stdout=subprocess.PIPE, quick=quick).child
 
@@ -217,6 +224,8 @@ class Supervisor:
             answer = json.loads(line)
             if "error" in answer:
                 raise OSError(answer["error"])
+            if self.http is not None:
+                self.http = Place(str(answer["http"][0]), int(answer["http"][1]))
             self._began_with = str(answer["began_with"])  # whatever is newer there when another takes its place
             return str(answer["address"][0]), int(answer["address"][1])
         except (ValueError, TypeError, LookupError) as error:

@@ -1,0 +1,251 @@
+"""The live page in a real browser: what it shows, that text stays text, keyboard, screen readers, 360 px, reconnecting.
+
+Needs Debian's chromium. With `TORCH_ECREC_TEST_SHOTS=FOLDER`, pictures of the page are left there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import browser
+import pytest
+from browser import Page
+from coordinator_words import member
+from msgspec.structs import replace
+from watched import SECRET, MadeUp, rebuilding, reports, watched, whole
+
+from torch_ecrec.protocol.status import Inexactness, Status
+from torch_ecrec.web.place import Place
+
+pytestmark = pytest.mark.skipif(
+    browser.found() is None, reason="chromium is not installed (Debian: apt install chromium)"
+)
+EVIL = "<img src=x onerror=\"document.body.dataset.evil='1'\"><b>bold</b>"
+STATE = "document.querySelector('#word').textContent"
+FOCUS = "document.activeElement"
+SAY = "document.querySelector('#secret').value = '%s'; document.querySelector('#login-form').requestSubmit()"
+SHOTS = os.environ.get("TORCH_ECREC_TEST_SHOTS")
+
+
+def trains(status: Status) -> Status:
+    """The same a moment later: ten steps a second, and bytes with each."""
+    now_s = time.time()
+    steps = 10 * int(now_s % 1_000_000)
+    members = [
+        replace(
+            one, report=replace(one.report, bytes_sent={k: 1000 * steps + i for i, k in enumerate(("lookup", "fold"))})
+        )
+        for one in status.members
+    ]
+    return replace(status, step=steps, time_s=now_s, members=members)
+
+
+def shown(folder: Path, made_up: MadeUp, look: Callable[[Page, Any], Awaitable[None]], *complaints: str) -> None:
+    """Opens the page of such a cluster, and looks. The browser may have these complaints, and no others."""
+    made_up.step = trains
+
+    async def open_and_look(web: Any) -> None:
+        async with browser.page(folder) as page:
+            await page.look(1180, 1000)
+            await page.open(web.url)
+            await look(page, web)
+            strange = [one for one in page.errors if not any(known in one for known in complaints)]
+            assert strange == [], "neither the script nor the policy complains"
+
+    with watched(made_up) as web:
+        asyncio.run(open_and_look(web))
+
+
+async def shoot(page: Page, name: str) -> None:
+    if SHOTS:
+        await page.shoot(Path(SHOTS) / f"{name}.png")
+
+
+def test_what_an_operator_sees(tmp_path: Path) -> None:
+    made_up = MadeUp()
+
+    async def look(page: Page, web: Any) -> None:
+        await page.until(f"{STATE} === 'OK'", "all is well")
+        await page.until("/^[0-9.]+$/.test(document.querySelector('#rate').textContent)", "a rate")
+        await page.until("document.querySelector('#bytes tr td:nth-child(3)').textContent !== '0 B/s'", "bytes flow")
+        assert await page.ask("document.querySelectorAll('#slots tr').length") == 3
+        assert await page.ask("document.querySelector('svg .rate').getAttribute('d').length") > 10
+        state = await page.ask("getComputedStyle(document.querySelector('#state')).borderLeftColor")
+        made_up.status = rebuilding(made_up.status, 0.43)
+        web.happened({"event": "lost", "member": "server-1", "why": "its process is gone", "slots": [1]})
+        await page.until(f"{STATE} === 'WARN'", "a word")
+        assert await page.ask("getComputedStyle(document.querySelector('#state')).borderLeftColor") != state, (
+            "and a colour"
+        )
+        assert "Slot 1 is" in await page.ask("document.querySelector('#sentence').textContent")
+        assert "What to do: " in await page.ask("document.querySelector('#wrong').textContent")
+        assert await page.ask("document.querySelector('#slots progress:not([hidden])').value") == 0.43
+        await page.until(
+            "document.querySelector('#events').textContent.includes('server-1 is lost, with slot 1')", "event"
+        )
+        await page.until("document.querySelector('svg .mark[data-tone=ERROR]')", "a mark on the throughput")
+        await page.until("document.querySelector('#live').textContent.startsWith('WARN')", "a screen reader is told")
+        for width, height, scheme in (
+            (1180, 1000, "light"),
+            (1180, 1000, "dark"),
+            (360, 1900, "light"),
+            (360, 1900, "dark"),
+        ):
+            await page.look(width, height, scheme)
+            await page.until(f"innerWidth === {width}", "it has that size")
+            assert await page.ask("document.documentElement.scrollWidth <= innerWidth"), (
+                f"nothing is cut off at {width}"
+            )
+            over = (
+                "[...document.querySelectorAll('main *')].filter((e) => e.getBoundingClientRect().right > innerWidth)"
+            )
+            assert await page.ask(f"{over}.map((e) => e.outerHTML.slice(0, 80))") == []
+            low = await page.ask(CONTRAST)
+            assert not low, f"{scheme}: text that is hard to read: {low}"
+            await shoot(page, f"page-{width}-{scheme}")
+        made_up.status = replace(made_up.status, fatal="slots 0, 1 are lost together")
+        await page.until(f"{STATE} === 'ERROR' && document.title.startsWith('ERROR')", "the worst, in the title too")
+
+    shown(tmp_path, made_up, look)
+
+
+# Contrast of each text with what is behind it, as WCAG has it; those below 4.5.
+CONTRAST = """(() => {
+  const parse = (c) => c.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((v) => (v /= 255) <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+  const ground = (e) => parse(getComputedStyle(e).backgroundColor);
+  const behind = (e) => !e ? [1, 1, 1] : ground(e).length < 4 || ground(e)[3] ? ground(e) : behind(e.parentElement);
+  const low = [];
+  for (const e of document.querySelectorAll("header *, main *, footer *")) {
+    const says = [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
+    if (!says || !e.getClientRects().length) continue;
+    const svg = e instanceof SVGElement, style = getComputedStyle(e);
+    const a = light(parse(svg ? style.fill : style.color)), b = light(behind(svg ? e.closest("section") : e));
+    const ratio = (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
+    if (ratio < 4.5) low.push(`${e.textContent.slice(0, 30)}: ${ratio.toFixed(2)}`);
+  }
+  return low;
+})()"""
+
+
+def test_text_of_the_cluster_is_text(tmp_path: Path) -> None:
+    status = whole(inexact=[Inexactness(3, EVIL)], run=EVIL, version=EVIL)
+    odd = member("server-7", report=replace(reports(0), bytes_sent={EVIL: 5}))
+    made_up = MadeUp(replace(status, members=[*status.members, replace(odd, name=EVIL)]))
+
+    async def look(page: Page, web: Any) -> None:
+        for event in (
+            {"event": "lost", "member": EVIL, "why": EVIL, "slots": []},
+            {"event": EVIL, EVIL: EVIL},
+            {"event": "lost"},
+        ):
+            web.happened(event)
+        await page.until("document.querySelectorAll('#events li').length === 3", "three events, of any kind")
+        await page.until("document.querySelector('#members').textContent.includes('<b>bold</b>')", "as it was said")
+        assert await page.ask("document.querySelectorAll('img, b').length") == 0
+        assert await page.ask("document.body.dataset.evil === undefined")
+        made = "(() => { try { document.body.innerHTML = '<b>x</b>'; return 'made' } catch (e) { return e.name } })()"
+        assert await page.ask(made) == "TypeError", "not even the page itself could"
+
+    shown(tmp_path, made_up, look, "requires 'TrustedHTML'")
+
+
+def test_by_keyboard_and_for_screen_readers(tmp_path: Path) -> None:
+    made_up = MadeUp()
+
+    async def look(page: Page, web: Any) -> None:
+        await page.until(f"{STATE} === 'OK'", "all is well")
+        nodes = (await page.call("Accessibility.getFullAXTree"))["nodes"]
+        found = [(one["role"]["value"], one.get("name", {}).get("value", "")) for one in nodes if not one["ignored"]]
+        roles = [role for role, _ in found]
+        assert {"banner", "main", "contentinfo"} <= set(roles) and roles.count("main") == 1
+        assert {"Steps per second", "Slots", "Members", "Bytes sent, by what for", "Events"} <= {
+            n for r, n in found if r == "region"
+        }
+        assert all(name for role, name in found if role in ("button", "link", "region", "image", "progressbar")), found
+        assert ("button", "Drain server-0") in found and roles.count("heading") >= 6
+        assert await page.ask("document.querySelector('#live').getAttribute('aria-live')") == "polite"
+        stops = []
+        for _ in range(40):
+            await page.press("Tab", windowsVirtualKeyCode=9)
+            stops.append(await page.ask(f"({FOCUS}.getAttribute('aria-label') || {FOCUS}.textContent).slice(0, 40)"))
+            outline = await page.ask("getComputedStyle(document.activeElement).outlineStyle")
+            assert outline != "none", f"where the focus is, is seen: {stops[-1]}"
+            if stops[-1] == "Drain server-1":
+                break
+        assert stops[0] == "Skip to the cluster" and stops[-1] == "Drain server-1", stops
+        line = await page.ask("document.querySelector('#sentence').textContent")
+        await page.ask(
+            "window.told = 0; new MutationObserver(() => told++)"
+            ".observe(document.querySelector('#live'), {childList: true, characterData: true, subtree: true})"
+        )
+        for _ in range(2):  # statuses come meanwhile
+            await page.until(f"document.querySelector('#sentence').textContent !== {json.dumps(line)}", "another step")
+            line = await page.ask("document.querySelector('#sentence').textContent")
+        assert await page.ask("told") == 0, "figures that change are not read out"
+        assert await page.ask("document.activeElement.getAttribute('aria-label')") == "Drain server-1", "it stays there"
+        await page.press("Enter", windowsVirtualKeyCode=13, text="\r")
+        await page.until("document.querySelector('dialog').open", "it asks first")
+        await page.press("Escape", windowsVirtualKeyCode=27)
+        await page.until("!document.querySelector('dialog').open", "no")
+        assert made_up.drains == []
+        await page.press("Enter", windowsVirtualKeyCode=13, text="\r")
+        await page.until("document.querySelector('dialog').open", "it asks again")
+        await page.ask("document.querySelector('#ask-yes').click()")
+        await page.until("document.querySelector('#note').textContent === 'server-1 is being drained'", "it says so")
+        assert made_up.drains == [("server-1", False)]
+        made_up.why = "no spare is there"
+        await page.ask("askDrain('server-1', false); document.querySelector('#ask-yes').click()")
+        await page.until("document.querySelector('#note').textContent === 'Refused: no spare is there'", "or why not")
+
+    shown(tmp_path, made_up, look, "status of 409")
+
+
+def test_when_the_coordinator_is_started_again_the_page_reconnects_and_says_so(tmp_path: Path) -> None:
+    made_up = MadeUp()
+
+    async def look(page: Page, web: Any) -> None:
+        web.happened({"event": "left", "member": "server-8"})
+        await page.until("document.querySelector('#events').textContent.includes('server-8')", "an event")
+        web.close()
+        await page.until(f"{STATE} === 'NO CONTACT'", "it says that nobody answers")
+        assert "as of" in await page.ask("document.querySelector('#sentence').textContent")
+        with watched(made_up, Place(*web.address)) as again:
+            again.happened({"event": "regathered", "epoch": 1, "members": ["server-0"]})
+            await page.until(f"{STATE} === 'OK'", "it has reconnected by itself")
+            await page.until("!document.querySelector('#note').hidden", "and says so")
+            assert "reconnected" in await page.ask("document.querySelector('#note').textContent")
+            events = "document.querySelector('#events').textContent"
+            await page.until(
+                f"{events}.includes('server-8') && {events}.includes('goes on with 1 member')", "old and new"
+            )
+
+    shown(tmp_path, made_up, look, "ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_INCOMPLETE_CHUNKED")
+
+
+def test_a_secret_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_ECREC_SECRET", SECRET)
+    made_up = MadeUp()
+
+    async def look(page: Page, web: Any) -> None:
+        await page.until("document.activeElement.id === 'secret'", "it asks for the secret")
+        assert await page.ask(
+            "document.querySelector('#figures').hidden && !document.body.innerText.includes('server-0')"
+        )
+        await shoot(page, "page-secret")
+        await page.ask(SAY % "wrong")
+        await page.until(
+            "document.querySelector('#login-note').textContent.includes('not the cluster')", "not this one"
+        )
+        await page.ask(SAY % SECRET)
+        await page.until(f"{STATE} === 'OK' && document.querySelector('#login').hidden", "it shows the cluster")
+        assert SECRET not in await page.ask("document.cookie + location.href + document.documentElement.outerHTML")
+
+    shown(tmp_path, made_up, look, "status of 401")
