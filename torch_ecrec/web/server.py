@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONNECTIONS_MOST = 128
-STREAMS_MOST = 32
+STREAMS_MOST = 64
 BODY_MOST_BYTES = SECRET_MOST + 256
 LINE_MOST_BYTES = 4096  # of a request, and of each of its headers: those of proxies are long
 HEADERS_MOST = 64
