@@ -122,7 +122,7 @@ def test_from_a_rebuild_to_the_loss_of_data(tmp_path: Path) -> None:
     with cluster(tmp_path, CODE, spares=1, steps=ENDLESS, hold=(5,), pause_s=0.01, environment=slow) as running:
         join, status = running.supervisor.join, training(running)
         running.kill(1)
-        text = answers(join, 1, "WARN: slot 1 is rebuilt, ", "training goes on meanwhile")
+        text = answers(join, 1, "WARN: slot 1 is being rebuilt, ", "training goes on meanwhile")
         assert "no server may be lost now" in text and "was lost: " in text
         running.wait_for("a step since", lambda s: s.step > status.step + 20)
         running.kill(0)

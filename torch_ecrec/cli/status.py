@@ -1,7 +1,7 @@
 """`torch-ecrec status`: asks a cluster's coordinator whether all is well, and what there is.
 
-Exit codes: 0, all is well; 1, somebody should look; 2, training does not go on, and will not by itself; 4, nobody
-answers.
+Exit codes: 0, all is well; 1, somebody should look; 2, training does not go on, and will not by itself, or the command
+line cannot be; 4, nobody answers. `--json` has the verdict, for programs.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import shutil
 import sys
 import time
+from typing import Any
 
 from torch_ecrec.cli.arguments import add_join, asks, told_to_wait
 from torch_ecrec.errors import ClusterUnavailable
-from torch_ecrec.spec.settings import Settings
 
 HELP = "whether all is well and what to do if not: exit code 0 OK, 1 WARN, 2 ERROR, 4 nobody answers"
 WATCH_S, LEAST_S = 2.0, 0.1
+WATCH_ASKED_S = 3.0  # an older answer would look like one of now
 ASKED_S = 10.0  # `transport/whereabouts.py:STATUS_S`, which takes a while to load
 CLEAR = "\x1b[H\x1b[2J"
 
@@ -48,31 +51,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the status; again and again if it is watched, where it stays while nobody answers."""
+    """Prints the status; again and again if it is watched, also while nobody answers."""
     settings, join = asks(arguments)
     if arguments.watch is None:
         with told_to_wait(join, min(ASKED_S, settings.give_up_s)):
-            text, code = _ask(settings, join, arguments)
-        print(text)
+            text, code = _ask(join, settings.give_up_s, arguments)
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:  # `| head` has read enough: the verdict is the same
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code
     screen = sys.stdout.isatty() and not arguments.json
     while True:
         try:
-            text, _ = _ask(settings, join, arguments)
+            text, _ = _ask(join, min(WATCH_ASKED_S, settings.give_up_s), arguments)
         except ClusterUnavailable as error:
-            text = json.dumps({"error": str(error)}) if arguments.json else f"ERROR: {error}"
-        at = "" if arguments.json else f"{time.strftime('%H:%M:%S')}, every {arguments.watch:g} s, Ctrl-C ends it\n"
-        print(f"{CLEAR if screen else ''}{at}{text}", flush=True)
+            text = json.dumps(_nobody(error)) if arguments.json else f"ERROR: {error}"
+        if not arguments.json:
+            text = f"{time.strftime('%H:%M:%S')}, every {arguments.watch:g} s, Ctrl-C ends it\n{text}"
+        print(f"{CLEAR}{_that_fits(text)}" if screen else text, flush=True)
         time.sleep(arguments.watch)
 
 
-def _ask(settings: Settings, join: str, arguments: argparse.Namespace) -> tuple[str, int]:
+def _that_fits(text: str) -> str:
+    """As much as a terminal shows: the verdict is at the top."""
+    size = shutil.get_terminal_size()
+    lines = [line if len(line) <= size.columns else f"{line[: size.columns - 1]}…" for line in text.splitlines()]
+    room = max(size.lines - 1, 1)
+    return "\n".join(lines if len(lines) <= room else [*lines[: room - 1], "…"])
+
+
+def _nobody(error: ClusterUnavailable) -> dict[str, Any]:
+    """What is said in place of a status, so that who reads verdicts finds one."""
+    from torch_ecrec.observe.verdict import SCHEMA
+
+    says = {"level": "ERROR", "says": str(error), "findings": [], "notes": [], "exit_code": error.exit_code}
+    return {"schema": SCHEMA, "verdict": says, "error": str(error)}
+
+
+def _ask(join: str, limit_s: float, arguments: argparse.Namespace) -> tuple[str, int]:
     """Returns what is printed, and the exit code."""
     from torch_ecrec.observe.text import format_status
     from torch_ecrec.observe.verdict import json_of, verdict_of
     from torch_ecrec.transport.whereabouts import status_of
 
-    answer = status_of(join, settings.give_up_s)
+    answer = status_of(join, limit_s)
     verdict = verdict_of(answer, join)
     if arguments.json:
         return json.dumps(json_of(answer, join), indent=None if arguments.watch else 2), verdict.exit_code

@@ -171,7 +171,7 @@ class SlotTable:
         return self._redundancies.look(
             hosted={server: self.hosted_by(server) for server in where},
             domains=where,
-            lacking=self.unhealthy(),
+            lacking=self.unhealthy() | {slot for one in self._silence.quiet for slot in self.hosted_by(one)},
             spares=len(self.spares()),
             elsewhere=self.without_spare == "survivor",
             most=job.code.r if job.code.parities else 0,

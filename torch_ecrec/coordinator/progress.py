@@ -31,14 +31,21 @@ class Progress:
 
     def __init__(self) -> None:
         self.step = 0
-        self._stepped_s: float | None = None  # when it grew last, or was looked at first
+        self._stepped_s: float | None = None  # when it grew last, or slots were placed, or it was looked at first
+        self._placed, self._trainers = False, 0
+        self._absent_s: float | None = None  # when a trainer was gone last
         self._steps: deque[tuple[float, int]] = deque()
         self._samples: deque[tuple[float, int]] = deque()
         self._filled: dict[tuple[int, int], deque[tuple[float, float, int]]] = {}  # slot, incarnation -> share, bytes
 
     def on_tick(self, members: Collection[MemberRecord], slots: list[SlotPlace], now_s: float) -> None:
         """Looks at what members have reported."""
-        said = reports(members, slots)
+        said, present = reports(members, slots), sum(one.role == "trainer" and one.present for one in members)
+        if slots and not self._placed:
+            self._placed, self._stepped_s = True, now_s
+        if present < self._trainers or (self._absent_s is None and not present):
+            self._absent_s = now_s
+        self._trainers = present
         trainers = [one.report.trained for one in members if one.role == "trainer" and one.report.trained is not None]
         step = max([report.step for report in said.values()] + [one.step for one in trainers], default=self.step)
         if step < self.step:
@@ -63,6 +70,10 @@ class Progress:
     def still_s(self, now_s: float) -> float | None:
         """Seconds since a step was last done, or since this coordinator began; None: it has not looked yet."""
         return None if self._stepped_s is None else now_s - self._stepped_s
+
+    def absent_s(self, now_s: float) -> float | None:
+        """Seconds since there was a trainer less, or since this coordinator began without one; None: not yet."""
+        return None if self._absent_s is None else now_s - self._absent_s
 
     def rate(self) -> Rate | None:
         """How fast training goes; None: it is not known yet, or nothing was trained of late."""

@@ -69,6 +69,7 @@ def status_of(state: ClusterState, now_s: float) -> Status:
         wanted_trainers=0 if job.spec is None else job.spec.trainers,
         rate=_rounded_rate(state.progress.rate()) if state.members.present("trainer") else None,
         still_s=_rounded_s(state.progress.still_s(now_s)),
+        absent_s=_rounded_s(state.progress.absent_s(now_s)),
         redundancy=table.redundancy(),
         regathering=_regathering(state),
     )

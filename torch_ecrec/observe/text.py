@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch_ecrec.observe.verdict import JOIN, Verdict, rate_of, redundancy_of, verdict_of
+from torch_ecrec.observe.verdict import JOIN, SILENT_S, Verdict, goes_on, rate_of, redundancy_of, verdict_of
 from torch_ecrec.observe.words import (
     duration,
     format_checkpoints,
@@ -33,11 +33,15 @@ def format_status(status: Status, tables: bool = False, join: str = JOIN) -> str
     """
     verdict = verdict_of(status, join)
     reports = status.slot_reports()
-    lines = [*_verdict(verdict), "", *_cluster(status, reports)]
+    lines = [*_verdict(verdict), "", *_cluster(status, reports, verdict.notes)]
     lines += ["", *(_slots(status, reports) if status.slots else ["  no slots placed yet"])]
     if status.spread is not None:
         shown = tables or len(status.spread.tables) <= TABLES_SHOWN
-        lines += ["", *_tables(status.spread)] if shown else ["  where the tables lie: torch-ecrec status --tables"]
+        lines += (
+            ["", *_tables(status.spread)]
+            if shown
+            else [f"  where the tables lie: torch-ecrec status --tables --join {join}"]
+        )
     lines += ["", *_members(status)] if status.members else ["  no members"]
     if status.recent:
         lines += ["", "  lately", *(f"    {line}" for line in map(format_recent, status.recent[-RECENT_SHOWN:]))]
@@ -51,7 +55,7 @@ def _verdict(verdict: Verdict) -> list[str]:
     return lines or [f"{verdict.level}: {verdict.says}"]
 
 
-def _cluster(status: Status, reports: Mapping[int, SlotReport]) -> list[str]:
+def _cluster(status: Status, reports: Mapping[int, SlotReport], notes: Sequence[str]) -> list[str]:
     code = status.code
     protection = f"(k, r) = ({code.k}, {code.r})" if code.protection == "parity" else "no protection"
     about = [
@@ -70,14 +74,13 @@ def _cluster(status: Status, reports: Mapping[int, SlotReport]) -> list[str]:
     if status.experiment is not None:
         lost, wrong = (sum(getattr(one, name) for one in reports.values()) for name in ("lost_steps", "wrong_stripes"))
         about.append(("experiment", f"so far {lost} acknowledged steps of slots are lost, {wrong} stripes were wrong"))
-    notes = verdict_of(status).notes
     about += [("note" if i == 0 else "", note) for i, note in enumerate(notes)]
     return [f"  {name:<11}  {text}" for name, text in about]
 
 
 def _training(status: Status) -> str:
     said = [f"step {status.step}"]
-    if status.rate is not None:
+    if status.rate is not None and goes_on(status):
         said.append(rate_of(status))
     if status.still_s is not None and status.step and not status.finished:
         said.append(f"the last step {duration(status.still_s)} ago")
@@ -131,6 +134,8 @@ def _state(place: SlotStatus, server: MemberStatus | None, own: SlotReport | Non
         return "waiting"
     if server is not None and not server.present:
         return "lost with its server"
+    if server is not None and server.silent_s > SILENT_S:
+        return f"silent for {duration(server.silent_s)}"
     if place.healthy:
         return "healthy"
     if own is None:

@@ -10,6 +10,7 @@ and nothing to be done about, is a *note*.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -34,6 +35,8 @@ SCHEMA = 1  # of `json_of`
 SILENT_S = 3.0  # a member that is not heard of for longer
 STILL_S = 120.0  # without a step, though all are there
 RESTART_S = 60.0  # for trainers that are started again
+SERVER_S = 10.0  # for a server that is
+PACE_LEAST_S, PACES = 5.0, 5.0  # without a step, and so many times what one takes: training does not go on
 MEMORY_MOST = 0.92  # of what a process may take
 JOIN = "HOST:PORT"
 
@@ -78,8 +81,8 @@ class Verdict:
 
 def verdict_of(status: Status, join: str = JOIN) -> Verdict:
     """Returns whether all is well with the cluster that a status is of. `join`: its address, for remedies."""
-    found = [*_ends(status), *_begins(status, join), *_training(status), *_members(status), *_slots(status, join)]
-    found += [*_cuts(status), *_checkpoints(status), *_promises(status), *_memory(status)]
+    found = [*_ends(status), *_begins(status, join), *_training(status), *_members(status, join), *_slots(status, join)]
+    found += [*_cuts(status), *_checkpoints(status), *_promises(status), *_memory(status, join)]
     found.sort(key=lambda finding: -EXIT_CODES[finding.level])
     level: Level = found[0].level if found else "OK"
     return Verdict(level, found[0].what if found else _all_well(status), found, _notes(status))
@@ -90,7 +93,17 @@ def _all_well(status: Status) -> str:
         return "the job has ended: all its trainers were done"
     rate = "" if status.rate is None else f", {rate_of(status)}"
     begun = f"training goes on at step {status.step}" if status.step else "all are there, and no step is done yet"
+    if status.step and not goes_on(status):
+        still = "" if status.still_s is None else f" for {duration(status.still_s)}"
+        begun, rate = f"all are there at step {status.step}, and no step was done{still}", ""
     return f"{begun}{rate}; {redundancy_of(status)}"
+
+
+def goes_on(status: Status) -> bool:
+    """Whether steps come, at about the pace that they had."""
+    if status.rate is None or status.still_s is None:
+        return False
+    return status.still_s < max(PACE_LEAST_S, PACES / status.rate.steps_per_s)
 
 
 def rate_of(status: Status) -> str:
@@ -120,7 +133,9 @@ def redundancy_of(status: Status) -> str:
 def _ends(status: Status) -> list[Finding]:
     if not status.fatal:
         return []
-    remedy = "end its processes, and start the cluster again"
+    remedy = (
+        "end its processes, and start the cluster again: no checkpoint of this run is there, so it begins at step 0"
+    )
     if status.checkpoints is not None and status.checkpoints.last:
         remedy = (
             f"end its processes, and start the cluster again with --checkpoint {status.checkpoints.url} --restore"
@@ -136,7 +151,10 @@ def _begins(status: Status, join: str) -> list[Finding]:
         remedy = "bring back the checkpoint that it names; or end the coordinator, and start one with another --restore"
         found.append(Finding("ERROR", "nothing_to_begin_with", what, remedy))
     elif status.looks:
-        what = "looks for a checkpoint to begin with: whoever joins waits until it is found, or there is none"
+        what = (
+            "this coordinator has just begun: it waits for members of one before, and looks for a checkpoint to begin"
+            " with; whoever joins waits"
+        )
         if status.store_trouble:
             remedy = "mend the store, or the way to it: it is asked again every few seconds"
             found.append(Finding("ERROR", "store", f"{what}; not yet: {status.store_trouble}", remedy))
@@ -149,7 +167,11 @@ def _begins(status: Status, join: str) -> list[Finding]:
         found.append(Finding("WARN", "regathering", what, remedy))
     if status.gathering is not None and not status.fatal:
         said, hints = lacking(status.gathering.servers, status.gathering.trainers, join)
-        found.append(Finding("WARN", "gathering", f"the cluster has not begun: {said}", "; ".join(hints)))
+        what = f"the cluster has not begun: {said}"
+        if status.restored is not None:
+            what = f"all begin again after step {status.restored.step}, that of a checkpoint: {said}"
+            hints.append("torchrun starts lost trainers again by itself, as `torch-ecrec up` does servers")
+        found.append(Finding("WARN", "gathering", what, "; ".join(hints)))
     elif not status.slots and status.regathering is None and not (status.fatal or status.looks):
         if status.epoch == 0 and not status.finished and status.gathering is None:
             what, remedy = "the cluster has not begun: its slots are about to be placed", "nothing, if it ends soon"
@@ -164,19 +186,26 @@ def _training(status: Status) -> list[Finding]:
     stands = status.stands_still
     if stands is not None:
         limit = "until somebody is heard" if stands.left_s is None else f"for {stands.left_s:.0f} s at most"
-        said = "; ".join(f"{name}: {why}" for name, why in sorted(stands.why.items()))
+        said = names([f"{name} ({why})" for name, why in sorted(stands.why.items())])
         what = f"STANDS STILL, waits for silent members, {limit}: {said}"
-        where = ", ".join(_where(status, name) for name in sorted(stands.why))
-        remedy = f"see whether their hosts run, and can be reached ({where}); what will not come back, end for good"
+        where = names([_where(status, name) for name in sorted(stands.why)])
+        remedy = (
+            f"see whether their hosts run, and can be reached: {where}. When they are back, training goes on with every"
+            f" bit. Whoever is ended for good is lost, and {status.code.r} at once can be repaired"
+        )
         found.append(Finding("ERROR", "stands_still", what, remedy))
     there, wanted = len(status.trainers), status.wanted_trainers
     left = sum(1 for one in status.members if one.role == "trainer" and one.left)
     if stands is None and there + left < wanted:
         gone_back = "" if status.resume_step is None else f"; they go on after step {status.resume_step}"
         what = f"training stands: {there} of {wanted} trainers are there{gone_back}"
-        late = status.still_s is not None and status.still_s > RESTART_S
+        late = status.absent_s is not None and status.absent_s > RESTART_S
         remedy = "torchrun starts lost trainers again; if it has ended, start all trainers again as before"
         found.append(Finding("ERROR" if late else "WARN", "trainers", what, remedy))
+    elif status.going_back and stands is None:
+        to = ", and find out to which step" if status.resume_step is None else f" to step {status.resume_step}"
+        what = f"training stands: servers go back{to}"
+        found.append(Finding("WARN", "goes_back", what, "nothing, if it ends soon"))
     elif stands is None and status.still_s is not None and status.still_s > STILL_S and not found:
         whom = sorted({rank for one in status.trainers for rank in one.report.awaits or ()})
         waits = f": {trainers_named(whom)} is waited for" if whom else ""
@@ -186,24 +215,23 @@ def _training(status: Status) -> list[Finding]:
     return found
 
 
-def _members(status: Status) -> list[Finding]:
+def _members(status: Status, join: str) -> list[Finding]:
     if status.fatal or status.finished:
         return []
-    waited = set() if status.stands_still is None else set(status.stands_still.why)
-    silent = [one for one in status.members if one.present and one.silent_s > SILENT_S and one.name not in waited]
-    found = [
-        Finding(
-            "WARN",
-            "silent",
-            f"{one.name} was not heard of for {duration(one.silent_s)}",
-            f"see whether its host runs, and can be reached ({_where(status, one.name)});"
-            " after its lease it is given up, and what it holds goes elsewhere",
-        )
-        for one in silent
-    ]
+    silent = [one for one in status.members if one.present and one.silent_s > SILENT_S]
+    found = []
+    if silent and status.stands_still is None:
+        longest = max(one.silent_s for one in silent)
+        what = f"{names([one.name for one in silent])} {_were(silent)} not heard of for {duration(longest)}"
+        where = names([_where(status, one.name) for one in silent])
+        then = "is given up after its lease, and what it holds is repaired elsewhere"
+        if all(one.role == "trainer" for one in silent):
+            then = "is given up after its lease, and all trainers begin again at the step where they were"
+        remedy = f"see whether its host runs, and can be reached ({where}); whoever does not come back {then}"
+        found.append(Finding("WARN", "silent", what, remedy))
     for one in status.members:
         if one.slow is not None and one.alive and not one.draining:
-            what, remedy = format_slow(one, one.slow)
+            what, remedy = format_slow(one, one.slow, join)
             found.append(Finding("WARN", "slow", what, remedy))
     return found
 
@@ -216,31 +244,44 @@ def _slots(status: Status, join: str) -> list[Finding]:
     homeless = [place.slot for place in status.slots if not place.server]
     if homeless:
         what = f"{slots_named(homeless)} {'have' if len(homeless) > 1 else 'has'} no server, and training waits for it"
-        found.append(Finding("ERROR", "no_server", what, f"start one on another host: {serve}"))
+        just = any(one.role == "server" and one.gone_s is not None and one.gone_s < SERVER_S for one in status.members)
+        remedy = f"start one, best on another host: {serve}"
+        if just:
+            remedy = f"nothing, if whoever has started it starts another one now (`torch-ecrec up` does); else {serve}"
+        found.append(Finding("WARN" if just else "ERROR", "no_server", what, remedy))
     filled = [place for place in status.slots if place.server and not place.healthy]
     if filled:
         shares = [place.filling for place in filled if place.filling is not None]
         left = [one.left_s for one in shares if one.left_s is not None]
         far = f", {min(one.share for one in shares):.0%} is there" if len(shares) == len(filled) else ""
         far += f", about {duration(max(left))} to go" if far and len(left) == len(filled) else ""
-        said = f"{slots_named([place.slot for place in filled])} {'are' if len(filled) > 1 else 'is'} rebuilt{far}"
+        said = (
+            f"{slots_named([place.slot for place in filled])} {'are' if len(filled) > 1 else 'is'} being rebuilt{far}"
+        )
         remedy = "nothing: training goes on meanwhile. End no server until it is done"
         if status.code.protection != "parity" or status.redundancy is None:
             said = said.replace("rebuilt", "read from a checkpoint")
             remedy = "nothing: training begins when it is done"
+        elif status.stands_still is not None:
+            remedy = "nothing: it is done once the silent members are back"
         what = f"{said}; {redundancy_of(status)}"
         found.append(Finding("WARN", "rebuilding", what, remedy))
     safe = status.redundancy
     if safe is not None and not filled and not homeless and safe.losses < safe.of:
-        several = [one.name for one in status.servers if sum(p.server == one.name for p in status.slots) > 1]
+        hosted = Counter(place.server for place in status.slots)
+        several = [one.name for one in status.servers if hosted[one.name] > 1]
+        if not several:
+            return found  # it is who is silent that makes it less
         what = f"{redundancy_of(status)}, and {safe.of} with one slot a server: {names(several)} hosts several"
         found.append(Finding("WARN", "fewer_losses", what, f"start servers in place of those that were lost: {serve}"))
     if safe is not None and len(safe.hosts) > 1 and not filled and not homeless:
-        for risk in status.at_risk:
-            if len(risk.slots) < len(status.slots):
-                what = f"AT RISK: if {risk.domain} is lost, {risk.why}"
-                remedy = f"start servers on other hosts ({serve}), then drain one there: torch-ecrec drain SERVER"
-                found.append(Finding("WARN", "at_risk", what, remedy))
+        risks = [risk for risk in status.at_risk if len(risk.slots) < len(status.slots)]
+        if risks:
+            first, more = risks[0], f"; {len(risks) - 1} more are at risk" if len(risks) > 1 else ""
+            what = f"AT RISK: if {first.domain} is lost, {first.why}{more}"
+            there = next((one.name for one in status.servers if one.domain.startswith(first.domain)), "SERVER")
+            remedy = f"start servers on other hosts ({serve}), then: torch-ecrec drain {there} --join {join}"
+            found.append(Finding("WARN", "at_risk", what, remedy))
     return found
 
 
@@ -300,7 +341,7 @@ def _promises(status: Status) -> list[Finding]:
     return found
 
 
-def _memory(status: Status) -> list[Finding]:
+def _memory(status: Status, join: str) -> list[Finding]:
     """Of each host once: its processes share what is left."""
     found: dict[str, Finding] = {}
     for one in status.members:
@@ -310,7 +351,9 @@ def _memory(status: Status) -> list[Finding]:
         if taken.used_bytes > MEMORY_MOST * taken.limit_bytes:
             used = f"{size(taken.used_bytes)} of {size(taken.limit_bytes)}"
             what = f"memory of {taken.host} is nearly full: {used} are used, {size(taken.resident_bytes)} by {one.name}"
-            remedy = "the kernel ends a process when it is full: give it more, or move slots away (torch-ecrec drain)"
+            away = f"torch-ecrec drain {one.name} --join {join}"
+            remedy = "the kernel ends a process when it is full: give it more"
+            remedy += f", or move slots away: {away}" if one.role == "server" else ""
             found.setdefault(taken.host, Finding("WARN", "memory", what, remedy))
     return list(found.values())
 
@@ -347,6 +390,10 @@ def _notes(status: Status) -> list[str]:
 
 def _lost(status: Status) -> Sequence[MemberStatus]:
     return [one for one in status.members if not one.alive and not one.left]
+
+
+def _were(of: Sequence[object]) -> str:
+    return "were" if len(of) > 1 else "was"
 
 
 def _where(status: Status, name: str) -> str:

@@ -104,10 +104,10 @@ def format_gathering(of_servers: Sequence[int], of_trainers: Sequence[int], join
     return f": {said}; {'; '.join(hints)}"
 
 
-def format_slow(member: MemberStatus, slow: Late) -> tuple[str, str]:
-    """Returns texts that name a server for which training waits, and what to do about it."""
+def format_slow(member: MemberStatus, slow: Late, join: str) -> tuple[str, str]:
+    """Returns texts that name a server for which training waits, and what to do about it. `join`: of the cluster."""
     name = member.name
-    remedy = f"to move its slots to a spare: torch-ecrec drain {name}"
+    remedy = f"to move its slots to a spare: torch-ecrec drain {name} --join {join}"
     if member.draining:
         remedy = "its slots are being moved away" if not member.spare else "it has no slot any more, and may be stopped"
     return (

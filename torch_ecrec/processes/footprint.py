@@ -20,8 +20,14 @@ def footprint(proc: Path = PROC, groups: Path = GROUPS) -> ProcessReport:
         proc: where the kernel tells of processes and memory.
         groups: where it tells of control groups, of either version.
     """
-    limit, used = min([_of_host(proc), *_of_groups(proc, groups)], key=lambda one: one[0] or UNLIMITED)
-    return ProcessReport(socket.gethostname()[:HOST_MOST], _resident(proc), limit, used)
+    of = [one for one in (_of_host(proc), *_of_groups(proc, groups)) if one[0]]
+    limit, used = min(of, key=lambda one: one[0] - one[1], default=(0, 0))  # the one with the least room
+    return ProcessReport(host_name(), _resident(proc), limit, used)
+
+
+def host_name() -> str:
+    """Returns the name of this host, as text: the kernel takes any bytes for one."""
+    return socket.gethostname().encode(errors="surrogateescape").decode(errors="replace")[:HOST_MOST]
 
 
 def _resident(proc: Path) -> int:

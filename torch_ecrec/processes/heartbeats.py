@@ -111,7 +111,7 @@ class Heartbeats:
             self._next_s = time.monotonic() + self.pause_s
             self.timers.later(self.pause_s, beat)
 
-        self.timers.later(self._heartbeat_s, beat)
+        self.timers.later(self.pause_s, beat)
 
     def _note_turn(self) -> None:
         late_s = time.monotonic() - self._next_s

@@ -17,7 +17,6 @@ import os
 import queue
 import shutil
 import signal
-import socket
 import stat
 import sys
 import tempfile
@@ -37,6 +36,7 @@ from torch_ecrec.client.session import Beginning, Session
 from torch_ecrec.errors import ClusterError, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.layout import routing, stripes
 from torch_ecrec.observe.words import format_gathering
+from torch_ecrec.processes.footprint import host_name
 from torch_ecrec.processes.member import Member, exit_code_of
 from torch_ecrec.processes.part_reader import FileReader
 from torch_ecrec.processes.restoring import dense_model
@@ -135,7 +135,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
             uuid.uuid4().hex,
             os.getpid(),
             code=messages.WantedCode(**(code or {})),
-            domain=settings.failure_domain or socket.gethostname(),
+            domain=settings.failure_domain or host_name(),
             experiment=settings.experiment,
         ),
         make,

@@ -134,7 +134,8 @@ class ProcessReport(Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         host: the host's name.
         resident_bytes: of memory, shared memory included.
-        limit_bytes: of memory, of the narrowest control group that the process is in, or of its host; 0: not known.
+        limit_bytes: of memory, of the control group with the least room that the process is in, or of its host; 0: not
+            known.
         used_bytes: of that limit, by all that it holds for.
     """
 
@@ -549,6 +550,7 @@ class Status(Struct, frozen=True, kw_only=True, tag_field="type", tag="status"):
         wanted_trainers: so many trainers has the job; 0: none has come that would say.
         rate: how fast training goes; None: not known yet.
         still_s: seconds since a step was last done, or since this coordinator began; None: it has just begun.
+        absent_s: seconds since there was a trainer less, or since this coordinator began without one; None: not yet.
         redundancy: what can be lost now; None: nothing is placed, or nothing is protected.
         regathering: members of the coordinator before are awaited; None: not now.
         recent: the last events that a person wants to know, since this coordinator began, the newest at the end.
@@ -589,6 +591,7 @@ class Status(Struct, frozen=True, kw_only=True, tag_field="type", tag="status"):
     wanted_trainers: int = 0
     rate: Rate | None = None
     still_s: float | None = None
+    absent_s: float | None = None
     redundancy: Redundancy | None = None
     regathering: RegatheringStatus | None = None
     recent: list[Recent] = []

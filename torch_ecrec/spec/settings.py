@@ -189,10 +189,11 @@ class Settings:
         evaluation_wire: "int8" has rows travel quantised, a byte for each weight and 8 for each row, to lookups without
             gradients: those of a model in `eval()`, under `torch.no_grad()`. Each weight is within 1/510 of its row's
             range then. "wire": as to training.
-        heartbeat_s, lease_s: a member that the coordinator has not heard of for `lease_s` is taken for lost (earlier
-            where others cannot reach its host; not while that would be more than the code repairs: `standstill_s`).
-            Figures for `status` come every `heartbeat_s`. When it wakes up, nothing that it did since counts; a server
-            comes back as a spare.
+        heartbeat_s: a member says so often what `torch-ecrec status` shows of it. That it lives it says four times a
+            second, or more often if this is less.
+        lease_s: a member that the coordinator has not heard of for so long is taken for lost. It is earlier where
+            others cannot reach its host, and it is not while that would be more than the code repairs (`standstill_s`).
+            When it wakes up, nothing that it did since counts; a server comes back as a spare.
         standstill_s: members that are only silent may be back, with all that they hold. Where the code could not repair
             all that are silent together, training stands still and waits for them, for so long. 0: a minute where a
             checkpoint can take over (`--beyond`), else an hour. The coordinator's counts for its cluster. For so long
@@ -329,7 +330,7 @@ class Settings:
         values: dict[str, Any] = {}
         _require_known(os.environ)
         for field in dataclasses.fields(Settings):
-            if f"{PREFIX}{field.name.upper()}" in os.environ and field.name not in overrides:
+            if os.environ.get(f"{PREFIX}{field.name.upper()}") and field.name not in overrides:  # empty: not set
                 values[field.name] = _value_of(field)
         return Settings(**{**values, **overrides})
 
@@ -362,7 +363,7 @@ class Settings:
             own = name.removeprefix(PREFIX).lower()
             try:
                 _require_known([name])
-                if name.startswith(PREFIX) and own in known:
+                if name.startswith(PREFIX) and own in known and os.environ[name]:
                     value = _value_of(known[own])
                     Settings(**{**good, own: value})
                     good[own] = value
