@@ -31,10 +31,10 @@ from torch_ecrec.doctor.findings import (
     format_diagnosis,
     json_of,
     of_json,
-    size,
     verdict,
 )
 from torch_ecrec.doctor.software import SETS, Trial
+from torch_ecrec.observe.words import size
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.secret import CALLER, NONCE_BYTES, PROOF_BYTES, proof
 

@@ -131,15 +131,6 @@ def _wrapped(head: str, text: str) -> list[str]:
     ) or [head.rstrip()]
 
 
-def size(count: float) -> str:
-    """Formats bytes for people: 1 << 30 -> "1.0 GiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
 def duration(seconds: float) -> str:
     """Formats a short time for people: 0.00042 -> "0.42 ms"."""
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.2f} ms"

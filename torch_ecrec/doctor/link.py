@@ -34,8 +34,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch_ecrec.doctor.cluster import connect
-from torch_ecrec.doctor.findings import Finding, duration, size
+from torch_ecrec.doctor.findings import Finding, duration
 from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.observe.words import size
 from torch_ecrec.runtime.addresses import family_of, interfaces, is_loopback, parse_address, text_of
 from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.settings import Settings, own_secret

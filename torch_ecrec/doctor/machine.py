@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_ecrec.doctor.findings import Finding, Level, size
+from torch_ecrec.doctor.findings import Finding, Level
+from torch_ecrec.observe.words import size
 from torch_ecrec.runtime.addresses import interfaces, is_loopback
 from torch_ecrec.spec.settings import Settings
 

@@ -17,8 +17,8 @@ from torch_ecrec.protocol.status import (
 
 def size(count: float) -> str:
     """Returns bytes as people read them: 812 B, 3.4 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
             break
         count /= 1024
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
