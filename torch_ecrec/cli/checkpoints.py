@@ -80,8 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
     from torch_ecrec.errors import CheckpointError
     from torch_ecrec.storage.catalog import Catalog
 
-    if "://" not in arguments.url and not Path(arguments.url).is_dir():
-        raise ValueError(f"{arguments.url}: no such folder")
     catalog = Catalog(arguments.url)
     if arguments.remove is not None:
         return _remove(catalog, arguments)
@@ -94,6 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _export(catalog, arguments)
     if arguments.source is not None:
         return _import(catalog, arguments)
+    if "://" not in arguments.url and not Path(arguments.url).is_dir():
+        raise ValueError(f"{arguments.url}: no such folder")
     found = _Found.look(catalog, arguments.verify)
     print(json.dumps(_as_json(found), indent=2) if arguments.json else _as_text(arguments.url, found, time.time()))
     wrong = found.listing.broken or found.saves.broken or any((found.faults or {}).values())

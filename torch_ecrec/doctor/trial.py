@@ -63,9 +63,6 @@ def _cuda(name: str, module: Any) -> str:
 def kernels() -> None:
     """Says whether the cache has all kernels, and whether its folder can be written."""
     say(loads="kernels")
-    import numba
-    from numba.extending import is_jitted
-
     from torch_ecrec.codec import field
     from torch_ecrec.processes.launch import warm
     from torch_ecrec.runtime.kernel_cache import KernelCache
@@ -81,10 +78,11 @@ def kernels() -> None:
             raise NotCompiled(cache.stem)
         return found
 
-    if not is_jitted(numba.njit(_unwritable)):  # as `kernel` finds out
+    ours = _kernels_of(field)
+    if not ours:  # they are plain functions: Numba was told to compile nothing
         say(disabled=True)
         return
-    folder = KernelCache(next(iter(_kernels_of(field)))).cache_path
+    folder = KernelCache(ours[0]).cache_path
     say(folder=folder, unwritable=_unwritable(folder))
     KernelCache.load_overload = read_or_refuse  # type: ignore[method-assign,assignment]
     try:

@@ -136,7 +136,9 @@ def samples_of(batch: object, depth: int = 2) -> int:
     """
     if isinstance(batch, KeyedJaggedTensor):
         given = batch.inverse_indices_or_none()
-        return batch.stride() if given is None else int(given[1].shape[1])
+        if given is None:
+            return batch.stride()
+        return int(given[1].shape[1]) if given[1].dim() == 2 else 0  # of another shape they are refused, elsewhere
     if isinstance(batch, Tensor):
         return int(batch.shape[0]) if batch.dim() else 0
     if depth == 0:
