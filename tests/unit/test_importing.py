@@ -34,7 +34,12 @@ from models import (
     train,
 )
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torchrec import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -43,6 +48,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torch_ecrec import checkpoint
 from torch_ecrec.checkpoint import dcp_import
+from torch_ecrec.checkpoint.dcp_metadata import read_metadata
 from torch_ecrec.cli.main import main
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.nn import imported
@@ -422,6 +428,31 @@ def test_metadata_of_a_stranger_runs_nothing(saved: Saved, tmp_path: Path) -> No
     assert "its .metadata is a <class 'collections.OrderedDict'>" in refused_folder(saved, tmp_path, copy)
     pickle.loads(pickle.dumps(Harm(told)))
     assert told.exists(), "a plain reader would have run it"
+
+
+class Named:
+    """Is pickled as an attribute of something, as Python 3.11.0 to 3.11.3 pickle a member of an enumeration."""
+
+    def __init__(self, of: object, name: str) -> None:
+        self.asked = of, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self.asked
+
+
+def test_members_of_enumerations_may_be_named_as_any_python_does(saved: Saved, tmp_path: Path) -> None:
+    """And no attribute of anything else: `getattr` would lead to all that a process has."""
+    copy = tmp_path / "copy"
+    shutil.copytree(saved.folder, copy)
+    metadata = pickle.loads((copy / ".metadata").read_bytes())
+    member = _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+    named = dataclasses.replace(metadata, planner_data=Named(_MEM_FORMAT_ENCODING, member.name))
+    (copy / ".metadata").write_bytes(pickle.dumps(named))
+    assert read_metadata(copy).planner_data is member
+    for of, name in ((_MEM_FORMAT_ENCODING, "__init__"), (_MEM_FORMAT_ENCODING, "mro"), (OrderedDict, "update")):
+        (copy / ".metadata").write_bytes(pickle.dumps(dataclasses.replace(metadata, planner_data=Named(of, name))))
+        with pytest.raises(CheckpointError, match=f"its .metadata asks for '{name}' of .*: nothing was run"):
+            read_metadata(copy)
 
 
 def test_metadata_that_points_out_of_its_folder(saved: Saved, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ writes (`ALLOWED`, `DCP_PICKLES`), and nothing else: `torch.load(weights_only=Tr
 
 from __future__ import annotations
 
+import enum
 import pickle
 from pathlib import Path, PurePath
 from typing import Any
@@ -34,11 +35,20 @@ class _Reader(pickle.Unpickler):
     """An unpickler that builds the listed classes only. Raises CheckpointError if another one is named."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # as Python 3.11.0 to 3.11.3 write members of an enumeration
+            return _member
         if name not in ALLOWED.get(module, ()) and name not in DCP_PICKLES.get(module, ()):
             raise CheckpointError(f"its .metadata names {module}.{name}, which DCP never writes: nothing was run")
         if module == PATHLIB:
             module = "pathlib"
         return super().find_class(module, name)
+
+
+def _member(of: object, name: object) -> Any:
+    """Returns a member of an enumeration by its name, and no other attribute of anything."""
+    if not isinstance(of, enum.EnumMeta) or name not in of.__members__:
+        raise CheckpointError(f"its .metadata asks for {name!r} of {of!r}, which DCP never writes: nothing was run")
+    return of.__members__[str(name)]
 
 
 def read_metadata(folder: Path) -> Metadata:
