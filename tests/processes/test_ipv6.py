@@ -39,7 +39,7 @@ def test_servers_meet_at_a_coordinator_on_ipv6(transport: str, capsys: pytest.Ca
             return len(servers) == 2
 
         wait_until(there, LIMIT_S, "both have joined")
-        assert main(["status", "--join", cluster.join, "--json"]) == 0
+        assert main(["status", "--join", cluster.join, "--json"]) == 1, "no trainer is there"
         assert json.loads(capsys.readouterr().out)["members"]
 
 

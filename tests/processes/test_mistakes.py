@@ -76,7 +76,7 @@ TYPED: dict[str, tuple[list[str], int, str]] = {
         ["up", "--checkpoint", "/proc/here", "--checkpoint-every", "10"], 7,
         r"torch-ecrec: cannot write /proc/here/\S+: \[Errno 2\] No such file or directory: '/proc/here'.*",
     ),
-    "checkpoints that are nowhere": (["checkpoints", "TMP/none"], 2, "torch-ecrec: TMP/none: no such folder"),
+    "checkpoints that are nowhere": (["checkpoints", "TMP/none"], 7, "torch-ecrec: TMP/none: no such folder"),
     "an open host without a secret": (
         ["up", "--host", "10.9.9.9"], 2,
         "torch-ecrec: --host 10.9.9.9: whoever reaches 10.9.9.9 could stop this cluster, or join it: other hosts take a"

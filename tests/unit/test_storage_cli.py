@@ -14,7 +14,7 @@ from torch_ecrec.storage.manifest import MANIFEST, Encoding
 def test_a_place_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"no checkpoints at {tmp_path}\n"
-    assert main(["checkpoints", str(tmp_path / "none")]) == 2
+    assert main(["checkpoints", str(tmp_path / "none")]) == 7
     assert capsys.readouterr().err == f"torch-ecrec: {tmp_path / 'none'}: no such folder\n"
     assert main(["checkpoints", str(tmp_path), "--remove", "5"]) == 7
     assert "there is no checkpoint of step 5" in capsys.readouterr().err

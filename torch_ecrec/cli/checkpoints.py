@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.source is not None:
         return _import(catalog, arguments)
     if "://" not in arguments.url and not Path(arguments.url).is_dir():
-        raise ValueError(f"{arguments.url}: no such folder")
+        raise CheckpointError(f"{arguments.url}: no such folder")
     found = _Found.look(catalog, arguments.verify)
     print(json.dumps(_as_json(found), indent=2) if arguments.json else _as_text(arguments.url, found, time.time()))
     wrong = found.listing.broken or found.saves.broken or any((found.faults or {}).values())
