@@ -35,6 +35,7 @@ from torch_ecrec.doctor.findings import (
 )
 from torch_ecrec.doctor.software import SETS, Trial
 from torch_ecrec.observe.words import size
+from torch_ecrec.processes import limits
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.secret import CALLER, NONCE_BYTES, PROOF_BYTES, proof
 
@@ -266,9 +267,9 @@ def test_control_groups_of_version_2(tmp_path: Path) -> None:
     (above / "memory.current").write_text(f"{2 * GIB}\n")
     (above / "memory.stat").write_text(f"anon 1\ninactive_file {GIB}\n")
     (above / "cpu.max").write_text("150000 100000\n")
-    assert machine.memory_limits(tmp_path) == [(3 * GIB, GIB)]
-    assert machine.pids_limits(tmp_path) == [(700, 7)]
-    assert machine.cpu_quota(tmp_path) == 1.5
+    assert limits.memory_limits(tmp_path) == [(3 * GIB, GIB)]
+    assert limits.pids_limits(tmp_path) == [(700, 7)]
+    assert limits.cpu_quota(tmp_path) == 1.5
     one = machine.memory(Settings(), 8, tmp_path)
     assert one.level == "WARN" and "2.0 GiB left of its control group's limit, 3.0 GiB" in one.found
     assert "--here" in one.remedy and machine.memory(Settings(), 4, tmp_path).level == "OK"
@@ -289,19 +290,19 @@ def test_control_groups_of_version_1_in_a_container(tmp_path: Path) -> None:
     (top / "memory" / "memory.limit_in_bytes").write_text(f"{(1 << 63) - 4096}\n")
     (top / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
     (top / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    assert machine.memory_limits(tmp_path) == [] and machine.cpu_quota(tmp_path) is None
-    assert machine.pids_limits(tmp_path) == []
+    assert limits.memory_limits(tmp_path) == [] and limits.cpu_quota(tmp_path) is None
+    assert limits.pids_limits(tmp_path) == []
     (top / "memory" / "memory.limit_in_bytes").write_text(f"{GIB}\n")
     (top / "memory" / "memory.usage_in_bytes").write_text(f"{GIB // 4}\n")
     (top / "cpu" / "cpu.cfs_quota_us").write_text("50000\n")
     (top / "pids" / "pids.max").write_text("max\n")
-    assert machine.memory_limits(tmp_path) == [(GIB, GIB // 4)] and machine.cpu_quota(tmp_path) == 0.5
-    assert machine.pids_limits(tmp_path) == []
+    assert limits.memory_limits(tmp_path) == [(GIB, GIB // 4)] and limits.cpu_quota(tmp_path) == 0.5
+    assert limits.pids_limits(tmp_path) == []
 
 
 def test_memory_of_nobody_knows(tmp_path: Path) -> None:
     one = machine.memory(Settings(), 1, tmp_path)
-    assert one.level == "WARN" and one.remedy and machine.cpu_quota(tmp_path) is None
+    assert one.level == "WARN" and one.remedy and limits.cpu_quota(tmp_path) is None
     assert machine.memory(Settings(), 1, Path("/")).figures["left_bytes"] > 0
 
 
@@ -452,8 +453,8 @@ def until_end(sock: socket.socket) -> bytes:
     return got
 
 
-def call(address: tuple[str, int], secret: bytes) -> socket.socket:
-    """Goes through the beginning with a listener, as one who knows that secret."""
+def call(address: tuple[str, int], secret: bytes, context: bytes = link.CONTEXT) -> socket.socket:
+    """Goes through the beginning with a listener, as one who knows that secret. `context`: of which channel."""
     sock = socket.create_connection(address, LIMIT_S)
     mine = bytes(NONCE_BYTES)
     sock.sendall(link.MAGIC + mine)
@@ -461,7 +462,7 @@ def call(address: tuple[str, int], secret: bytes) -> socket.socket:
     while len(said) < len(link.MAGIC) + NONCE_BYTES + PROOF_BYTES:
         said += sock.recv(1 << 10)
     theirs = said[len(link.MAGIC) :][:NONCE_BYTES]
-    sock.sendall(proof(secret, CALLER, mine, theirs, link.CONTEXT))
+    sock.sendall(proof(secret, CALLER, mine, theirs, context))
     return sock
 
 
@@ -501,15 +502,7 @@ def test_a_stranger_gets_nothing(words: bytes, monkeypatch: pytest.MonkeyPatch) 
 def test_a_proof_for_another_channel_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_ECREC_SECRET", SECRET)
     with listener() as (one, said):
-        sock = socket.create_connection(one.address, LIMIT_S)
-        with sock:
-            mine = bytes(NONCE_BYTES)
-            sock.sendall(link.MAGIC + mine)
-            said_there = b""
-            while len(said_there) < len(link.MAGIC) + NONCE_BYTES + PROOF_BYTES:
-                said_there += sock.recv(1 << 10)
-            theirs = said_there[len(link.MAGIC) :][:NONCE_BYTES]
-            sock.sendall(proof(SECRET.encode(), CALLER, mine, theirs))
+        with call(one.address, SECRET.encode(), context=b"") as sock:
             assert until_end(sock) == b""
         wait_until(lambda: any("does not know the secret" in line for line in said), LIMIT_S, "it was told")
 

@@ -217,9 +217,9 @@ def test_this_process_says_what_it_takes() -> None:
 
 
 def test_the_narrowest_limit_counts(tmp_path: Path) -> None:
-    proc, groups, page = tmp_path / "proc", tmp_path / "cgroup", os.sysconf("SC_PAGE_SIZE")
+    proc, groups, page = tmp_path / "proc", tmp_path / "sys/fs/cgroup", os.sysconf("SC_PAGE_SIZE")
     write(proc, meminfo=MEMINFO, self__statm="9 5 1 1 0 1 0")
-    said = footprint(proc, groups)
+    said = footprint(tmp_path)
     assert (said.resident_bytes, said.limit_bytes, said.used_bytes) == (5 * page, 1000 * 1024, 600 * 1024)
     write(proc, self__cgroup="0::/job/task\n")
     write(
@@ -229,22 +229,22 @@ def test_the_narrowest_limit_counts(tmp_path: Path) -> None:
         job__memory_DOT_stat="anon 1\ninactive_file 50000\n",
     )
     write(groups, job__task__memory_DOT_max="max", job__task__memory_DOT_current="7")
-    said = footprint(proc, groups)
+    said = footprint(tmp_path)
     assert (said.limit_bytes, said.used_bytes) == (500000, 400000), "that of the group around it"
 
 
 def test_limits_of_the_first_version_of_control_groups(tmp_path: Path) -> None:
-    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    proc, groups = tmp_path / "proc", tmp_path / "sys/fs/cgroup"
     write(proc, meminfo=MEMINFO, self__statm="9 5", self__cgroup="4:memory:/job\n3:cpu,cpuacct:/job\n")
     write(groups, memory__memory_DOT_limit_in_bytes=str(2**63 - 4096))
     write(groups, memory__job__memory_DOT_limit_in_bytes="300000", memory__job__memory_DOT_usage_in_bytes="100000")
     write(groups, memory__job__memory_DOT_stat="total_inactive_file 400000\n")
-    said = footprint(proc, groups)
+    said = footprint(tmp_path)
     assert (said.limit_bytes, said.used_bytes) == (300000, 0)
 
 
 def test_what_the_system_does_not_tell_is_nothing(tmp_path: Path) -> None:
-    said = footprint(tmp_path, tmp_path)
+    said = footprint(tmp_path)
     assert (said.resident_bytes, said.limit_bytes, said.used_bytes) == (0, 0, 0)
-    write(tmp_path, meminfo="MemTotal: many\n", self__statm="x", self__cgroup="nonsense\n\n0::\n")
-    assert footprint(tmp_path, tmp_path).limit_bytes == 0
+    write(tmp_path / "proc", meminfo="MemTotal: many\n", self__statm="x", self__cgroup="nonsense\n\n0::\n")
+    assert footprint(tmp_path).limit_bytes == 0

@@ -60,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the diagnosis; returns 0, 1 or 2 by the worst finding."""
     from torch_ecrec.doctor import link
     from torch_ecrec.doctor.examination import Asked, examine, named, terminal_of
-    from torch_ecrec.doctor.findings import EXIT_CODES, diagnosis_of, format_diagnosis, json_of
+    from torch_ecrec.doctor.findings import diagnosis_of, format_diagnosis, json_of
+    from torch_ecrec.observe.verdict import EXIT_CODES
 
     if arguments.listen is not None:
         link.listen(arguments.listen, lambda line: print(line, flush=True))

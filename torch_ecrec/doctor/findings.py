@@ -8,19 +8,18 @@ A *finding* is of one check: OK; WARN, it runs, and something is not as it shoul
 
 from __future__ import annotations
 
-import socket
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 import torch_ecrec
+from torch_ecrec.observe.verdict import EXIT_CODES, Level
+from torch_ecrec.processes.footprint import host_name
 
-Level = Literal["OK", "WARN", "ERROR"]
-EXIT_CODES: dict[Level, int] = {"OK": 0, "WARN": 1, "ERROR": 2}
 NAME_WIDTH, WIDTH = 16, 120
 
 
@@ -72,7 +71,7 @@ def diagnosis_of(findings: Sequence[Finding], took_s: float) -> Diagnosis:
     """Puts findings together."""
     return Diagnosis(
         version=torch_ecrec.__version__,
-        host=socket.gethostname(),
+        host=host_name(),
         python=sys.executable,
         level=worst(findings),
         findings=list(findings),

@@ -1,7 +1,7 @@
 """Checks of this machine: shared memory, limits of files and processes, memory, cores, its name.
 
-What is read below /proc and /sys is read below `root`, so that tests can say what is there. Control groups of both
-versions of Linux count, those above the own one too: a container's limit is at any of them.
+What is read below /proc and /sys is read below `root`, so that tests can say what is there. Control groups count, those
+above the own one too: a container's limit is at any of them.
 
 What a cluster needs of a machine is reckoned by `NEEDS`, in words there; it is what processes take before any table.
 """
@@ -12,17 +12,18 @@ import contextlib
 import os
 import resource
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_ecrec.doctor.findings import Finding, Level
+from torch_ecrec.doctor.findings import Finding
+from torch_ecrec.observe.verdict import Level
 from torch_ecrec.observe.words import size
+from torch_ecrec.processes.limits import cpu_quota, memory_limits, memory_of_host, pids_limits
 from torch_ecrec.runtime.addresses import interfaces, is_loopback
 from torch_ecrec.spec.settings import Settings
 
 SHM = Path("/dev/shm")
-UNLIMITED_BYTES = 1 << 60  # a limit of this size is none: version 1 of control groups says 2^63 less a page
 
 
 @dataclass(frozen=True)
@@ -185,94 +186,12 @@ def _threads_of_user(user: int, root: Path) -> int:
     return count
 
 
-# control groups ---------------------------------------------------------------------------------------
-
-
-def _groups(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
-    """Yields version and folder of the control groups that this process is in, for a controller, from its own upward.
-
-    Within a container the path that the kernel tells may be one of the host, which is not there: then what is mounted
-    is the container's own group.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, names, inside = line.split(":", 2)
-        if not names:
-            version, top = 2, root / "sys/fs/cgroup"
-        elif controller in names.split(","):
-            version, top = 1, root / "sys/fs/cgroup" / controller
-        else:
-            continue
-        folder = top / inside.strip("/")
-        while folder != top and top in folder.parents:
-            if folder.is_dir():
-                yield version, folder
-            folder = folder.parent
-        yield version, top
-
-
-def _number(path: Path) -> int | None:
-    """Returns the number in a file; None: there is no such file, or it says "max"."""
-    try:
-        return int(path.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def pids_limits(root: Path) -> list[tuple[int, int]]:
-    """Returns the limits of processes and threads of the control groups, and how many each has now."""
-    found = [(_number(folder / "pids.max"), _number(folder / "pids.current")) for _, folder in _groups("pids", root)]
-    return [(limit, now or 0) for limit, now in found if limit is not None]
-
-
-def memory_limits(root: Path) -> list[tuple[int, int]]:
-    """Returns the limits of memory of the control groups, and what each has in use, in bytes.
-
-    What files have been read is not in use: the kernel drops it when the memory is wanted.
-    """
-    found = []
-    for version, folder in _groups("memory", root):
-        limit_name, use_name, file_name = {
-            1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-            2: ("memory.max", "memory.current", "inactive_file"),
-        }[version]
-        limit, used = _number(folder / limit_name), _number(folder / use_name)
-        if limit is not None and limit < UNLIMITED_BYTES:
-            dropped = 0
-            with contextlib.suppress(OSError, ValueError):
-                stat = dict(line.split()[:2] for line in (folder / "memory.stat").read_text().splitlines())
-                dropped = int(stat.get(file_name, 0))
-            found.append((limit, max((used or 0) - dropped, 0)))
-    return found
-
-
-def cpu_quota(root: Path) -> float | None:
-    """Returns how many cores the control groups give; None: as many as there are."""
-    found = []
-    for version, folder in _groups("cpu", root):
-        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
-            if version == 2:
-                quota, period = (folder / "cpu.max").read_text().split()[:2]
-            else:
-                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-            if int(quota) > 0:  # else ValueError of "max"; version 1 says -1
-                found.append(int(quota) / int(period))
-    return min(found, default=None)
-
-
 # memory and cores -------------------------------------------------------------------------------------
 
 
 def memory(settings: Settings, here: int, root: Path) -> Finding:
     """Whether there is memory for so many processes, before any table."""
-    fields: dict[str, int] = {}
-    with contextlib.suppress(OSError, ValueError):
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        fields = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.endswith("kB")}
-    return judge_memory(fields.get("MemTotal"), fields.get("MemAvailable"), memory_limits(root), settings, here)
+    return judge_memory(*memory_of_host(root), memory_limits(root), settings, here)
 
 
 def judge_memory(

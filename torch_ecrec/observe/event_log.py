@@ -61,11 +61,8 @@ class EventLog:
         self._file.setFormatter(logging.Formatter("%(message)s"))
         self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(WAITING_MOST)
         self._lost = 0  # of the caller's thread
-        self._failed, self._said, self._told_s = (
-            0,
-            0,
-            -TOLD_S,
-        )  # of the writer's: events, how many of all it has told of
+        self._failed = self._said = 0  # of the writer's: events, and how many of all that are lost it has told of
+        self._told_s = -TOLD_S
         self._thread = Worker(self._write, "events", log_error)
         self._thread.start()
 

@@ -294,9 +294,10 @@ class WebServer:
         objection = self._guard.objection(request.method, request.path, request.headers, request.cookies, time.time())
         if objection is not None:
             return await self._refuse(request, objection)
-        answer = self._routes().get((method, request.path))
+        routes = self._routes()
+        answer = routes.get((method, request.path))
         if answer is None:
-            known = any(path == request.path for _, path in self._routes())
+            known = any(path == request.path for _, path in routes)
             return _text(
                 HTTPStatus.METHOD_NOT_ALLOWED if known else HTTPStatus.NOT_FOUND, "there is no such thing here"
             )
