@@ -20,6 +20,7 @@ from torch_ecrec.durability.rebuild import Rebuild, _Repair
 from torch_ecrec.durability.scrubber import Scrubber
 from torch_ecrec.protocol import wire
 from torch_ecrec.records.shard import Shard
+from torch_ecrec.records.store import View
 from torch_ecrec.server.slot import Slot
 
 pytestmark = pytest.mark.slow
@@ -43,12 +44,15 @@ SCHEDULES: dict[str, Callable[[], None]] = {
 def seals_are_made_anew(patch: pytest.MonkeyPatch) -> None:
     """After a change a record's seal is made of what is there then: damage from before fits."""
 
-    def add_seals(self: Shard, parity: bool, positions_U: np.ndarray, *_: Any) -> None:
-        if self._seals is not None:
-            at = positions_U[positions_U >= 0]
-            self._seals[parity][at] = seals.seals_of(self._of(parity)[at])
+    before = Shard._note
 
-    patch.setattr(Shard, "_add_seals", add_seals)
+    def note(self: Shard, parity: bool, positions_U: np.ndarray, view: View, seals_U: np.ndarray | None) -> None:
+        before(self, parity, positions_U, view, None)
+        at = view.at_U[view.at_U >= 0]
+        if view.seals_X is not None:
+            view.seals_X[at] = seals.seals_of(view.records_XB[at])
+
+    patch.setattr(Shard, "_note", note)
 
 
 def parities_have_no_seals(patch: pytest.MonkeyPatch) -> None:

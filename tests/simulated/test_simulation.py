@@ -326,8 +326,9 @@ def test_memory_that_has_pages_of_its_own_is_rebuilt_exactly():
     run.check_against(simulate(healthy))
     (shard,) = cluster.slots()[0].shards
     assert run.kills == 1 and min(shard.data_bytes, shard.parity_bytes) >= LEAST_BYTES
-    assert not any(memory._small.any() for memory in shard._memories)
-    assert not HUGE_PAGE_BYTES or all(len(memory._small) for memory in shard._memories)
+    memories = [store.memory for store in shard._stores]
+    assert not any(memory._small.any() for memory in memories)
+    assert not HUGE_PAGE_BYTES or all(len(memory._small) for memory in memories)
 
 
 # losses at the limit and beyond -------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 from torch_ecrec.codec import seals
 from torch_ecrec.records import captured
 from torch_ecrec.records.captured import CLEAN, KEPT, MARKED, Captured
+from torch_ecrec.records.store import MemoryStore
 
 POOLS = (1, 70, 16 << 20)  # bytes: a record in each piece; some; all in one
 RECORD_BYTES = 12
@@ -17,6 +18,13 @@ RECORD_BYTES = 12
 
 def random_bytes(rng: np.random.Generator, *shape: int) -> Any:
     return rng.integers(0, 256, shape, np.uint8)
+
+
+def stored(records: Any, of: Any = None) -> MemoryStore:
+    """A store whose records, and seals, are these arrays."""
+    store = MemoryStore(*records.shape, sealed=of is not None)
+    store.records_PB, store.seals_P = records, of
+    return store
 
 
 @pytest.mark.parametrize("pool", POOLS)
@@ -28,7 +36,7 @@ def test_portions_are_of_the_moment(pool: int, share: float, monkeypatch: pytest
         records = random_bytes(rng, count, RECORD_BYTES)
         was, marks = records.copy(), np.where(rng.random(count) < share, MARKED, CLEAN).astype(np.uint8)
         wanted = np.flatnonzero(marks)
-        subject = Captured(records, None, marks)
+        subject = Captured(stored(records), marks)
         found: list[Any] = []
         while not subject.is_over:
             if rng.random() < 0.5:
@@ -52,7 +60,7 @@ def test_what_does_not_fit_its_seal_is_told_when_it_is_given() -> None:
     records = random_bytes(rng, 20, RECORD_BYTES)
     of, marks = seals.seals_of(records), np.full(20, MARKED, np.uint8)
     marks[3] = CLEAN
-    subject = Captured(records, of, marks)
+    subject = Captured(stored(records, of), marks)
     for flipped in (3, 7, 12):
         records[flipped, 5] ^= 4
     subject.keep(np.array([2, 3]), np.zeros((2, RECORD_BYTES), np.uint8))
@@ -73,7 +81,7 @@ def test_each_bit_that_flips_where_it_is_kept_is_told(pool: int, monkeypatch: py
         for bit in range(8 * (RECORD_BYTES + seals.SEAL_BYTES)):
             records, deltas = random_bytes(rng, 7, RECORD_BYTES), random_bytes(rng, 4, RECORD_BYTES)
             was, of = records.copy(), seals.seals_of(records)
-            subject = Captured(records, of, np.full(7, MARKED, np.uint8))
+            subject = Captured(stored(records, of), np.full(7, MARKED, np.uint8))
             records[changed] ^= deltas
             of[changed] ^= seals.seals_of(deltas)
             subject.keep(changed, deltas)
@@ -87,8 +95,8 @@ def test_each_bit_that_flips_where_it_is_kept_is_told(pool: int, monkeypatch: py
 def test_what_does_not_fit_changes_nothing() -> None:
     records, marks = np.zeros((4, 8), np.uint8), np.full(4, MARKED, np.uint8)
     with pytest.raises(ValueError, match="4 contiguous uint8"):
-        Captured(records, None, marks[:3])
-    subject = Captured(records, None, marks)
+        Captured(stored(records), marks[:3])
+    subject = Captured(stored(records), marks)
     for positions in ([1, 4], [-1, 2]):
         with pytest.raises(IndexError, match="out of range: there are 4 records"):
             subject.keep(np.array(positions), np.ones((2, 8), np.uint8))
@@ -102,8 +110,8 @@ def test_kernels_get_what_they_can_take() -> None:
     """They do not look: deltas of another type are other bytes, marks of what was never kept lead anywhere."""
     records = np.zeros((4, RECORD_BYTES), np.uint8)
     with pytest.raises(ValueError, match="must be CLEAN or MARKED"):
-        Captured(records, None, np.full(4, KEPT, np.uint8))
-    subject = Captured(records, None, np.full(4, MARKED, np.uint8))
+        Captured(stored(records), np.full(4, KEPT, np.uint8))
+    subject = Captured(stored(records), np.full(4, MARKED, np.uint8))
     with pytest.raises(ValueError, match="must be uint8"):
         subject.keep(np.arange(2), np.zeros((2, RECORD_BYTES), np.int64))  # type: ignore[arg-type]
     subject.keep(np.arange(2), np.zeros((2, RECORD_BYTES), np.uint8))

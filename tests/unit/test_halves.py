@@ -164,7 +164,7 @@ def test_a_shard_of_halves(weights: str) -> None:
     schema = optimizer(kind).schema(5, weights)
     shard, rows = Shard(schema, 70_000, 3), np.arange(70_000)
     initial = InitialRecords(schema, 3, (0,), (-1.0,), (1.0,), (0,))
-    shard.initialise_(rows, initial)
+    shard.initialise_(initial.of)
     exact = InitialRecords(optimizer(kind).schema(5), 3, (0,), (-1.0,), (1.0,), (0,)).of(rows).view(F32)
     assert np.array_equal(shard.gather(rows), initial.of(rows))
     assert np.array_equal(stored(exact[:, :5], weights), shard.gather(rows).view(np.uint16)[:, :5])

@@ -210,7 +210,7 @@ def test_many_steps_are_undone_made_again_and_decoded_to_the_same_bits(kind):
     data, sibling, parity = Shard(schema, 30, 0), Shard(schema, 30, 0), Shard(schema, 0, 30)
     initial = InitialRecords(schema, 3, (0,), (-1.0,), (1.0,), (0,))
     for i, shard in enumerate((data, sibling)):
-        shard.initialise_(every + 30 * i, initial)
+        shard.initialise_(lambda at, first=30 * i: initial.of(at + first))
         parity.fold_(code, every, shard.gather(every), np.ones(30, np.uint8))
     random, fixed = np.random.default_rng(1), variants(kind)[-1]
     steps = [np.flatnonzero(random.random(30) < 0.5).astype(np.int64) for _ in range(8)]

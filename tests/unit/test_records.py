@@ -281,7 +281,7 @@ def test_what_a_shard_applies_it_undoes(kind):
     one, other = Shard(schema, 9, 0), Shard(schema, 9, 0)
     initial = InitialRecords(schema, 3, (0,), (-1.0,), (1.0,), (0,))
     for i, shard in enumerate((one, other)):
-        shard.initialise_(np.arange(9) + 9 * i, initial)
+        shard.initialise_(lambda at, first=9 * i: initial.of(at + first))
         assert np.array_equal(shard.gather(np.arange(9)), initial.of(np.arange(9) + 9 * i))
     every, parity = np.arange(9), Shard(schema, 0, 9)
     before = one.gather(every)
@@ -303,7 +303,8 @@ def test_what_a_shard_applies_it_undoes(kind):
 @pytest.mark.parametrize("rows", (1, 7, 40_000))  # the last is more than 4 MB
 def test_records_and_parities_start_with_a_cache_line(rows):
     shard = Shard(wide(32, 33), rows, rows + 1)
-    for array in (shard._data_PB, shard._parity_QB):
+    for parity in (False, True):
+        array = shard._stores[parity].records_PB
         assert array.ctypes.data % 64 == 0 and array.flags.c_contiguous and array.flags.writeable
 
 
@@ -576,7 +577,7 @@ def test_warm_leaves_nothing_to_compile():
     log = DeltaLog(1)
     for kind in KINDS:
         store = Shard(optimizer(kind).schema(8), 9, 3)
-        store.initialise_(np.arange(9), InitialRecords(store.schema, 3, (0,), (-1.0,), (1.0,), (0,)))
+        store.initialise_(InitialRecords(store.schema, 3, (0,), (-1.0,), (1.0,), (0,)).of)
         part = (np.arange(4), make_gradients(4, 8))
         merged = merge([part, part, part])
         positions = merged.positions

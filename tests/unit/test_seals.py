@@ -125,7 +125,7 @@ def test_whatever_changes_a_record_or_a_parity_keeps_its_seal_up(kind: str, weig
         return [shard.broken_run(0, 8, shard is parity).tolist() for shard in (one, other, parity)]
 
     for member, shard in enumerate((one, other)):
-        shard.initialise_(every + 8 * member, initial)
+        shard.initialise_(lambda at, first=8 * member: initial.of(at + first))  # type: ignore[misc]
         fold(member, shard.gather(every), every)
     assert whole() == [[], [], []]
     undo = []

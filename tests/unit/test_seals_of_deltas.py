@@ -75,7 +75,7 @@ def test_a_step_of_many_blocks_has_the_seals_of_its_deltas(kind: str, weights: s
     rows = 2 * BLOCK + 9
     sealed, plain = Shard(schema, rows, 0), Shard(schema, rows, 0, sealed=False)
     for shard in (sealed, plain):
-        shard.initialise_(np.arange(rows), InitialRecords(schema, 3, (0,), (-1.0,), (1.0,), (0,)))
+        shard.initialise_(InitialRecords(schema, 3, (0,), (-1.0,), (1.0,), (0,)).of)
     for step, count in enumerate((0, 1, BLOCK, BLOCK + 1, rows), 1):
         at = np.sort(RNG.permutation(rows)[:count])
         gradients = RNG.standard_normal((count, 5)).astype(np.float32)

@@ -10,6 +10,7 @@ Shape legend: P records of a slab, U of them asked for, M of them that changed, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -175,23 +176,23 @@ class Holdings:
 
     def _initialise_(self) -> None:
         """Gives every record its initial value and every parity the code of its stripe's initial values."""
-        for slab, layout, shard in zip(self.job.slabs, self.layouts, self.shards, strict=True):
-            positions = np.arange(layout.data_rows(self.index), dtype=np.int64)
-            initial = slab.initial(self.job.seed)
-            shard.initialise_(layout.row_at(self.index, positions), initial)
-            parities = np.arange(layout.parity_rows(self.index), dtype=np.int64)
-            for group in layout.group(self.index, True, parities):
-                j = group.member - layout.k
-                for member in range(layout.k):
-                    exists = layout.exists(group.base, member, group.rotations)
-                    rows = layout.rows_of(group.base, member, group.rotations[exists])
-                    coefficient = self.code.coefficients[j, member]
-                    shard.fold_(
-                        self.code,
-                        np.ascontiguousarray(parities[group.where][exists]),
-                        initial.of(rows),
-                        np.full(len(rows), coefficient, dtype=np.uint8),
-                    )
+        for slab, shard in enumerate(self.shards):
+            shard.initialise_(partial(self.initial, slab))
+            shard.initialise_(partial(self._initial_parities, slab), parity=True)
+
+    def _initial_parities(self, slab: int, positions_U: np.ndarray) -> np.ndarray:
+        """(U, B) uint8, the code of what the records of some stripes were before anything was loaded."""
+        layout, initial = self.layouts[slab], self.job.slabs[slab].initial(self.job.seed)
+        parities_UB = np.zeros((len(positions_U), self.job.slabs[slab].schema.nbytes), np.uint8)
+        for group in layout.group(self.index, True, positions_U):
+            coefficients = self.code.coefficients[group.member - layout.k]
+            for member in range(layout.k):
+                exists = layout.exists(group.base, member, group.rotations)
+                rows = layout.rows_of(group.base, member, group.rotations[exists])
+                where = np.ascontiguousarray(np.arange(len(positions_U))[group.where][exists])
+                factors = np.full(len(rows), coefficients[member], np.uint8)
+                self.code.fold_(parities_UB, where, initial.of(rows), factors)
+        return parities_UB
 
     def go_on(self, log: DeltaLog) -> None:
         """The slot, which was lost, goes on after the last step of this log of its own."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch_ecrec.codec.seals import SealsOf
 from torch_ecrec.records.blocks import blockwise
 from torch_ecrec.records.merge import Merged
-from torch_ecrec.records.positions import Bytes, Floats, check_positions
+from torch_ecrec.records.positions import Bytes, Floats, Positions, check_positions
 from torch_ecrec.records.schema import WORD_BYTES, Schema, StateField
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.checks import require, take_float
@@ -117,6 +117,7 @@ class SparseOptimizer:
         out: Bytes | None = None,
         weights: str = "float32",
         seals_V: SealsOf | None = None,
+        at_V: Positions | None = None,
     ) -> Bytes:
         """Applies one optimizer step to some records, in place.
 
@@ -129,6 +130,7 @@ class SparseOptimizer:
             out: (V, B) uint8 to put the result in, contiguous and 4-byte aligned; fresh memory without it.
             weights: their dtype. Those of 16 bits are float32 while they are stepped, and then rounded (`halves.py`).
             seals_V: (V,) uint32 to put the seal of every delta in.
+            at_V: (V,) int64, where each record lies in `records_PW`; None: at its position.
 
         Returns:
             delta_VB: (V, B) uint8, old XOR new of each record's bytes.
@@ -145,7 +147,7 @@ class SparseOptimizer:
         schema = self.schema(dim, weights)
         wanted = schema.nbytes // WORD_BYTES
         require(width == wanted, f"records of {self.name} with dim {dim} must have {wanted} floats, got {width}")
-        positions_V = check_positions(merged.positions, len(records_PW))
+        positions_V = check_positions(merged.positions if at_V is None else at_V, len(records_PW))
         shape = (len(positions_V), 4 * width)
         if out is None:
             out = shared.empty(shape, np.uint8)

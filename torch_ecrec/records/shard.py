@@ -6,7 +6,7 @@ Each record and parity has a *seal* (`codec/seals.py`), which every verb keeps u
 changed in any other way does not fit it. Seals lie beside the records, in memory of their own, so that records, deltas
 and messages are what they would be without, and a page that is lost takes no record and its seal together.
 
-Invariants. Only this object touches the memory of its records: others use the verbs. Positions are checked before
+Invariants. Only this object and its stores (`store.py`) touch records: others use the verbs. Positions are checked before
 anything is read or written. Bytes move unchanged, NaNs included. A verb adds the seal of what it changes, and never
 makes a seal anew from a record that was there before: damage stays visible.
 
@@ -30,12 +30,11 @@ from torch_ecrec.codec.seals import SealsOf
 from torch_ecrec.records import quantised
 from torch_ecrec.records.captured import Captured, MarksOf
 from torch_ecrec.records.halves import bfloat16_of, gather_weights
-from torch_ecrec.records.initial import InitialRecords
 from torch_ecrec.records.merge import Merged
 from torch_ecrec.records.optimizer import SparseOptimizer
-from torch_ecrec.records.pages import Memory
 from torch_ecrec.records.positions import Bytes, Floats, Positions, check_bags, check_positions
 from torch_ecrec.records.schema import Schema
+from torch_ecrec.records.store import First, MemoryStore, RecordStore, Stores, Use, View
 from torch_ecrec.records.touched import Touched
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.checks import require, require_int
@@ -43,9 +42,9 @@ from torch_ecrec.runtime.kernel_cache import kernel
 from torch_ecrec.runtime.kernels import AHEAD, prefetch, prefetch_row
 from torch_ecrec.runtime.row_sums import row_address, sum_table_rows
 
-INITIAL_AT_ONCE = 1 << 16  # records of halves, whose first values are float32 before they are rounded
 POOLED_AT_ONCE = 1 << 10  # records of halves, whose weights are float32 while they are pooled
 _NO_WEIGHTS = np.empty(0, np.float32)
+_NOTHING = np.empty(0, np.int64)
 
 
 @kernel()
@@ -125,73 +124,74 @@ class Shard:
         parity_rows: number of parity records.
         scattered: records are first written here and there; `merge_pages` is called before many in a row are.
         sealed: seals are kept.
+        stores: makes the two stores; None: they are in memory.
 
     Attributes:
         touched: is told of all changes while the shard is being copied; None: it is not being copied.
     """
 
     def __init__(
-        self, schema: Schema, data_rows: int, parity_rows: int, scattered: bool = False, sealed: bool = True
+        self,
+        schema: Schema,
+        data_rows: int,
+        parity_rows: int,
+        scattered: bool = False,
+        sealed: bool = True,
+        stores: Stores | None = None,
     ) -> None:
         require_int("data_rows", data_rows, 0)
         require_int("parity_rows", parity_rows, 0)
-        self.schema, self.data_rows, self.parity_rows = schema, data_rows, parity_rows
-        self._memories = [Memory(rows * schema.nbytes, scattered) for rows in (data_rows, parity_rows)]
-        self._data_PB, self._parity_QB = (memory.array.reshape(-1, schema.nbytes) for memory in self._memories)
-        self._records_PW: Floats = self._data_PB.view(np.float32)
-        self._seals = [np.zeros(rows, np.uint32) for rows in (data_rows, parity_rows)] if sealed else None
+        self.schema, self.data_rows, self.parity_rows, self.sealed = schema, data_rows, parity_rows, sealed
+
+        def make(rows: int, parity: bool) -> RecordStore:
+            if stores is None:
+                return MemoryStore(rows, schema.nbytes, scattered, sealed)
+            return stores(rows, schema.nbytes, parity, sealed)
+
+        self._stores = make(data_rows, False), make(parity_rows, True)
         self.touched: Touched | None = None
 
     @property
-    def sealed(self) -> bool:
-        """Whether this shard keeps seals."""
-        return self._seals is not None
-
-    @property
     def data_bytes(self) -> int:
-        """The memory of the data records, in bytes."""
-        return self._data_PB.nbytes
+        """The data records, in bytes, wherever they lie."""
+        return self.data_rows * self.schema.nbytes
 
     @property
     def parity_bytes(self) -> int:
-        """The memory of the parity records, in bytes."""
-        return self._parity_QB.nbytes
+        """The parity records, in bytes, wherever they lie."""
+        return self.parity_rows * self.schema.nbytes
 
     def captured(self, marks_P: MarksOf) -> Captured:
         """Returns the marked data records as they are now, to be read in portions while steps go on."""
-        return Captured(self._data_PB, None if self._seals is None else self._seals[False], marks_P)
+        return Captured(self._stores[False], marks_P)
 
-    def _of(self, parity: bool) -> Bytes:
-        return self._parity_QB if parity else self._data_PB
+    def fetch(self, positions_U: Positions, parity: bool = False) -> Positions:
+        """Brings some records to memory; returns the damaged ones of them, see `RecordStore.fetch`."""
+        return self._stores[parity].fetch(positions_U)
 
     # steps --------------------------------------------------------------------------------------
 
-    def initialise_(self, rows_P: Positions, initial: InitialRecords) -> None:
-        """Gives every data record its initial value.
-
-        Args:
-            rows_P: (P,) int64, the slab row of each data record.
-            initial: of this slab.
-        """
-        require(len(rows_P) == self.data_rows, f"`rows_P` must name {self.data_rows} rows, got {len(rows_P)}")
-        for first in range(0, len(rows_P), INITIAL_AT_ONCE):
-            some = slice(first, first + INITIAL_AT_ONCE)
-            if self.schema.halves:
-                self._data_PB[some] = initial.of(rows_P[some])
-            else:
-                initial.fill_(self._records_PW[some], rows_P[some])
-            if self._seals is not None:
-                self._seals[False][some] = seals.seals_of(self._data_PB[some])
+    def initialise_(self, first: First, parity: bool = False) -> None:
+        """Gives every data record, or every parity record, its first value: `first` says what it is."""
+        self._stores[parity].begin_(first)
 
     def apply_(
         self, optimizer: SparseOptimizer, merged: Merged, lr: float, iteration: int, fixed: Mapping[str, float]
     ) -> SealedDeltas:
         """Applies one optimizer step, and returns the deltas of `SparseOptimizer.update_` with their seals."""
         seals_V = np.empty(len(merged.positions), np.uint32) if self.sealed else None
+        view = self._stores[False].at(merged.positions, Use.CHANGE)
         deltas_VB = optimizer.update_(
-            self._records_PW, merged, lr, iteration, fixed, weights=self.schema.weights, seals_V=seals_V
+            view.records_XB.view(np.float32),
+            merged,
+            lr,
+            iteration,
+            fixed,
+            weights=self.schema.weights,
+            seals_V=seals_V,
+            at_V=view.at_U,
         )
-        self._note(False, merged.positions, seals_V)
+        self._note(False, merged.positions, view, seals_V)
         return SealedDeltas(deltas_VB, seals_V)
 
     def undo_(self, positions_U: Positions, deltas_UB: Bytes) -> None:
@@ -205,8 +205,9 @@ class Shard:
             ValueError: a shape or a dtype does not fit.
             IndexError: a position is out of range. Nothing was changed then.
         """
-        xor_rows_(self._data_PB, positions_U, deltas_UB)
-        self._note(False, positions_U, seals.seals_of(deltas_UB) if self.sealed else None)
+        view = self._stores[False].at(positions_U, Use.FOLD)
+        xor_rows_(view.records_XB, view.at_U, deltas_UB)
+        self._note(False, positions_U, view, seals.seals_of(deltas_UB) if self.sealed else None)
 
     def fold_(
         self, code: LinearCode, positions_U: Positions, deltas_UB: Bytes, coefficients_U: Bytes, parity: bool = True
@@ -226,8 +227,8 @@ class Shard:
         Raises:
             As `LinearCode.fold_`.
         """
-        seals_N = None if self._seals is None else self._seals[parity]
-        of_deltas_U = code.fold_(self._of(parity), positions_U, deltas_UB, coefficients_U, seals_N)
+        view = self._stores[parity].at(positions_U, Use.FOLD)
+        of_deltas_U = code.fold_(view.records_XB, view.at_U, deltas_UB, coefficients_U, view.seals_X)
         self._touch(parity, positions_U)
         return of_deltas_U
 
@@ -256,20 +257,27 @@ class Shard:
         Raises:
             As `LinearCode.decode_rows_`.
         """
-        target_PB = self._of(parity)
-        installed_U = positions_U[missing_P[positions_U]] if self._seals is not None else positions_U[:0]
-        count = code.decode_rows_(target_PB, positions_U, missing_P, have, values, want)
+        store, wanted_U = self._stores[parity], missing_P[positions_U]
+        installed_U = positions_U[wanted_U]
+        view = store.at(installed_U, Use.REPLACE)
+        if store.in_place:
+            count = code.decode_rows_(view.records_XB, positions_U, missing_P, have, values, want)
+        else:
+            if len(installed_U) < len(positions_U):
+                values = [value_UB[wanted_U] for value_UB in values]
+            scatter(view.records_XB.view(np.uint32), view.at_U, as_words(code.decode(have, values, want)))
+            missing_P[positions_U] = False
+            count = len(installed_U)
         self._touch(parity, positions_U)
-        if self._seals is not None:
-            self._seals[parity][installed_U] = seals.seals_of(target_PB[installed_U])
+        if view.seals_X is not None:
+            view.seals_X[view.at_U] = seals.seals_of(view.records_XB[view.at_U])
         return count
 
     # memory -------------------------------------------------------------------------------------
 
     def merge_pages(self, begin: int, end: int, parity: bool = False) -> None:
         """Prepares for writing nearly all records from `begin` to `end`: see `Memory.merge`."""
-        record_bytes = self.schema.nbytes
-        self._memories[parity].merge(begin * record_bytes, end * record_bytes)
+        self._stores[parity].prepare(begin, end)
 
     # reading and writing ------------------------------------------------------------------------
 
@@ -288,26 +296,27 @@ class Shard:
             IndexError: a position is out of range.
         """
         positions_U = check_positions(positions_U, self.data_rows)
-        shape, words_PM = (len(positions_U), self.schema.dim), self._records_PW.view(np.uint32)
+        view = self._stores[False].at(positions_U, Use.READ)
+        shape, words_XW, at_U = (len(positions_U), self.schema.dim), view.records_XB.view(np.uint32), view.at_U
         if int8:
             weights_UD = np.empty(shape, np.float32)
             if self.schema.halves:
-                gather_weights(self._data_PB, positions_U, self.schema, weights_UD)
+                gather_weights(view.records_XB, at_U, self.schema, weights_UD)
             else:
-                _gather(words_PM, positions_U, weights_UD.view(np.uint32))
+                _gather(words_XW, at_U, weights_UD.view(np.uint32))
             return quantised.pack(weights_UD)
         if self.schema.halves:
             weights_UD = np.empty(shape, np.float32) if bfloat16 else shared.empty(shape, np.float32)
-            gather_weights(self._data_PB, positions_U, self.schema, weights_UD)
+            gather_weights(view.records_XB, at_U, self.schema, weights_UD)
             if not bfloat16:
                 return weights_UD
-            words_PM, positions_U = weights_UD.view(np.uint32), np.arange(len(positions_U))
+            words_XW, at_U = weights_UD.view(np.uint32), np.arange(len(positions_U))
         if bfloat16:
             rounded_UD = shared.empty(shape, np.uint16)
-            _gather_bfloat16(words_PM, positions_U, rounded_UD)
+            _gather_bfloat16(words_XW, at_U, rounded_UD)
             return rounded_UD
         weights_UD = shared.empty(shape, np.float32)
-        _gather(words_PM, positions_U, weights_UD.view(np.uint32))
+        _gather(words_XW, at_U, weights_UD.view(np.uint32))
         return weights_UD
 
     def pool(
@@ -339,12 +348,17 @@ class Shard:
         positions_N, lengths_G = np.ascontiguousarray(positions_N), np.ascontiguousarray(lengths_G)
         weighted = weights_N is not None
         weights_N = _NO_WEIGHTS if weights_N is None else np.ascontiguousarray(weights_N)
+        store = self._stores[False]
+        if store.in_place:  # positions of 4 bytes stay such
+            records_XB, at_N = store.at(_NOTHING, Use.READ).records_XB, positions_N
+        else:
+            records_XB, _, at_N = store.at(positions_N.astype(np.int64), Use.READ)
         shape = (len(lengths_G), self.schema.dim)
         pooled_GD = np.empty(shape, np.float32) if bfloat16 else shared.empty(shape, np.float32)
         if self.schema.halves:
-            self._pool_halves(positions_N, lengths_G, weights_N, weighted, pooled_GD)
+            self._pool_halves(records_XB, at_N, lengths_G, weights_N, weighted, pooled_GD)
         else:
-            _pool(self._records_PW, positions_N, lengths_G, weights_N, weighted, pooled_GD)
+            _pool(records_XB.view(np.float32), at_N, lengths_G, weights_N, weighted, pooled_GD)
         if not bfloat16:
             return pooled_GD
         rounded_GD = shared.empty(shape, np.uint16)
@@ -353,7 +367,8 @@ class Shard:
 
     def _pool_halves(
         self,
-        positions_N: NDArray[Any],
+        records_XB: Bytes,
+        at_N: NDArray[Any],
         lengths_G: NDArray[np.int32],
         weights_N: Floats,
         weighted: bool,
@@ -366,7 +381,7 @@ class Shard:
             last = max(first + 1, int(np.searchsorted(end_G, n + POOLED_AT_ONCE, "right")))
             bags, ids = slice(first, last), slice(n, int(end_G[last - 1]))
             weights_UD = np.empty((ids.stop - n, self.schema.dim), np.float32)
-            gather_weights(self._data_PB, positions_N[ids].astype(np.int64), self.schema, weights_UD)
+            gather_weights(records_XB, at_N[ids].astype(np.int64), self.schema, weights_UD)
             every_N = np.arange(len(weights_UD))
             _pool(weights_UD, every_N, lengths_G[bags], weights_N[ids], weighted, out_GD[bags])
             first, n = last, ids.stop
@@ -380,10 +395,10 @@ class Shard:
         Raises:
             IndexError: a position is out of range.
         """
-        source_PB = self._of(parity)
-        positions_U = check_positions(positions_U, len(source_PB))
-        values_UB = shared.empty((len(positions_U), source_PB.shape[1]), np.uint8)
-        _gather(source_PB.view(np.uint32), positions_U, values_UB.view(np.uint32))
+        store = self._stores[parity]
+        view = store.look(check_positions(positions_U, store.rows))
+        values_UB = shared.empty((len(view.at_U), store.nbytes), np.uint8)
+        _gather(view.records_XB.view(np.uint32), view.at_U, values_UB.view(np.uint32))
         return values_UB
 
     def scatter_(self, positions_U: Positions, values_UB: Bytes, parity: bool = False) -> None:
@@ -398,17 +413,18 @@ class Shard:
             ValueError: `values_UB` has another shape or dtype.
             IndexError: a position is out of range. Nothing was changed then.
         """
-        target_PB = self._of(parity)
-        positions_U = check_positions(positions_U, len(target_PB))
-        shape = (len(positions_U), target_PB.shape[1])
+        store = self._stores[parity]
+        positions_U = check_positions(positions_U, store.rows)
+        shape = (len(positions_U), store.nbytes)
         require(
             values_UB.shape == shape and values_UB.dtype == np.uint8,
             f"`values_UB` must be uint8 of shape {shape}, got {values_UB.dtype} of {values_UB.shape}",
         )
-        scatter(target_PB.view(np.uint32), positions_U, as_words(values_UB))
+        view = store.at(positions_U, Use.REPLACE)
+        scatter(view.records_XB.view(np.uint32), view.at_U, as_words(values_UB))
         self._touch(parity, positions_U)
-        if self._seals is not None:
-            self._seals[parity][positions_U] = seals.seals_of(values_UB)
+        if view.seals_X is not None:
+            view.seals_X[view.at_U] = seals.seals_of(values_UB)
 
     def overwrite_(self, positions_U: Positions, values_UB: Bytes) -> SealedDeltas:
         """Overwrites some data records, in place. Returns the change, as an optimizer's step does.
@@ -432,11 +448,11 @@ class Shard:
         if self.touched is not None:
             self.touched.note(parity, positions_U)
 
-    def _note(self, parity: bool, positions_U: Positions, seals_U: SealsOf | None) -> None:
-        """Notes that records changed by deltas of these seals: updates the records' own seals."""
+    def _note(self, parity: bool, positions_U: Positions, view: View, seals_U: SealsOf | None) -> None:
+        """Notes that records, which lie there, changed by deltas of these seals: updates the records' own seals."""
         self._touch(parity, positions_U)
-        if self._seals is not None and seals_U is not None:
-            seals.xor_(self._seals[parity], positions_U, seals_U)
+        if view.seals_X is not None and seals_U is not None:
+            seals.xor_(view.seals_X, view.at_U, seals_U)
 
     def broken(self, positions_U: Positions, parity: bool = False) -> Positions:
         """Returns which of some records do not fit their seals; none if this shard keeps no seals.
@@ -451,25 +467,40 @@ class Shard:
         Raises:
             IndexError: a position is out of range.
         """
-        if self._seals is None:
+        store = self._stores[parity]
+        if not store.sealed:
             return np.empty(0, np.int64)
-        return seals.broken(self._of(parity), self._seals[parity], positions_U)
+        records_XB, seals_X, at_U = store.look(check_positions(positions_U, store.rows))
+        assert seals_X is not None
+        return seals.broken(records_XB, seals_X, at_U)
 
     def broken_run(self, first: int, end: int, parity: bool = False) -> Positions:
         """Returns the positions in [first, end) of records that do not fit their seals: (M,) int64, ascending."""
-        if self._seals is None:
+        store = self._stores[parity]
+        if not store.sealed:
             return np.empty(0, np.int64)
-        return seals.broken_run(self._of(parity), self._seals[parity], first, end)
+        if not 0 <= first <= end <= store.rows:
+            raise IndexError(f"rows {first}..{end} of {store.rows}")
+        if first == end:
+            return np.empty(0, np.int64)
+        records_XB, seals_X, at = store.look_run(first, end)
+        assert seals_X is not None
+        place = int(at[0])
+        return seals.broken_run(records_XB, seals_X, place, place + end - first) + (first - place)
 
     def seals_at(self, positions_U: Positions, parity: bool = False) -> NDArray[np.uint32]:
         """Returns the seals of some records, (U,) uint32, fresh. Raises ValueError if this shard keeps none."""
-        if self._seals is None:
+        store = self._stores[parity]
+        if not store.sealed:
             raise ValueError("this shard keeps no seals")
-        return self._seals[parity][check_positions(positions_U, len(self._seals[parity]))]
+        _, seals_X, at_U = store.look(check_positions(positions_U, store.rows))
+        assert seals_X is not None
+        return seals_X[at_U]
 
     def flip_(self, position: int, bit: int, parity: bool = False) -> None:
         """Flips one bit of a record and leaves its seal, as failing memory does: for tests and `chaos`."""
-        self._of(parity)[position, bit // 8] ^= np.uint8(1 << (bit % 8))
+        records_XB, _, at = self._stores[parity].at(np.array([position]), Use.CHANGE)
+        records_XB[at[0], bit // 8] ^= np.uint8(1 << (bit % 8))
 
 
 def warm() -> None:

@@ -1,0 +1,155 @@
+"""Where records lie. `Shard` has the verbs; a store has the bytes, in memory here, in memory and on a disk in `tiers/`.
+
+A verb asks for the records that it is about to read or change, and is given a `View`: an array of records, their seals,
+and where each record that it asked for lies in that array. Kernels index the array by those places, so that they are
+the same for all stores. In memory the array is all records, a place is a position, and a view costs nothing.
+
+    store.at([7, 3], Use.CHANGE)     in memory:  View(all records, all seals, [7, 3])
+                                     in tiers:   View(the frames, their seals, [120, 4]), once both are in frames
+
+Invariants. A view is valid until the next call of its store. Whoever asked for `CHANGE`, `FOLD` or `REPLACE` changes
+the bytes and keeps up the seals before then; whoever asked for `READ` changes nothing.
+
+Shapes: P records of the store, U asked for, X of the array of a view, B bytes of a record.
+
+Does not know what a record holds, steps or slots, and does not lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from torch_ecrec.codec import seals
+from torch_ecrec.codec.seals import SealsOf
+from torch_ecrec.records.pages import Memory
+from torch_ecrec.records.positions import Bytes, Positions
+
+INITIAL_AT_ONCE = 1 << 16  # records
+
+First = Callable[[Positions], Bytes]
+"""What some records are, (U, B) uint8 fresh, before anything was written to them, by their positions, (U,) int64."""
+
+
+class Use(Enum):
+    """What records are asked for to do with them."""
+
+    READ = "read"  # to read them, as training does: they will soon be asked for again
+    CHANGE = "change"  # to read and change them
+    FOLD = "fold"  # to XOR something into them: what they are need not be known
+    REPLACE = "replace"  # to overwrite each of them wholly
+
+
+class View(NamedTuple):
+    """Records where they lie now."""
+
+    records_XB: Bytes  # (X, B) uint8, contiguous
+    seals_X: SealsOf | None  # (X,) uint32; None where the store keeps none
+    at_U: Positions  # (U,) int64, where each that was asked for is in these; -1 for a position of -1
+
+
+class RecordStore(Protocol):
+    """Records by position, zeros at first. Implemented by `MemoryStore` and `tiers/tiered.py:TieredStore`.
+
+    Attributes:
+        rows: how many there are.
+        nbytes: bytes of each.
+        sealed: seals are kept.
+        in_place: all records are one array in memory, and places are positions.
+    """
+
+    rows: int
+    nbytes: int
+    sealed: bool
+    in_place: bool
+
+    def begin_(self, first: First) -> None:
+        """Gives every record its first value, now or when it is first asked for."""
+
+    def at(self, positions_U: Positions, use: Use) -> View:
+        """Returns where some records lie.
+
+        Args:
+            positions_U: (U,) int64, -1 skips one.
+            use: what is done with them.
+
+        Raises:
+            IndexError: a position is out of range. A store in memory leaves that to the kernels, which look anyway.
+        """
+
+    def look(self, positions_U: Positions) -> View:
+        """As `at` to read, for one who passes by (a rebuild, a checkpoint): others stay where they are for training."""
+
+    def look_run(self, first: int, end: int) -> View:
+        """As `look`, of all from `first` to `end`: `at_U` is the place of the first, those of the others follow."""
+
+    def fetch(self, positions_U: Positions) -> Positions:
+        """Sees to it that some records are in memory, and returns the damaged ones: (M,) int64 of the positions.
+
+        Those are damaged that came from a disk since the last call and do not fit their seals.
+        """
+
+    def prepare(self, begin: int, end: int) -> None:
+        """All records from `begin` to `end` are about to be written: see `Memory.merge`."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory that it takes."""
+
+
+class MemoryStore:
+    """All records in memory.
+
+    Args:
+        rows: how many records.
+        nbytes: of each.
+        scattered: they are first written here and there; `prepare` is called before many in a row are.
+        sealed: keeps seals.
+
+    Attributes:
+        records_PB: (P, B) uint8, all of them.
+        seals_P: (P,) uint32, theirs; None: none are kept.
+    """
+
+    in_place = True
+
+    def __init__(self, rows: int, nbytes: int, scattered: bool = False, sealed: bool = True) -> None:
+        self.rows, self.nbytes, self.sealed = rows, nbytes, sealed
+        self.memory = Memory(rows * nbytes, scattered)
+        self.records_PB: Bytes = self.memory.array.reshape(-1, nbytes)
+        self.seals_P: SealsOf | None = np.zeros(rows, np.uint32) if sealed else None
+
+    def begin_(self, first: First) -> None:
+        for start in range(0, self.rows, INITIAL_AT_ONCE):
+            positions_U = np.arange(start, min(self.rows, start + INITIAL_AT_ONCE))
+            some = slice(start, start + len(positions_U))
+            values_UB = first(positions_U)
+            self.records_PB[some] = values_UB
+            if self.seals_P is not None:
+                self.seals_P[some] = seals.seals_of(values_UB)
+
+    def at(self, positions_U: Positions, use: Use) -> View:
+        return View(self.records_PB, self.seals_P, positions_U)
+
+    def look(self, positions_U: Positions) -> View:
+        return View(self.records_PB, self.seals_P, positions_U)
+
+    def look_run(self, first: int, end: int) -> View:
+        return View(self.records_PB, self.seals_P, np.array([first]))
+
+    def fetch(self, positions_U: Positions) -> Positions:
+        return positions_U[:0]
+
+    def prepare(self, begin: int, end: int) -> None:
+        self.memory.merge(begin * self.nbytes, end * self.nbytes)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.rows * self.nbytes
+
+
+Stores = Callable[[int, int, bool, bool], RecordStore]
+"""Makes the store of some records: (rows, nbytes, parity, sealed)."""
