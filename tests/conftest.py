@@ -24,6 +24,7 @@ from typing import Any
 import hypothesis
 import psutil
 import pytest
+from harness import tiers
 from places import ROOT
 from sampling import SLOW_LIMIT_S, SLOW_TURNS, TAKE_TURNS, kept
 
@@ -48,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Workers of pytest-xdist are told the turn: to them all tests are named.
     """
+    tiers.FRAMES = config.getoption("--tier-frames")
     if not hasattr(config, "workerinput"):
         turn = _turn(config)
         config.option.turn = "all" if turn is None else str(turn)
@@ -61,6 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     `--default-dtype float64`: tests run as if their script had set it; processes that they start have their own.
     """
     parser.addoption("--turn", help="which tests run of those that take turns: a number, or all")
+    parser.addoption("--tier-frames", type=int, default=0, help="simulated servers have tiers, of so many frames")
     parser.addoption("--default-dtype", default="float32", help="torch's, while a test runs; float64, say")
 
 

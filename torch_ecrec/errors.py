@@ -12,6 +12,7 @@ A caller's own mistake is a `ValueError` or `TypeError`; these are the condition
         StoreUnavailable   not that it is not there, or altered: its place cannot be used now; it may be, later
       MemoryDamaged        bits of this server's memory have changed: it ends, and is rebuilt elsewhere (exit code 8)
       OtherCluster         this coordinator was found by members of another cluster: start that one's (exit code 9)
+      TierFailed           the disk under a server's records is full or fails: it ends, and is rebuilt (exit code 10)
     NonFiniteGradient      a gradient is NaN or infinite: nothing was applied; skip the batch or stop
 """
 
@@ -75,6 +76,12 @@ class OtherCluster(ClusterError):
     """
 
     exit_code = 9
+
+
+class TierFailed(ClusterError):
+    """The file that a server keeps records in cannot be made or written. The message names folder and reason."""
+
+    exit_code = 10
 
 
 class NonFiniteGradient(FloatingPointError):

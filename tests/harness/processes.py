@@ -36,6 +36,7 @@ from harness.scenario import (
     payload_of,
 )
 from harness.simulation import simulate
+from harness.tiers import tier_of
 from harness.trainer_scripts import Looked, asks_ahead, routes_of
 from harness.verification import BOUNDS, parity_of, steps_kept
 from torch_ecrec.client.client import Client
@@ -194,6 +195,7 @@ class Server(Process):
     def __init__(self, name: str, settings: Settings, oracle: Oracle) -> None:
         super().__init__(name, "server")
         self.node: Host = Host(name, self, settings)
+        self.node.tier = tier_of(None)
         self._oracle = oracle
         self.join(join_of("server", "one", 0))
 

@@ -135,6 +135,8 @@ class Scenario:
         standstill_s: how long training stands for members that are silent; see `ClusterSettings`.
         drain_slow: see `ClusterSettings`.
         experiment: that all processes take part in.
+        tier_frames: how many records of each store are in memory, the others in a tier; 0: all are; None: as pytest's
+            `--tier-frames` says (`tests/harness/tiers.py`).
         coordinators: of several, one leads and the others stand by (`tests/harness/standbys.py`); one is started again.
     """
 
@@ -177,6 +179,7 @@ class Scenario:
     coordinators: int = 1
     drain_slow: bool = False
     experiment: Experiment = Experiment()
+    tier_frames: int | None = None
 
     @property
     def job(self) -> JobSpec:

@@ -29,6 +29,7 @@ from harness.network import Fault, LocalNetwork
 from harness.result import SimulationResult
 from harness.scenario import Scenario
 from harness.standbys import StandbyPlane
+from harness.tiers import tier_of
 from harness.trainer_scripts import TrainerScripts
 from harness.verification import Verifier, check_parity, origin_of
 from torch_ecrec.client.client import Client
@@ -160,6 +161,7 @@ class SimulatedCluster:
         port = self.network.port(name, lambda word: self.plane.tell(process, word))
         if process.role == "server":
             host = self.hosts[name] = Host(name, port, self.settings)
+            host.tier = tier_of(self.scenario.tier_frames)
             host.reader = self.shelf.reader(host, lambda: name not in self.network.dead)
             host.scribe = self.shelf.scribe(host, lambda: name not in self.network.dead)
             self.network.handlers[name] = host.handle

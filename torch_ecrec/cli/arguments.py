@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,12 +17,14 @@ from torch_ecrec.runtime.addresses import parse_host
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import PROTECTIONS, CodeSpec
 from torch_ecrec.spec.settings import (
+    TIER_FOR,
     WITHOUT_SPARE,
     Beyond,
     CheckpointPolicy,
     CheckpointSaver,
     Settings,
     allow_insecure_rpc,
+    check_folder,
     insecure_rpc,
     new_run,
     own_secret,
@@ -427,10 +430,78 @@ def require_watchable(arguments: argparse.Namespace) -> None:
         require_writable(arguments.events)
 
 
+def size(text: str) -> int:
+    """Parses a number of bytes: 268435456, 256MiB, 2GiB, 1.5GB."""
+    units = {
+        "KIB": 1 << 10,
+        "MIB": 1 << 20,
+        "GIB": 1 << 30,
+        "TIB": 1 << 40,
+        "KB": 1e3,
+        "MB": 1e6,
+        "GB": 1e9,
+        "TB": 1e12,
+    }
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)", text.strip())
+    factor = 1 if found is not None and not found[2] else units.get(found[2].upper()) if found is not None else None
+    if found is None or not factor or float(found[1]) * factor < 1:
+        raise argparse.ArgumentTypeError(
+            f"a size is bytes (268435456), or with a unit (256MiB, 2GiB, 8GB), got {text!r}"
+        )
+    return int(float(found[1]) * factor)
+
+
+def add_tier(parser: argparse.ArgumentParser) -> None:
+    """Adds where servers keep records that do not fit in memory. `tier_of` reads it."""
+    group = parser.add_argument_group("tables larger than memory", "docs/tiers.md")
+    group.add_argument(
+        "--tier",
+        metavar="DIR",
+        type=Path,
+        help="a folder on a fast local disk: records that do not fit in --memory are kept in files there, which have no"
+        " names and end with the process",
+    )
+    group.add_argument(
+        "--memory", metavar="SIZE", type=size, help="of each server, for its records and logs: 2GiB, 500MB"
+    )
+    group.add_argument(
+        "--tier-for",
+        choices=TIER_FOR,
+        default=None,
+        help="all records, or parities alone: then no step waits for a disk (default all)",
+    )
+
+
+def tier_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the settings that `add_tier` has read. Raises ValueError if they are not right: says how."""
+    found: dict[str, Any] = {}
+    if arguments.tier is not None:
+        found["tier"] = str(arguments.tier.resolve())  # servers may have another working directory
+    if arguments.memory is not None:
+        found["tier_memory_bytes"] = arguments.memory
+    if arguments.tier_for is not None:
+        found["tier_for"] = arguments.tier_for
+    require(
+        ("tier" in found) == ("tier_memory_bytes" in found),
+        "--tier DIR and --memory SIZE go together: where records go, and how much memory they may take before",
+    )
+    require("tier" in found or not found, "--tier-for goes with --tier DIR and --memory SIZE")
+    if arguments.tier is not None:
+        check_folder(Path(found["tier"]))
+    return found
+
+
+def tier_environment(arguments: argparse.Namespace) -> dict[str, str]:
+    """Returns the variables that give servers what `add_tier` has read. Raises ValueError as `tier_of`."""
+    return {f"TORCH_ECREC_{name.upper()}": str(value) for name, value in tier_of(arguments).items()}
+
+
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    """Returns the settings of the environment, overridden by the command line (`add_join`, `add_grace`)."""
+    """Returns the settings of the environment, overridden by the command line (`add_join`, `add_grace`, `add_tier`)."""
     join, grace_s = getattr(arguments, "join", None), getattr(arguments, "grace", None)
     overrides: dict[str, Any] = {"join": join} if join else {}
+    if hasattr(arguments, "tier"):
+        overrides |= tier_of(arguments)
     return Settings.from_environment(**overrides, **({} if grace_s is None else {"grace_s": grace_s}))
 
 

@@ -9,9 +9,11 @@ from torch_ecrec.cli.arguments import (
     add_checkpoints,
     add_code,
     add_data,
+    add_tier,
     add_training,
     checkpoint_arguments,
     checkpoints_of,
+    tier_environment,
 )
 from torch_ecrec.runtime.installed import require_torchrec
 
@@ -40,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the model and of made-up rows (default 0)")
     parser.add_argument("--compare", action=argparse.BooleanOptionalAction, default=True, help="also run undisturbed")
     add_checkpoints(parser, restore=False)
+    add_tier(parser)
     parser.set_defaults(checkpoint_bytes_per_s=100e6)  # its tables are small, and so few steps are over soon
     parser.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR", help="of the report (default demo)")
 
@@ -52,4 +55,4 @@ def run(arguments: argparse.Namespace) -> int:
     checkpoints_of(arguments)  # a place that is none is refused as it was given
     if arguments.checkpoint and "://" not in arguments.checkpoint:
         arguments.checkpoint = str(Path(arguments.checkpoint).resolve())  # trainers have another working directory
-    return run_demo(arguments, checkpoint_arguments(arguments))
+    return run_demo(arguments, checkpoint_arguments(arguments), tier_environment(arguments))

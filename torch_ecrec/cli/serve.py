@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from torch_ecrec.cli.arguments import add_end_with_parent, add_grace, add_join, settings_of
+from torch_ecrec.cli.arguments import add_end_with_parent, add_grace, add_join, add_tier, settings_of
 
 HELP = "one server process"
 
@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="what it is lost together with, the widest first, e.g. row1/rack3/host17 (default: the host's name)",
     )
+    add_tier(parser)
     add_grace(parser)
     add_end_with_parent(parser, tells=True)
 

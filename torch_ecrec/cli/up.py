@@ -16,6 +16,7 @@ from torch_ecrec.cli.arguments import (
     add_end_with_parent,
     add_grace,
     add_host,
+    add_tier,
     add_watching,
     checkpoint_arguments,
     code_of,
@@ -25,6 +26,7 @@ from torch_ecrec.cli.arguments import (
     require_store,
     require_watchable,
     settings_of,
+    tier_environment,
 )
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.runtime.lifetime import on_signals
@@ -47,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--logs", type=Path, metavar="DIR", help="folder for the processes' logs (default: to the terminal)"
     )
     add_grace(parser)
+    add_tier(parser)
     add_checkpoints(parser)
     add_watching(parser)
     add_end_with_parent(parser, tells=False)
@@ -71,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     checkpoints = checkpoint_arguments(arguments)  # complains before anything is started
     require_store(arguments)
     events = [] if arguments.events is None else ["--events", str(arguments.events.resolve())]
-    grace_s = settings_of(arguments).grace_s
+    grace_s, tier = settings_of(arguments).grace_s, tier_environment(arguments)
     if arguments.logs is not None:
         prepare_logs(arguments.logs)
     warm()
@@ -84,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.without_spare,
         restart=not arguments.no_restart,
         logs=arguments.logs,
+        environment=tier,
         told=lambda: bool(told),
         coordinator=[*checkpoints, *["--drain-slow"] * arguments.drain_slow, *events],
         http=arguments.http,

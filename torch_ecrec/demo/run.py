@@ -12,8 +12,9 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch_ecrec.demo import criteo, report
@@ -57,7 +58,11 @@ def check(arguments: argparse.Namespace) -> tuple[CodeSpec, list[KillSpec]]:
     return code, kills
 
 
-def run_demo(arguments: argparse.Namespace, checkpoints: Sequence[str] = ()) -> int:
+def run_demo(
+    arguments: argparse.Namespace,
+    checkpoints: Sequence[str] = (),
+    servers: Mapping[str, str] = MappingProxyType({}),
+) -> int:
     """Runs the demonstration; returns the exit code.
 
     It is 0 only if all kills were made and nothing differs, except for what `--beyond partial` may lose.
@@ -65,6 +70,7 @@ def run_demo(arguments: argparse.Namespace, checkpoints: Sequence[str] = ()) -> 
     Args:
         arguments: of the command.
         checkpoints: what a coordinator is told of the checkpoints that it is to write; the undisturbed run has none.
+        servers: more of their environment; the undisturbed run has none of it.
 
     Raises:
         ValueError: bad arguments or a bad data file; nothing was started.
@@ -82,7 +88,7 @@ def run_demo(arguments: argparse.Namespace, checkpoints: Sequence[str] = ()) -> 
         f" {arguments.batch_size} samples, {arguments.optimizer}; {protection}, {code.slots} servers"
         f" and {arguments.spares} spares; kills: {', '.join(kill.text for kill in kills) or 'none'}"
     )
-    run = DemoRun(arguments, code, kills, out / "logs" / "run", terminal, checkpoints)
+    run = DemoRun(arguments, code, kills, out / "logs" / "run", terminal, checkpoints, servers)
     calm: DemoRun | None = None
     error: str | None = "interrupted"
     with sigterm_interrupts():

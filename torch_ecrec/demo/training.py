@@ -17,10 +17,10 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -137,6 +137,7 @@ class DemoRun:
         logs: folder for what the processes say.
         terminal: where progress is shown.
         checkpoints: what a coordinator is told of the checkpoints that it is to write (`checkpoint_arguments`).
+        servers: more of the environment of servers (`tier_environment`).
     """
 
     def __init__(
@@ -147,7 +148,9 @@ class DemoRun:
         logs: Path,
         terminal: Terminal,
         checkpoints: Sequence[str] = (),
+        servers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        self._servers = dict(servers)
         self._checkpoints = list(checkpoints)
         goes_back = "--beyond" in self._checkpoints and "stop" not in self._checkpoints
         self._beyond = beyond_parity(kills, code.parities) if goes_back else []  # not before there is a checkpoint
@@ -287,7 +290,7 @@ class DemoRun:
             self.arguments.spares,
             without_spare=self.arguments.without_spare,
             logs=self.logs,
-            environment=self.environment,
+            environment={**self.environment, **self._servers},
             coordinator=self._checkpoints,
         )
 

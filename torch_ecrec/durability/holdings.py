@@ -21,6 +21,7 @@ from torch_ecrec.protocol.step_rule import StepRule
 from torch_ecrec.protocol.wire import Handed
 from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.records.shard import Shard
+from torch_ecrec.records.store import Stores
 from torch_ecrec.spec.job import JobSpec
 
 # To be folded into some records: (M,) int64 indices of those that changed, (M, B) deltas, (M,) coefficients
@@ -131,6 +132,7 @@ class Holdings:
             host of a lost slot, or where records come from a checkpoint: everything is missing.
         sealed: every record and parity has a seal, by which damage to it is found.
         filled: all records are about to come from a checkpoint, and are not repaired here and there.
+        stores: makes what records lie in; None: memory.
 
     Attributes:
         shards: records and parities, one `Shard` per slab.
@@ -150,6 +152,7 @@ class Holdings:
         fresh: bool,
         sealed: bool = True,
         filled: bool = False,
+        stores: Stores | None = None,
     ) -> None:
         self.job, self.code, self.layouts = job, code, layouts
         self.index, self.incarnation = index, incarnation
@@ -165,7 +168,9 @@ class Holdings:
             catch_up=dict.fromkeys(sources, 0) if fresh else {},
         )
         self.shards = [
-            Shard(slab.schema, layout.data_rows(index), layout.parity_rows(index), not (fresh or filled), sealed)
+            Shard(
+                slab.schema, layout.data_rows(index), layout.parity_rows(index), not (fresh or filled), sealed, stores
+            )
             for slab, layout in zip(job.slabs, layouts, strict=True)
         ]
         self.sealed = sealed

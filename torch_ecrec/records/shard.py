@@ -6,9 +6,9 @@ Each record and parity has a *seal* (`codec/seals.py`), which every verb keeps u
 changed in any other way does not fit it. Seals lie beside the records, in memory of their own, so that records, deltas
 and messages are what they would be without, and a page that is lost takes no record and its seal together.
 
-Invariants. Only this object and its stores (`store.py`) touch records: others use the verbs. Positions are checked before
-anything is read or written. Bytes move unchanged, NaNs included. A verb adds the seal of what it changes, and never
-makes a seal anew from a record that was there before: damage stays visible.
+Invariants. Only this object and its stores (`store.py`) touch records: others use the verbs. Positions are checked
+before anything is read or written. Bytes move unchanged, NaNs included. A verb adds the seal of what it changes, and
+never makes a seal anew from a record that was there before: damage stays visible.
 
 Shapes: P data records, Q parity records, W numbers and B bytes in a record, D weights, U positions asked for.
 

@@ -156,6 +156,10 @@ class Slot(SlotContext):
             self.park(attempt, reply)
 
     def is_missing(self, positions: list[np.ndarray], looked: bool = False) -> bool:
+        for slab, positions_U in enumerate(positions):
+            damaged_M = self.shards[slab].fetch(positions_U)
+            if len(damaged_M):
+                self.scrubber.on_damaged(slab, damaged_M)
         self.scrubber.on_use(positions, looked)
         return self.scrubber.beyond != "" or self.durability.is_missing(positions)
 

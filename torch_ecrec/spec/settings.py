@@ -41,6 +41,7 @@ CheckpointPolicy = Literal["full", "one-shot", "consecutive", "intermittent"]  #
 CheckpointSaver = Literal["everything", "mfu", "ssu", "scar"]  # what is saved between checkpoints; `records/savers.py`
 Beyond = Literal["stop", "checkpoint", "partial"]  # what follows when more is lost than can be repaired
 WIRES = ("float32", "bfloat16")  # how rows and gradients travel between trainers and servers
+TIER_FOR = ("all", "parities")
 RECORD_CHECKS = ("background", "use", "none")  # when a server looks for damage to its records
 EVALUATION_WIRES = ("wire", "int8")  # how rows travel that get no gradients
 LOOK_AHEAD = ("auto", "1", "0")  # of which attached readers the next batch is drawn early
@@ -233,6 +234,10 @@ class Settings:
             then must not depend on what the loop does between a forward and the draw. "0": of none.
         checkpoint_memory_bytes: most of what one slot keeps of records that steps change before a checkpoint has
             written them; a checkpoint that needs more is given up.
+        tier: of a server, a folder on a fast disk: records that do not fit in `tier_memory_bytes` are kept in files
+            there, which have no names and end with the process. "": all records are in memory.
+        tier_memory_bytes: of a server with a tier: memory for records, parities and the logs of recent steps.
+        tier_for: "all" records go to the tier as memory is needed, or "parities" alone: then no step waits for a disk.
         experiment_mode, experiment_ranges: for experiments only. They give up what the protocol promises: see
             `spec/experiment.py`. All members of a cluster must have the same; "" and 0: no experiment.
     """
@@ -263,6 +268,9 @@ class Settings:
     again: Flag = 0
     look_ahead: str = "auto"
     checkpoint_memory_bytes: int = 1 << 30
+    tier: str = ""
+    tier_memory_bytes: int = 0
+    tier_for: str = "all"
     experiment_mode: str = ""
     experiment_ranges: int = 0
 
@@ -313,6 +321,17 @@ class Settings:
         require_int("spoil_step", self.spoil_step, 0)
         for name in ("standstill_s", "scrub_bytes_per_s", "rebuild_bytes_per_s", "move_bytes_per_s"):
             require(getattr(self, name) >= 0, f"`{name}` must not be negative, got {getattr(self, name)}")
+        require_int("tier_memory_bytes", self.tier_memory_bytes, 0)
+        require(self.tier_for in TIER_FOR, f"`tier_for` must be one of {', '.join(TIER_FOR)}, got {self.tier_for!r}")
+        require(
+            bool(self.tier) == bool(self.tier_memory_bytes),
+            "`tier` and `tier_memory_bytes` go together: a folder, and how much memory records may take before they go"
+            f" there; got {self.tier!r} and {self.tier_memory_bytes}",
+        )
+        require(
+            not self.tier or self.record_checks != "none",
+            "`record_checks` must not be none with `tier`: a record that comes from a disk is checked by its seal",
+        )
         Experiment(self.experiment_mode, self.experiment_ranges)
 
     @property
@@ -380,6 +399,13 @@ class Settings:
         """Returns the variables that give another process these settings, except `join`: inverts `from_environment`."""
         names = [field.name for field in dataclasses.fields(self) if field.name != "join"]
         return {f"TORCH_ECREC_{name.upper()}": str(getattr(self, name)) for name in names}
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ValueError unless files can be made in a folder: says what is wrong with it."""
+    require(folder.exists(), f"`tier` must be a folder that exists, got {folder}: make it with mkdir -p {folder}")
+    require(folder.is_dir(), f"`tier` must be a folder, got {folder}")
+    require(os.access(folder, os.W_OK | os.X_OK), f"`tier` must be a folder that can be written, got {folder}")
 
 
 def _value_of(field: dataclasses.Field[Any]) -> object:

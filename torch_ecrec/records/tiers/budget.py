@@ -1,0 +1,92 @@
+"""One server's memory and disk, shared among the stores of its slots.
+
+The budget is for what grows with tables: frames, 9 bytes a record, buffers, and the logs of recent steps, for which an
+eighth is left. What a server without rows takes (the interpreter, torch, compiled kernels: some 300 MB, most of it
+shared with other processes of the host) comes on top.
+
+Frames are shared by bytes: a store of twice the bytes has twice the memory. A slot that comes (another server was
+lost) takes its share of what the others had.
+
+Does not lock: the server's node does.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from pathlib import Path
+
+from torch_ecrec.errors import TierFailed
+from torch_ecrec.records.store import MemoryStore, RecordStore, Stores
+from torch_ecrec.records.tiers.disk import Reader, ScratchFile, reader
+from torch_ecrec.records.tiers.log import GARBAGE, LEAST_SEGMENT_BYTES, bucket_of
+from torch_ecrec.records.tiers.tiered import FRAME_BYTES, ROW_BYTES, TieredStore
+from torch_ecrec.runtime.checks import require
+
+FOR_LOGS = 8  # the 8th part of the budget is not for frames
+LEAST_SHARE = 64  # the 64th part of a store's records has frames, at least
+
+
+class Tier:
+    """What a server process has beside memory for all of its records.
+
+    Args:
+        folder: where files go. They have no names, and end with the process.
+        memory_bytes: the budget.
+        parities_only: data records stay in memory.
+    """
+
+    def __init__(self, folder: Path, memory_bytes: int, parities_only: bool = False) -> None:
+        self.folder, self.memory_bytes, self.parities_only = folder, memory_bytes, parities_only
+        self.reader: Reader = reader()
+        self._tiered: weakref.WeakSet[TieredStore] = weakref.WeakSet()
+        self._in_memory: weakref.WeakSet[MemoryStore] = weakref.WeakSet()
+
+    @property
+    def stores(self) -> list[TieredStore]:
+        """Those that there are now."""
+        return list(self._tiered)
+
+    def make(self, rows: int, nbytes: int, parity: bool, sealed: bool) -> RecordStore:
+        """Makes a store, and shares memory anew: `Stores`.
+
+        Raises:
+            TierFailed: there is too little memory or disk for it; says how much it takes.
+        """
+        require(sealed, "a tier needs seals: `record_checks` must not be none with `tier`")
+        if not rows or (self.parities_only and not parity):
+            found = MemoryStore(rows, nbytes, sealed=sealed)
+            self._in_memory.add(found)
+            self._share()
+            return found
+        cells = bucket_of(nbytes)
+        needed = int(GARBAGE * rows * cells / (cells // (nbytes + 4))) + 8 * LEAST_SEGMENT_BYTES
+        disk = os.statvfs(self.folder)
+        free = disk.f_bavail * disk.f_frsize
+        if free < needed:
+            raise TierFailed(f"{self.folder} has {free:,} bytes left, and {rows:,} records need up to {needed:,}")
+        store = TieredStore(rows, nbytes, ScratchFile(self.folder, self.reader), 1)
+        self._tiered.add(store)
+        self._share()
+        return store
+
+    def _share(self) -> None:
+        """Gives each store its frames."""
+        stores = self.stores
+        fixed = sum(store.rows * ROW_BYTES + store.file.memory_bytes for store in stores)
+        fixed += sum(store.memory_bytes for store in self._in_memory) + self.memory_bytes // FOR_LOGS
+        whole = sum(store.rows * (store.nbytes + FRAME_BYTES) for store in stores)
+        if self.memory_bytes - fixed < whole // LEAST_SHARE:
+            least = (sum(s.rows * ROW_BYTES + s.file.memory_bytes for s in stores) + whole // LEAST_SHARE) * FOR_LOGS
+            raise TierFailed(
+                f"`tier_memory_bytes` of {self.memory_bytes:,} is too little for the records of this server: give it"
+                f" at least {least // (FOR_LOGS - 1) + sum(store.memory_bytes for store in self._in_memory):,}"
+            )
+        for store in stores:
+            share = (self.memory_bytes - fixed) / max(1, whole)
+            store.frames = max(1, min(store.rows, int(share * store.rows)))
+
+
+def stores_of(tier: Tier | None) -> Stores | None:
+    """Returns what makes the stores of a server; None: all are in memory."""
+    return None if tier is None else tier.make

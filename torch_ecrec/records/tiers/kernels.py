@@ -1,0 +1,156 @@
+"""The loops of a tiered store: which records have frames, which frames to empty, records to and from cells of the file.
+
+Shapes: P records of the store, F frames, U records asked for, W words of a record.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray  # type: ignore[attr-defined]
+
+from torch_ecrec.codec.field import WORD_BYTES
+from torch_ecrec.codec.seals import seal_at
+from torch_ecrec.runtime.kernel_cache import kernel
+from torch_ecrec.runtime.kernels import AHEAD, pointer, prefetch
+
+ABSENT, WANTED = -1, -2  # in place of a frame: there is none; there is none yet
+
+
+@kernel()
+def find(positions_U: Any, frame_P: Any, call: Any, called_F: Any, counts_F: Any, bump: Any, absent_U: Any) -> Any:
+    """Notes the frames of some records as used in this call; returns how many have none, each once in `absent_U`.
+
+    Args:
+        positions_U: -1 skips one.
+        frame_P: of each record, its frame, or `ABSENT`. Those of the absent ones are `WANTED` afterwards.
+        called_F: the call in which each frame was used last.
+        counts_F: how often each was changed, 255 at most; `bump` is added.
+        absent_U: written.
+    """
+    count = 0
+    for i in range(positions_U.shape[0]):
+        position = positions_U[i]
+        if position < 0:
+            continue
+        frame = frame_P[position]
+        if frame >= 0:
+            if called_F[frame] != call:
+                called_F[frame] = call
+                if counts_F[frame] < 255:
+                    counts_F[frame] += bump
+        elif frame == ABSENT:
+            frame_P[position] = WANTED
+            absent_U[count] = position
+            count += 1
+    return count
+
+
+@kernel()
+def frames_of(positions_U: Any, frame_P: Any, at_U: Any) -> None:
+    """Writes the frame of each record; -1 for a position of -1."""
+    for i in range(positions_U.shape[0]):
+        position = positions_U[i]
+        at_U[i] = frame_P[position] if position >= 0 else -1
+
+
+@kernel()
+def histogram(position_F: Any, counts_F: Any, called_F: Any, before: Any, found: Any) -> None:
+    """found[c] = how many frames in use (of a position plus 1) with a count of c were used last before that call."""
+    for f in range(position_F.shape[0]):
+        if position_F[f] > 0 and called_F[f] < before:
+            found[counts_F[f]] += 1
+
+
+@kernel()
+def sweep(
+    position_F: Any, counts_F: Any, called_F: Any, before: Any, hand: Any, threshold: Any, equal: Any, out: Any
+) -> Any:
+    """Picks frames to empty, going round from `hand`; returns how many, and where the hand is then.
+
+    Args:
+        before: those that were used in this call or later are left.
+        threshold: those with a lower count are picked; of those with just this, `equal` at most.
+        out: written; as many at most.
+    """
+    frames, count = position_F.shape[0], 0
+    for _ in range(frames):
+        if count == out.shape[0]:
+            break
+        if position_F[hand] > 0 and called_F[hand] < before:
+            if counts_F[hand] < threshold:
+                out[count] = hand
+                count += 1
+            elif counts_F[hand] == threshold and equal > 0:
+                out[count] = hand
+                count += 1
+                equal -= 1
+        hand += 1
+        if hand == frames:
+            hand = 0
+    return count, hand
+
+
+@kernel()
+def pack(
+    records_XW: Any, seals_X: Any, at_U: Any, into: Any, first: Any, per_bucket: Any, bucket_bytes: Any, cell_bytes: Any
+) -> None:
+    """Copies records with their seals to cells `first` and the following ones of `into`."""
+    words, source, start = records_XW.shape[1], records_XW.ctypes.data, into.ctypes.data
+    for i in range(at_U.shape[0]):
+        if i + AHEAD < at_U.shape[0]:
+            prefetch(source + at_U[i + AHEAD] * words * WORD_BYTES, words * WORD_BYTES)
+        cell = first + i
+        place = start + cell // per_bucket * bucket_bytes + cell % per_bucket * cell_bytes
+        into_W = carray(pointer(place), words + 1, np.uint32)
+        for j in range(words):
+            into_W[j] = records_XW[at_U[i], j]
+        into_W[words] = seals_X[at_U[i]]
+
+
+@kernel()
+def unpack(source: Any, starts_V: Any, into_XW: Any, seals_X: Any, at_U: Any, some_V: Any, broken_U: Any) -> None:
+    """Copies cells, each from where it starts in `source`, to records and seals.
+
+    Args:
+        some_V: which of the U each is.
+        broken_U: written for these: whether the record does not fit its seal.
+    """
+    words, start, into = into_XW.shape[1], source.ctypes.data, into_XW.ctypes.data
+    for v in range(some_V.shape[0]):
+        at = at_U[some_V[v]]
+        from_W = carray(pointer(start + starts_V[v]), words + 1, np.uint32)
+        for j in range(words):
+            into_XW[at, j] = from_W[j]
+        seals_X[at] = from_W[words]
+        broken_U[some_V[v]] = seal_at(into + at * words * WORD_BYTES, words) != from_W[words]
+
+
+@kernel()
+def copy_frames(source_XW: Any, seals_X: Any, from_V: Any, into_UW: Any, seals_U: Any, at_V: Any) -> None:
+    """Copies records with their seals from some places to others."""
+    for v in range(from_V.shape[0]):
+        for j in range(source_XW.shape[1]):
+            into_UW[at_V[v], j] = source_XW[from_V[v], j]
+        seals_U[at_V[v]] = seals_X[from_V[v]]
+
+
+@kernel()
+def xor_frames(source_VW: Any, seals_V: Any, into_XW: Any, seals_X: Any, at_V: Any) -> None:
+    """XORs records and seals into others."""
+    for v in range(at_V.shape[0]):
+        for j in range(source_VW.shape[1]):
+            into_XW[at_V[v], j] ^= source_VW[v, j]
+        seals_X[at_V[v]] ^= seals_V[v]
+
+
+@kernel()
+def in_segments(place_P: Any, per_segment: Any, chosen_S: Any, none: Any, out: Any) -> Any:
+    """Writes the positions whose places are in the chosen segments, ascending; returns how many."""
+    count = 0
+    for p in range(place_P.shape[0]):
+        if place_P[p] != none and chosen_S[place_P[p] // per_segment]:
+            out[count] = p
+            count += 1
+    return count

@@ -1,0 +1,246 @@
+"""The file under a tiered store: records with their seals, appended, in segments that are used again once empty.
+
+    segment 0                          segment 1                          segment 2 (open: in memory)
+    | 4 KiB block | 4 KiB block | ...  | 4 KiB block | ...                | ...
+      records with their seals
+
+A *place* is the number of a cell: segment by segment, block by block. A record that is written again gets another
+place, and the cell that it had is dead. When dead cells are many, the segments that have the fewest live ones are read
+and what is live in them is appended again, *in order of position*: so scans by position read long runs.
+
+A record that is larger than a block has a *bucket* of several blocks; no record lies in two buckets.
+
+Nothing in the file need survive, since a slot that is lost is decoded from others; so nothing is ever synced.
+
+Shapes: U records, B bytes of a record.
+
+Does not know which record is at a place; `TieredStore` does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_ecrec.codec.seals import SEAL_BYTES, SealsOf
+from torch_ecrec.records.positions import Bytes
+from torch_ecrec.records.tiers.disk import BLOCK_BYTES, File, untouched
+from torch_ecrec.records.tiers.kernels import pack, unpack
+
+log = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 8 << 20
+LEAST_SEGMENT_BYTES = 64 << 10
+RUN_BYTES = 256 << 10  # of neighbours that are read as one
+READ_BYTES = 1 << 20  # at a time
+GARBAGE = 1.5  # the file holds so many times as many cells as are live, at most
+
+Places = NDArray[np.int64]
+
+
+def bucket_of(record_bytes: int) -> int:
+    """Returns the bytes of a bucket for such records: whole blocks of which at most an eighth is lost, if 4 can do."""
+    cell = record_bytes + SEAL_BYTES
+    least = -(-cell // BLOCK_BYTES)
+    sizes = [count * BLOCK_BYTES for count in range(least, max(least + 1, 5))]
+    return next((size for size in sizes if size % cell <= size // 8), min(sizes, key=lambda size: size % cell / size))
+
+
+class SegmentLog:
+    """Records in a file.
+
+    Args:
+        file: where segments are.
+        record_bytes: B.
+        rows: how many records may be live at once.
+
+    Attributes:
+        segments: how many the file has.
+        written_bytes, read_bytes, reads: so far.
+        failed_reads: of `reads`.
+    """
+
+    def __init__(self, file: File, record_bytes: int, rows: int) -> None:
+        self._file = file
+        self._cell_bytes, self._bucket_bytes = record_bytes + SEAL_BYTES, bucket_of(record_bytes)
+        self._per_bucket = self._bucket_bytes // self._cell_bytes
+        want = min(SEGMENT_BYTES, max(LEAST_SEGMENT_BYTES, rows * self._cell_bytes // 64))
+        buckets = max(1, want // self._bucket_bytes)
+        self._segment_bytes, self.per_segment = buckets * self._bucket_bytes, buckets * self._per_bucket
+        self._live = np.zeros(0, np.int64)  # cells of each segment
+        self._empty: list[int] = []
+        self._open = -1  # the segment that is being filled; -1: none is
+        self._filled = 0  # cells of it
+        self._buffer = untouched(self._segment_bytes, np.uint8)
+        self._scratch = untouched(max(READ_BYTES, self._bucket_bytes), np.uint8)
+        self.written_bytes = self.read_bytes = self.reads = self.failed_reads = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of its buffers."""
+        return len(self._buffer) + len(self._scratch)
+
+    @property
+    def file_bytes(self) -> int:
+        """Of the file."""
+        return self.segments * self._segment_bytes
+
+    @property
+    def segments(self) -> int:
+        return len(self._live)
+
+    @property
+    def live(self) -> int:
+        """Cells that are live."""
+        return int(self._live.sum())
+
+    # writing ------------------------------------------------------------------------------------
+
+    def append(self, records_XW: Any, seals_X: SealsOf, at_U: Places) -> Places:
+        """Appends records, (U,) places in some array, in their order. Returns where they are: (U,) int64.
+
+        Raises:
+            TierFailed: the file cannot be written.
+        """
+        places_U = np.empty(len(at_U), np.int64)
+        done = 0
+        while done < len(at_U):
+            if self._open < 0:
+                self._begin_segment()
+            count = min(len(at_U) - done, self.per_segment - self._filled)
+            some = at_U[done : done + count]
+            pack(records_XW, seals_X, some, self._buffer, self._filled, *self._geometry)
+            places_U[done : done + count] = self._open * self.per_segment + self._filled + np.arange(count)
+            self._filled += count
+            self._live[self._open] += count
+            done += count
+            if self._filled == self.per_segment:
+                self._end_segment()
+        return places_U
+
+    @property
+    def _geometry(self) -> tuple[int, int, int]:
+        return self._per_bucket, self._bucket_bytes, self._cell_bytes
+
+    def _begin_segment(self) -> None:
+        if self._empty:
+            self._open = self._empty.pop()
+        else:
+            self._open = self.segments
+            self._live = np.append(self._live, 0)
+        self._filled = 0
+
+    def _end_segment(self) -> None:
+        """Writes the open segment."""
+        self._file.write(self._open * self._segment_bytes, memoryview(self._buffer))
+        self.written_bytes += self._segment_bytes
+        closed, self._open = self._open, -1
+        if not self._live[closed]:
+            self._empty.append(closed)
+
+    def let_go(self, places_U: Places) -> None:
+        """What is at these places, (U,) int64, does not count any more."""
+        segments_U = places_U // self.per_segment
+        gone_S = np.bincount(segments_U, minlength=self.segments)
+        self._live -= gone_S
+        for segment in np.flatnonzero((gone_S > 0) & (self._live == 0)).tolist():
+            if segment != self._open:
+                self._empty.append(segment)
+
+    def to_clean(self) -> NDArray[np.bool_] | None:
+        """Returns which segments are to be emptied by appending again what is live in them; None if that can wait."""
+        used = self.segments - len(self._empty)
+        most = max(4, int(GARBAGE * self.live / self.per_segment) + 3)
+        if used <= most:
+            return None
+        order = np.argsort(self._live, kind="stable")
+        order = order[(self._live[order] > 0) & (order != self._open)]
+        chosen = order[: max(1, min(len(order), used - most + 8))]
+        if not len(chosen):
+            return None
+        flags = np.zeros(self.segments, np.bool_)
+        flags[chosen] = True
+        return flags
+
+    # reading ------------------------------------------------------------------------------------
+
+    def read(self, places_U: Places, into_XB: Bytes, seals_X: SealsOf, at_U: Places) -> NDArray[np.bool_]:
+        """Reads records, each to a place in some array.
+
+        Args:
+            places_U: (U,) int64.
+            into_XB: (X, B) uint8. Written.
+            seals_X: (X,) uint32. Written.
+            at_U: (U,) int64, where in these.
+
+        Returns:
+            (U,) bool, which do not fit their seals, or could not be read: those are zeros, with a seal that does not
+            fit.
+        """
+        broken_U = np.zeros(len(places_U), np.bool_)
+        target = into_XB.view(np.uint32), seals_X
+        segments_U, cells_U = np.divmod(places_U, self.per_segment)
+        buckets_U, cells_U = np.divmod(cells_U, self._per_bucket)
+        offsets_U = cells_U * self._cell_bytes
+        in_open_U = segments_U == self._open
+        if in_open_U.any():
+            (some,) = np.nonzero(in_open_U)
+            starts = buckets_U[some] * self._bucket_bytes + offsets_U[some]
+            unpack(self._buffer, starts, *target, at_U, some, broken_U)
+        (some,) = np.nonzero(~in_open_U)
+        if len(some):
+            numbers_U = segments_U * (self._segment_bytes // self._bucket_bytes) + buckets_U
+            some = some[np.argsort(numbers_U[some], kind="stable")]
+            most = len(self._scratch) // self._bucket_bytes
+            numbers = numbers_U[some]
+            new = np.concatenate([[True], numbers[1:] != numbers[:-1]])
+            rank = np.cumsum(new) - 1  # of its bucket among those that are read
+            (first,) = np.nonzero(new)
+            for begin in range(0, len(first), most):
+                end = min(begin + most, len(first))
+                here = slice(first[begin], first[end] if end < len(first) else len(numbers))
+                bad_R = self._fill(numbers[first[begin:end]])
+                part, ranks = some[here], rank[here] - begin
+                unpack(self._scratch, ranks * self._bucket_bytes + offsets_U[part], *target, at_U, part, broken_U)
+                if bad_R is not None:
+                    lost = part[bad_R[ranks]]
+                    broken_U[lost] = True
+                    into_XB[at_U[lost]] = 0
+                    seals_X[at_U[lost]] = 1
+        return broken_U
+
+    def _fill(self, numbers_R: Places) -> NDArray[np.bool_] | None:
+        """Reads buckets, ascending, to the scratch memory one behind the other; returns which could not be, if any."""
+        size = self._bucket_bytes
+        breaks = np.flatnonzero(np.diff(numbers_R) != 1) + 1
+        firsts = np.concatenate([[0], breaks])
+        lengths = np.diff(np.append(firsts, len(numbers_R)))
+        if (lengths * size > RUN_BYTES).any():
+            most = RUN_BYTES // size
+            pieces = -(-lengths // most)
+            inside = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+            firsts, lengths = np.repeat(firsts, pieces) + inside * most, np.repeat(lengths, pieces) - inside * most
+            lengths = np.minimum(lengths, most)
+        results = self._file.read(numbers_R[firsts] * size, lengths * size, self._scratch, firsts * size)
+        self.reads += len(firsts)
+        self.read_bytes += len(numbers_R) * size
+        short = results != lengths * size
+        if not short.any():
+            return None
+        self.failed_reads += int(short.sum())
+        worst = int(results[short].min())
+        log.error(
+            "%d of %d reads of %s failed: %s",
+            int(short.sum()),
+            len(firsts),
+            self._file.name,
+            os.strerror(-worst) if worst < 0 else "they end too early",
+        )
+        bad_R = np.zeros(len(numbers_R), np.bool_)
+        for first, length in zip(firsts[short].tolist(), lengths[short].tolist(), strict=True):
+            bad_R[first : first + length] = True
+        return bad_R

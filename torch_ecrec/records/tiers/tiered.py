@@ -1,0 +1,356 @@
+"""A store of which some records are in memory, in frames, and the others in a file: `RecordStore` with a disk below.
+
+For each record there are 9 bytes: its frame, if it has one; its place in the file, if it was ever put there; and how
+often it was changed. What was never written has neither: it is what `begin_` says, and is computed when it is asked
+for.
+
+    position    frame    place    count
+    0           12       -        3       in memory only: changed since it was computed
+    1           -        7        1       in the file
+    2           4        9        200     in both: as it was read, unless frame 4 is dirty
+    3           -        -        0       never written
+
+*Which stay.* What was used since the last but one step stays: a step under way has it. Of the rest those go that were
+changed least often, round robin among equals (LFU). The count is kept when a record goes, and all are halved now and
+then. On real rows that is within a point of exact LFU, where policies that forget what they let go lose two to seven.
+
+*Folds.* What is folded into a record need not know it: a record that is absent gets a frame of zeros, which is marked
+*pending*, and is XORed with what is in the file before it is read or goes. So parities can be on disk, and no step
+waits for one to be read.
+
+*Damage.* A record has its seal in the file, too. One that does not fit it, or cannot be read, has a seal that does not
+fit in its frame either, so that whoever looks for damage finds it; `fetch` says so at once.
+
+Where more is used at once than there are frames, there are more for a while: nothing ever fails for the budget.
+
+Shapes: P records, F frames, U asked for, A absent ones, B bytes and W words of a record.
+
+Does not know steps: each `CHANGE` is taken for one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from torch_ecrec.codec import seals
+from torch_ecrec.codec.seals import SEAL_BYTES, SealsOf
+from torch_ecrec.records.pages import Memory
+from torch_ecrec.records.positions import Bytes, Positions
+from torch_ecrec.records.store import First, Use, View
+from torch_ecrec.records.tiers.disk import File, untouched
+from torch_ecrec.records.tiers.kernels import (
+    ABSENT,
+    copy_frames,
+    find,
+    frames_of,
+    histogram,
+    in_segments,
+    sweep,
+    xor_frames,
+)
+from torch_ecrec.records.tiers.log import SegmentLog
+from torch_ecrec.runtime.checks import require
+from torch_ecrec.runtime.kernels import first_outside
+
+NO_PLACE = (1 << 32) - 1
+ROW_BYTES = 4 + 4 + 1  # of memory for a record, wherever it is
+FRAME_BYTES = SEAL_BYTES + 4 + 4 + 1 + 1 + 1  # of memory for a frame, beside its record
+HALVE_AFTER = 1024  # steps
+SPARE = 1 / 32  # of the frames are emptied at once, at least
+CLEANED_AT_ONCE = 1 << 14  # records
+
+
+class TieredStore:
+    """Records in frames of memory, and in a file.
+
+    Args:
+        rows, nbytes: P and B.
+        file: where the others are.
+        frames: how many records are in memory; may be changed at any time.
+
+    Attributes:
+        hits, misses: records that were asked for by training, which had a frame, or were read; those that were never
+            written count as neither.
+        damaged: how many did not fit their seals, or could not be read.
+    """
+
+    in_place = False
+    sealed = True
+
+    def __init__(self, rows: int, nbytes: int, file: File, frames: int) -> None:
+        require(rows < 1 << 31, f"a store has fewer than 2^31 records, got {rows}")
+        self.rows, self.nbytes, self.frames = rows, nbytes, max(1, frames)
+        self._first: First | None = None
+        self._log = SegmentLog(file, nbytes, rows)
+        # Of as many frames as there are records: what is never touched takes no memory.
+        self._records_FB: Bytes = Memory(rows * nbytes).array.reshape(-1, nbytes)
+        self._seals_F: SealsOf = untouched(rows, np.uint32)
+        self._position_F = untouched(rows, np.int32)  # plus 1; see `_positions_of`
+        self._called_F, self._counts_F = untouched(rows, np.uint32), untouched(rows, np.uint8)
+        self._dirty_F, self._pending_F = untouched(rows, np.bool_), untouched(rows, np.bool_)
+        self._frame_P, self._place_P = np.full(rows, ABSENT, np.int32), np.full(rows, NO_PLACE, np.uint32)
+        self._count_P = np.zeros(rows, np.uint8)
+        self._free_F, self._free = untouched(rows, np.int32), 0  # a stack, and how many there are on it
+        self._top = 0  # frames below it were given out at least once
+        self._in_use = self._hand = 0
+        self._call = 1
+        self._steps = [1, 1]  # the calls of the last two steps
+        self._halve_in = HALVE_AFTER
+        self.hits = self.misses = self.damaged = 0
+        self._found: list[Positions] = []  # damaged ones, since the last `fetch`
+
+    # RecordStore --------------------------------------------------------------------------------
+
+    def begin_(self, first: First) -> None:
+        self._first = first
+
+    def at(self, positions_U: Positions, use: Use) -> View:
+        outside = first_outside(positions_U, -1, self.rows)
+        if outside >= 0:
+            raise IndexError(f"position {positions_U[outside]} is out of range: there are {self.rows} records")
+        positions_U = np.ascontiguousarray(positions_U)
+        self._next_call(use)
+        absent_U = np.empty(len(positions_U), np.int64)
+        bump = np.uint8(use in (Use.CHANGE, Use.FOLD))
+        count = find(positions_U, self._frame_P, self._call, self._called_F, self._counts_F, bump, absent_U)
+        if count:
+            self._give_frames(absent_U[:count], use, bump)
+        if use is not Use.REPLACE:
+            self.hits += len(positions_U) - count
+        at_U = np.empty(len(positions_U), np.int64)
+        frames_of(positions_U, self._frame_P, at_U)
+        if use is not Use.READ:
+            there_U = at_U[at_U >= 0]
+            self._dirty_F[there_U] = True
+            if use is Use.REPLACE:
+                self._pending_F[there_U] = False
+        if use in (Use.READ, Use.CHANGE):
+            pending_U = at_U[self._pending_F[at_U] & (at_U >= 0)]
+            if len(pending_U):
+                self._settle(np.unique(pending_U))
+        return View(self._records_FB, self._seals_F, at_U)
+
+    def look(self, positions_U: Positions) -> View:
+        records_UB = np.empty((len(positions_U), self.nbytes), np.uint8)
+        seals_U = np.empty(len(positions_U), np.uint32)
+        at_U = np.arange(len(positions_U))
+        frame_U = self._frame_P[positions_U]
+        there_U = frame_U >= 0
+        if there_U.any():
+            frames_V = frame_U[there_U].astype(np.int64)
+            pending_V = frames_V[self._pending_F[frames_V]]
+            if len(pending_V):
+                self._settle(np.unique(pending_V))
+            words_FW, words_UW = self._records_FB.view(np.uint32), records_UB.view(np.uint32)
+            copy_frames(words_FW, self._seals_F, frames_V, words_UW, seals_U, at_U[there_U])
+        absent_U = at_U[~there_U]
+        if len(absent_U):
+            self._bring(positions_U[absent_U], records_UB, seals_U, absent_U)
+        return View(records_UB, seals_U, at_U)
+
+    def look_run(self, first: int, end: int) -> View:
+        return self.look(np.arange(first, end))
+
+    def fetch(self, positions_U: Positions) -> Positions:
+        self.at(positions_U, Use.READ)
+        found, self._found = self._found, []
+        if not found:
+            return positions_U[:0]
+        broken: Positions = np.unique(np.concatenate(found))
+        return broken[np.isin(broken, positions_U)]
+
+    def prepare(self, begin: int, end: int) -> None:
+        pass  # frames are filled in turn
+
+    @property
+    def memory_bytes(self) -> int:
+        held = self._top * (self.nbytes + FRAME_BYTES)
+        return held + self.rows * ROW_BYTES + self._log.memory_bytes
+
+    # for people ---------------------------------------------------------------------------------
+
+    @property
+    def file(self) -> SegmentLog:
+        """What is below."""
+        return self._log
+
+    @property
+    def in_memory(self) -> int:
+        """Records that have frames."""
+        return self._in_use
+
+    # frames -------------------------------------------------------------------------------------
+
+    def _next_call(self, use: Use) -> None:
+        self._call += 1
+        if use in (Use.CHANGE, Use.FOLD):
+            self._steps = [self._steps[1], self._call]
+            self._halve_in -= 1
+            if not self._halve_in:
+                self._halve_in = HALVE_AFTER
+                self._count_P >>= 1
+                self._counts_F[: self._top] >>= 1
+
+    def _give_frames(self, absent_A: Positions, use: Use, bump: np.uint8) -> None:
+        """Gives absent records frames, and puts there what they are."""
+        frames_A = self._take(len(absent_A))
+        self._frame_P[absent_A] = frames_A
+        self._position_F[frames_A] = absent_A + 1
+        self._called_F[frames_A] = self._call
+        counts_A = self._count_P[absent_A]
+        self._counts_F[frames_A] = counts_A + (bump & (counts_A < 255))
+        self._dirty_F[frames_A] = False
+        self._pending_F[frames_A] = use is Use.FOLD
+        self._in_use += len(frames_A)
+        if use is Use.FOLD:
+            if self._first is None:
+                self._pending_F[frames_A] = self._place_P[absent_A] != NO_PLACE
+            self._records_FB[frames_A] = 0
+            self._seals_F[frames_A] = 0
+        elif use is not Use.REPLACE:
+            self.misses += int((self._place_P[absent_A] != NO_PLACE).sum())
+            self._bring(absent_A, self._records_FB, self._seals_F, frames_A)
+
+    def _bring(self, positions_A: Positions, into_XB: Bytes, seals_X: SealsOf, at_A: Positions) -> None:
+        """Puts some records, which have no frames or pending ones, as they are without, to places in some array."""
+        places_A = self._place_P[positions_A]
+        new_A = places_A == NO_PLACE
+        if new_A.any():
+            at_V = at_A[new_A]
+            if self._first is None:
+                into_XB[at_V] = 0
+                seals_X[at_V] = 0
+            else:
+                values_VB = self._first(positions_A[new_A])
+                into_XB[at_V] = values_VB
+                seals_X[at_V] = seals.seals_of(values_VB)
+        if not new_A.all():
+            (some,) = np.nonzero(~new_A)
+            broken = self._log.read(places_A[some].astype(np.int64), into_XB, seals_X, at_A[some])
+            if broken.any():
+                self.damaged += int(broken.sum())
+                self._found.append(positions_A[some[broken]])
+
+    def _settle(self, frames_V: Positions) -> None:
+        """These frames have what was folded only: from now on they have the records."""
+        base_VB = np.empty((len(frames_V), self.nbytes), np.uint8)
+        seals_V = np.empty(len(frames_V), np.uint32)
+        self._bring(self._positions_of(frames_V), base_VB, seals_V, np.arange(len(frames_V)))
+        xor_frames(base_VB.view(np.uint32), seals_V, self._records_FB.view(np.uint32), self._seals_F, frames_V)
+        self._pending_F[frames_V] = False
+        self._dirty_F[frames_V] = True
+
+    def _positions_of(self, frames_V: Positions) -> Positions:
+        return self._position_F[frames_V].astype(np.int64) - 1
+
+    def _take(self, count: int) -> Positions:
+        """Returns so many frames that nobody has; empties some where there are too few."""
+        missing = self._in_use + count - self.frames
+        if missing > 0:
+            self._empty(missing)
+        again = min(count, self._free)
+        self._free -= again
+        new = np.arange(self._top, self._top + count - again)
+        self._top += len(new)
+        return np.concatenate([self._free_F[self._free : self._free + again].astype(np.int64), new])
+
+    def _empty(self, count: int) -> None:
+        """Empties at least so many frames, and some more, unless all others are in use by this call."""
+        want = max(count, min(self._in_use, int(SPARE * self.frames)))
+        for before in (self._steps[0], self._call):  # first what no step under way has
+            frames = self._pick(want, before)
+            if len(frames):
+                self._put_away(frames)
+            want = count - len(frames)
+            count = want
+            if want <= 0:
+                return
+
+    def _pick(self, want: int, before: int) -> Positions:
+        """Returns the frames with the lowest counts of those that were used last before a call."""
+        top = self._top
+        position_F, counts_F, called_F = self._position_F[:top], self._counts_F[:top], self._called_F[:top]
+        found = np.zeros(256, np.int64)
+        histogram(position_F, counts_F, called_F, before, found)
+        below = np.cumsum(found)
+        want = min(want, int(below[-1]))
+        if not want:
+            return np.empty(0, np.int64)
+        threshold = int(np.searchsorted(below, want))
+        equal = want - (int(below[threshold - 1]) if threshold else 0)
+        out = np.empty(want, np.int64)
+        picked, self._hand = sweep(position_F, counts_F, called_F, before, self._hand % top, threshold, equal, out)
+        return out[:picked]
+
+    def _put_away(self, frames_V: Positions) -> None:
+        """Empties frames: what is in the file already as it is in the frame is not written again."""
+        pending_V = self._pending_F[frames_V]
+        if pending_V.any():
+            self._settle(frames_V[pending_V])
+        dirty_V = frames_V[self._dirty_F[frames_V]]
+        if len(dirty_V):
+            positions_V = self._positions_of(dirty_V)
+            order = np.argsort(positions_V)
+            self._write(positions_V[order], self._records_FB, self._seals_F, dirty_V[order])
+        positions_V = self._positions_of(frames_V)
+        self._frame_P[positions_V] = ABSENT
+        self._count_P[positions_V] = self._counts_F[frames_V]
+        self._position_F[frames_V] = 0
+        self._dirty_F[frames_V] = False
+        self._free_F[self._free : self._free + len(frames_V)] = frames_V
+        self._free += len(frames_V)
+        self._in_use -= len(frames_V)
+        self._clean()
+
+    def _write(self, positions_V: Positions, records_XB: Bytes, seals_X: SealsOf, at_V: Positions) -> None:
+        """Puts records into the file; where they were before does not count any more."""
+        before_V = self._place_P[positions_V]
+        had_V = before_V != NO_PLACE
+        if had_V.any():
+            self._log.let_go(before_V[had_V].astype(np.int64))
+        places_V = self._log.append(records_XB.view(np.uint32), seals_X, at_V)
+        self._place_P[positions_V] = places_V
+
+    # the file -----------------------------------------------------------------------------------
+
+    def _clean(self) -> None:
+        """Appends again what is live in segments that have little of it, in order of position."""
+        chosen_S = self._log.to_clean()
+        if chosen_S is None:
+            return
+        out = np.empty(self.rows, np.int64)
+        count = in_segments(self._place_P, self._log.per_segment, chosen_S, np.uint32(NO_PLACE), out)
+        for begin in range(0, count, CLEANED_AT_ONCE):
+            positions_V = out[begin : min(count, begin + CLEANED_AT_ONCE)]
+            records_VB = np.empty((len(positions_V), self.nbytes), np.uint8)
+            seals_V, every_V = np.empty(len(positions_V), np.uint32), np.arange(len(positions_V))
+            self._log.read(self._place_P[positions_V].astype(np.int64), records_VB, seals_V, every_V)
+            self._write(positions_V, records_VB, seals_V, every_V)
+
+
+def warm() -> None:
+    """Compiles or loads every kernel of a tiered store."""
+    disk, positions_U = _Nothing(), np.zeros(2, np.int64)
+    positions_U[1] = 1
+    for nbytes in (4,):
+        store = TieredStore(3, nbytes, disk, 1)
+        for use in Use:
+            store.at(positions_U, use)
+            store.at(positions_U + 1, use)
+        store.look(positions_U)
+        chosen_S = np.ones(1, np.bool_)
+        in_segments(store._place_P, store.file.per_segment, chosen_S, np.uint32(NO_PLACE), np.empty(3, np.int64))
+
+
+class _Nothing:
+    """A file of which nothing is read: all that is written here stays in the open segment."""
+
+    name = "no file"
+
+    def write(self, offset: int, view: memoryview) -> None:
+        raise AssertionError("nothing is written")
+
+    def read(self, offsets_R: Any, lengths_R: Any, into: Any, at_R: Any) -> Any:
+        raise AssertionError("nothing is read")
