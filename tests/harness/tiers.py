@@ -30,13 +30,13 @@ class VirtualFile:
         self.name, self._content, self.fault = "a virtual file", np.zeros(0, np.uint8), fault
         self.full = False
 
-    def write(self, offset: int, view: memoryview) -> None:
+    def write(self, offset: int, content: Any) -> None:
         if self.full:
             raise TierFailed(f"{self.name} cannot be written: No space left on device")
-        end = offset + len(view)
+        end = offset + len(content)
         if end > len(self._content):
             self._content = np.concatenate([self._content, np.zeros(end - len(self._content), np.uint8)])
-        self._content[offset:end] = np.frombuffer(view, np.uint8)
+        self._content[offset:end] = content
 
     def read(self, offsets_R: Any, lengths_R: Any, into: Any, at_R: Any) -> Any:
         results_R = np.empty(len(offsets_R), np.int64)
@@ -55,9 +55,16 @@ class SmallTier(Tier):
     def __init__(self, frames: int, fault: Callable[[int], Any] | None = None) -> None:
         self.frames, self.fault, self.files = frames, fault, list[VirtualFile]()
 
+    @property
+    def how(self) -> str:
+        return "virtual"
+
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+
     def make(self, rows: int, nbytes: int, parity: bool, sealed: bool) -> RecordStore:
-        if not rows:
-            return MemoryStore(rows, nbytes)
+        if not rows or not sealed:
+            return MemoryStore(rows, nbytes, sealed=sealed)
         self.files.append(VirtualFile(self.fault))
         return TieredStore(rows, nbytes, self.files[-1], self.frames)
 

@@ -127,7 +127,7 @@ def healthy(slots: int) -> list[SlotStatus]:
 
 def slot_report(slot: int, incarnation: int, **more: Any) -> SlotReport:
     """Of one that has nothing, but `more`."""
-    about = {"slot": slot, "incarnation": incarnation, "ready": True, "rebuilt": 1.0, "saver_pick_s": 0.0}
+    about = {"slot": slot, "incarnation": incarnation, "ready": True, "rebuilt": 1.0, "saver_pick_s": 0.0, "tier": ""}
     return SlotReport(**{**dict.fromkeys(SlotReport.__struct_fields__, 0), **about, **more})
 
 

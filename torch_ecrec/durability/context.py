@@ -144,6 +144,14 @@ class SlotContext(ABC):
         """Answers now if `attempt` yields an answer, else when it first does."""
 
     @abstractmethod
+    def expect(self, positions: list[np.ndarray]) -> bool:
+        """These data records (per slab, (U,) int64) are needed soon: those on a disk begin to be read, if there is one.
+
+        Returns:
+            Whether any is on its way.
+        """
+
+    @abstractmethod
     def is_missing(self, positions: list[np.ndarray], looked: bool = False) -> bool:
         """Whether any of these data records is missing (with `looked`, or damaged); if so, they are brought back next.
 

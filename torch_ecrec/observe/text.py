@@ -12,6 +12,7 @@ from torch_ecrec.observe.words import (
     format_checkpoints,
     format_connections,
     format_saves,
+    format_tiers,
     lies_on,
     names,
     size,
@@ -71,6 +72,8 @@ def _cluster(status: Status, reports: Mapping[int, SlotReport], notes: Sequence[
         about.append(("checkpoints", format_checkpoints(status.checkpoints)))
         if status.checkpoints.saves is not None:
             about.append(("", format_saves(status.checkpoints.saves, list(reports.values()))))
+    if tiers := format_tiers(list(reports.values())):
+        about.append(("tiers", tiers))
     if status.experiment is not None:
         lost, wrong = (sum(getattr(one, name) for one in reports.values()) for name in ("lost_steps", "wrong_stripes"))
         about.append(("experiment", f"so far {lost} acknowledged steps of slots are lost, {wrong} stripes were wrong"))

@@ -144,6 +144,25 @@ def format_checkpoints(said: CheckpointsStatus) -> str:
     return f"at {said.url}: {last}" + (f"; writing {said.running}" if said.running else "")
 
 
+def format_tiers(slots: Sequence[SlotReport]) -> str:
+    """Returns a text about the disks under servers; "" where there are none."""
+    with_tier = [slot for slot in slots if slot.tier]
+    if not with_tier:
+        return ""
+
+    def total(name: str) -> int:
+        return sum(getattr(slot, f"tier_{name}") for slot in with_tier)
+
+    hits, asked = total("hits"), total("hits") + total("misses")
+    ways = ", ".join(sorted({slot.tier for slot in with_tier}))
+    failed = f"; {total('failed_reads'):,} READS FAILED" if total("failed_reads") else ""
+    share = f"{hits / asked:.1%} of records asked for were in memory" if asked else "nothing was asked for yet"
+    return (
+        f"{size(total('memory_bytes'))} in memory, {size(total('file_bytes'))} on disk: {share};"
+        f" {total('reads'):,} reads by {ways}, {size(total('written_bytes'))} written{failed}"
+    )
+
+
 def format_saves(said: SavesStatus, slots: Sequence[SlotReport]) -> str:
     """Returns a text about the prioritised saves since the checkpoint, and the memory that their savers take."""
     last = f", the last of step {said.last_step}" if said.saves else ""

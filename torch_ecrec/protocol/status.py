@@ -104,6 +104,12 @@ class SlotReport(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         damaged, mended: records and parities that were found damaged, and those that were repaired.
         wrong_stripes: parities that were not the code of their stripes, as the scrubber saw; counted in `damaged`, too.
         lost_steps: acknowledged steps whose changes this life of the slot lacks: in an experiment only.
+        tier: how records come from the disk (io_uring, threads); "": there is no tier, and the following are 0.
+        tier_memory_bytes: that records and parities take of memory, with what says where they are.
+        tier_file_bytes: of the files that have the others.
+        tier_hits: records that steps and lookups asked for and that were in memory. `tier_misses`: that were read.
+        tier_reads: of the disk, each of one or more records. `tier_failed_reads`: of these.
+        tier_written_bytes: to the disk.
     """
 
     slot: Annotated[int, Meta(ge=0, lt=SLOTS_MOST)]
@@ -126,6 +132,14 @@ class SlotReport(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     mended: Version
     wrong_stripes: Version = 0
     lost_steps: Version = 0
+    tier: Text = ""
+    tier_memory_bytes: Version = 0
+    tier_file_bytes: Version = 0
+    tier_hits: Version = 0
+    tier_misses: Version = 0
+    tier_reads: Version = 0
+    tier_failed_reads: Version = 0
+    tier_written_bytes: Version = 0
 
 
 class ProcessReport(Struct, frozen=True, forbid_unknown_fields=True):

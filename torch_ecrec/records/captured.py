@@ -10,8 +10,8 @@ copy of it as it was, with its seal of then, in pieces of memory, in the order i
     marked   -
     kept     2
 
-What is done to a record is done while it is in the cache: it is copied, and checked against its seal. So a portion costs
-what it has, however large the shard is and however many steps have kept something.
+What is done to a record is done while it is in the cache: it is copied, and checked against its seal. So a portion
+costs what it has, however large the shard is and however many steps have kept something.
 
 A kept record's seal is its seal of now XOR that of what has changed, as `codec/seals.py` has it, and never made from
 the copy: whatever was damaged, before it was kept or since, shows in the portion that has it.

@@ -165,6 +165,23 @@ class Shard:
         """Returns the marked data records as they are now, to be read in portions while steps go on."""
         return Captured(self._stores[False], marks_P)
 
+    def tier_figures(self) -> list[Any]:
+        """What there is to say of its stores on disks, a `TierFigures` of each."""
+        return [figures for store in self._stores if (figures := store.figures()) is not None]
+
+    @property
+    def in_memory(self) -> bool:
+        """All data records are: `want` and `fetch` have nothing to do."""
+        return self._stores[False].in_place
+
+    def want(self, positions_U: Positions) -> tuple[Any, bool]:
+        """Some data records are needed soon; see `TieredStore.want`."""
+        return self._stores[False].want(positions_U)
+
+    def arrive(self, reading: Any) -> None:
+        """Data records were read that `want` has asked for."""
+        self._stores[False].arrive(reading)
+
     def fetch(self, positions_U: Positions, parity: bool = False) -> Positions:
         """Brings some records to memory; returns the damaged ones of them, see `RecordStore.fetch`."""
         return self._stores[parity].fetch(positions_U)

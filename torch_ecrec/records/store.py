@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -92,12 +92,21 @@ class RecordStore(Protocol):
         Those are damaged that came from a disk since the last call and do not fit their seals.
         """
 
+    def want(self, positions_U: Positions) -> tuple[Any, bool]:
+        """Some records are needed soon: see `TieredStore.want`."""
+
+    def arrive(self, reading: Any) -> None:
+        """What `want` has asked for was read: see `TieredStore.arrive`."""
+
     def prepare(self, begin: int, end: int) -> None:
         """All records from `begin` to `end` are about to be written: see `Memory.merge`."""
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of memory that it takes."""
+
+    def figures(self) -> Any:
+        """What there is to say of its disk, a `TierFigures`; None: it has none."""
 
 
 class MemoryStore:
@@ -143,12 +152,21 @@ class MemoryStore:
     def fetch(self, positions_U: Positions) -> Positions:
         return positions_U[:0]
 
+    def want(self, positions_U: Positions) -> tuple[Any, bool]:
+        return None, False
+
+    def arrive(self, reading: Any) -> None:
+        raise TypeError("nothing is read here")
+
     def prepare(self, begin: int, end: int) -> None:
         self.memory.merge(begin * self.nbytes, end * self.nbytes)
 
     @property
     def memory_bytes(self) -> int:
         return self.rows * self.nbytes
+
+    def figures(self) -> None:
+        return None
 
 
 Stores = Callable[[int, int, bool, bool], RecordStore]

@@ -4,7 +4,9 @@ checkpoints. `service.py:Host` is one, with its slots.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch_ecrec.codec.linear import LinearCode
@@ -13,9 +15,10 @@ from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.protocol.waits import SlotWaits
 from torch_ecrec.records.positions import Bytes, Positions
+from torch_ecrec.records.tiers.budget import Tier
 from torch_ecrec.server.capture import Portion
 from torch_ecrec.spec.job import JobSpec, SlabSpec
-from torch_ecrec.spec.settings import Settings
+from torch_ecrec.spec.settings import Settings, check_folder
 from torch_ecrec.transport.node import Node, Port
 
 
@@ -77,6 +80,14 @@ class CheckpointReader(Protocol):
         """
 
 
+def tier_of(settings: Settings) -> Tier | None:
+    """Returns the tier that a server's settings ask for; None: none. Raises ValueError for a folder that is none."""
+    if not settings.tier:
+        return None
+    check_folder(Path(settings.tier))
+    return Tier(Path(settings.tier), settings.tier_memory_bytes, settings.tier_for == "parities")
+
+
 class ServerProcess(Node, HostContext):
     """A node with what its slots share.
 
@@ -85,6 +96,9 @@ class ServerProcess(Node, HostContext):
         settings: of the process.
         scribe: writes checkpoints; None: this process writes none.
         reader: reads them, for slots that begin with their records of one; None: this process reads none.
+
+    Attributes:
+        tier: where records are that do not fit in memory; None: all are in memory.
     """
 
     def __init__(
@@ -100,6 +114,7 @@ class ServerProcess(Node, HostContext):
         self.checkpointing = messages.Checkpointing()
         self.saves = messages.Saves()  # prioritised ones that count
         self.waits = SlotWaits(port.now_s, self.host_of)
+        self.tier = tier_of(settings)
         self.frozen = False
         self.resume_step = 0  # where the era began: a step of the protocol
         self.done = 0  # steps of training until then
@@ -107,6 +122,10 @@ class ServerProcess(Node, HostContext):
         self.renewals: list[messages.Renewal] = []  # of this run
         self.origin = None
         self.code = LinearCode(1, 0)
+
+    @abstractmethod
+    def read_tier(self, read: Callable[[], None], done: Callable[[], None]) -> None:
+        """Runs `read`, which waits for a disk, beside the node; then `done` inside of it."""
 
     @property
     def snapshot_slots(self) -> tuple[int, ...]:

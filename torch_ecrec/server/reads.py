@@ -60,6 +60,8 @@ class Reads:
         held, rule = self.held, self.held.rule
         positions = [p.numpy() for p in asked.positions]
         touched = with_bags(positions, asked.bags)
+        if rule.applied < step:
+            self.slot.expect(touched)
 
         def look_up() -> wire.Rows | None:
             if rule.applied < step or self.slot.is_missing(touched):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch_ecrec.codec.linear import LinearCode
@@ -20,13 +19,13 @@ from torch_ecrec.protocol.messages import Known, Placement
 from torch_ecrec.protocol.status import Report
 from torch_ecrec.protocol.wellformed import MessageValidator
 from torch_ecrec.protocol.wire import Answer, Malformed, Refused
-from torch_ecrec.records.tiers.budget import Tier, stores_of
+from torch_ecrec.records.tiers.budget import stores_of
 from torch_ecrec.server.flipping import flip
 from torch_ecrec.server.importing import SlotImport
 from torch_ecrec.server.process import CheckpointReader, Scribe, ServerProcess
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.spec.job import JobSpec
-from torch_ecrec.spec.settings import Settings, check_folder
+from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.node import COMPLAINTS, Port
 
 # Each time that it looks has a price, in messages about parities above all; and the node is busy for 0.1 ms per MB.
@@ -43,14 +42,6 @@ TRAINERS_ONLY = (
     wire.Export,
     wire.WhoIsAwaited,
 )
-
-
-def tier_of(settings: Settings) -> Tier | None:
-    """Returns the tier that a server's settings ask for; None: none. Raises ValueError for a folder that is none."""
-    if not settings.tier:
-        return None
-    check_folder(Path(settings.tier))
-    return Tier(Path(settings.tier), settings.tier_memory_bytes, settings.tier_for == "parities")
 
 
 class Host(ServerProcess):
@@ -77,7 +68,6 @@ class Host(ServerProcess):
         self.left: list[int] = []  # trainers that are done: for a coordinator that is started again
         self.layouts: tuple[Layout, ...] = ()
         self.validator: MessageValidator | None = None
-        self.tier = tier_of(settings)
 
     # from the coordinator -----------------------------------------------------------------------
 
@@ -277,6 +267,16 @@ class Host(ServerProcess):
         sealed = self.settings.record_checks != "none"
         stores = stores_of(self.tier)
         return Holdings(job, self.code, self.layouts, index, incarnation, incarnations, fresh, sealed, filled, stores)
+
+    def read_tier(self, read: Callable[[], None], done: Callable[[], None]) -> None:
+        tier = self.tier
+        assert tier is not None, "who reads has a tier"
+
+        def work() -> None:
+            read()
+            self.run(done)
+
+        self.emit(lambda: tier.run(work))
 
     # from other processes -----------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ applied, a record was repaired, the slot became ready. Its caller has the time l
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,8 @@ from torch_ecrec.protocol.status import SlotReport
 from torch_ecrec.protocol.wire import Answer, Refused
 from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.records.positions import Positions
+from torch_ecrec.records.shard import Shard
+from torch_ecrec.records.tiers.tiered import TierFigures
 from torch_ecrec.server.apply import Applier
 from torch_ecrec.server.checkpoints import SlotCheckpoints
 from torch_ecrec.server.exporting import MoveRequest, SlotExport
@@ -51,6 +54,8 @@ from torch_ecrec.server.renewing import Renewing
 from torch_ecrec.server.snapshots import SnapshotStore
 from torch_ecrec.server.spoiling import SpoilingApplier
 from torch_ecrec.spec.settings import Settings
+
+TIER_TRIES = 1000  # then a request waits for its records with all others: they went before it had its turn
 
 
 class Slot(SlotContext):
@@ -86,6 +91,7 @@ class Slot(SlotContext):
         self.inbox = Inbox(self.job.trainers)
         self.push_replies: dict[int, list[Reply[wire.Acknowledged]]] = {}
         self.waiting: list[tuple[Callable[[], Any], Reply[Any]]] = []
+        self._tries_of_tier = 0  # one after the other, that found records still away
         self.scrubber = Scrubber(self, settings.record_checks == "use", self._mend, self._compare)
         self.durability = policy(self, host, self.scrubber, settings)
         self.snapshots = SnapshotStore(self, host, self.scrubber)
@@ -156,12 +162,39 @@ class Slot(SlotContext):
             self.park(attempt, reply)
 
     def is_missing(self, positions: list[np.ndarray], looked: bool = False) -> bool:
+        if self.is_away(positions):
+            return True
+        self.scrubber.on_use(positions, looked)
+        return self.scrubber.beyond != "" or self.durability.is_missing(positions)
+
+    def is_away(self, positions: list[np.ndarray]) -> bool:
+        if all(shard.in_memory for shard in self.shards):
+            return False
+        patient = self._tries_of_tier < TIER_TRIES
+        if self.expect(positions) and patient:
+            self._tries_of_tier += 1
+            return True
+        self._tries_of_tier = 0
         for slab, positions_U in enumerate(positions):
             damaged_M = self.shards[slab].fetch(positions_U)
             if len(damaged_M):
                 self.scrubber.on_damaged(slab, damaged_M)
-        self.scrubber.on_use(positions, looked)
-        return self.scrubber.beyond != "" or self.durability.is_missing(positions)
+        return False
+
+    def expect(self, positions: list[np.ndarray]) -> bool:
+        """These data records are needed soon: those on disk begin to be read. Returns whether any is on its way."""
+        away = False
+        for shard, positions_U in zip(self.shards, positions, strict=True):
+            reading, coming = shard.want(positions_U)
+            away |= coming
+            if reading is not None:
+                self.host.read_tier(reading.run, partial(self._arrived, shard, reading))
+        return away
+
+    def _arrived(self, shard: Shard, reading: Any) -> None:
+        if not self.dead:
+            shard.arrive(reading)
+            self.progress()
 
     def _mend(self, slab: int, parity: bool, positions_M: Positions) -> str:
         """These, (M,) int64 ascending, are damaged; see `Durability.mend`."""
@@ -432,7 +465,16 @@ class Slot(SlotContext):
             mended=self.scrubber.mended,
             wrong_stripes=self.scrubber.mismatched,
             lost_steps=self.durability.lost_steps,
+            **self._tier_figures(),
         )
+
+    def _tier_figures(self) -> dict[str, Any]:
+        """The fields of `SlotReport` about the tier."""
+        figures = [found for shard in self.shards for found in shard.tier_figures()]
+        if self.host.tier is None or not figures:
+            return {}
+        sums = {f"tier_{name}": sum(getattr(one, name) for one in figures) for name in TierFigures._fields}
+        return {"tier": self.host.tier.how, **sums}
 
 
 def _not_trained(before: int | None, step: int, iteration: int | None) -> int | None:

@@ -13,7 +13,10 @@ Does not lock: the server's node does.
 from __future__ import annotations
 
 import os
+import queue
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from torch_ecrec.errors import TierFailed
@@ -22,6 +25,7 @@ from torch_ecrec.records.tiers.disk import Reader, ScratchFile, reader
 from torch_ecrec.records.tiers.log import GARBAGE, LEAST_SEGMENT_BYTES, bucket_of
 from torch_ecrec.records.tiers.tiered import FRAME_BYTES, ROW_BYTES, TieredStore
 from torch_ecrec.runtime.checks import require
+from torch_ecrec.runtime.threads import Worker, log_error
 
 FOR_LOGS = 8  # the 8th part of the budget is not for frames
 LEAST_SHARE = 64  # the 64th part of a store's records has frames, at least
@@ -41,6 +45,18 @@ class Tier:
         self.reader: Reader = reader()
         self._tiered: weakref.WeakSet[TieredStore] = weakref.WeakSet()
         self._in_memory: weakref.WeakSet[MemoryStore] = weakref.WeakSet()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        Worker(partial(_serve, self._work), "tier", log_error).start()
+        weakref.finalize(self, self._work.put, None)
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Runs work that waits for the disk, on a thread of its own, one after the other."""
+        self._work.put(work)
+
+    @property
+    def how(self) -> str:
+        """How records come from the disk, for people."""
+        return self.reader.name
 
     @property
     def stores(self) -> list[TieredStore]:
@@ -85,6 +101,11 @@ class Tier:
         for store in stores:
             share = (self.memory_bytes - fixed) / max(1, whole)
             store.frames = max(1, min(store.rows, int(share * store.rows)))
+
+
+def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (one := work.get()) is not None:
+        one()
 
 
 def stores_of(tier: Tier | None) -> Stores | None:

@@ -142,6 +142,7 @@ class Uring:
 
     def _read(self, handle: int, offsets_R: Numbers, lengths_R: Numbers, addresses_R: Numbers, into_R: Numbers) -> None:
         begun = done = 0
+        into_R[:] = -errno.EIO
         while done < len(into_R):
             count = min(len(into_R) - begun, self._entries - (begun - done))
             if count:
@@ -190,7 +191,7 @@ class Threads:
             self._work.put(None)
 
     def read(self, handle: int, offsets_R: Numbers, lengths_R: Numbers, into: NDArray[np.uint8], at_R: Numbers) -> Any:
-        results_R, target, left = np.empty(len(offsets_R), np.int64), memoryview(into), queue.SimpleQueue[None]()
+        results_R, target, left = np.empty(len(offsets_R), np.int64), into.data, queue.SimpleQueue[None]()
         places = list(zip(offsets_R.tolist(), lengths_R.tolist(), at_R.tolist(), strict=True))
 
         def share(first: int) -> None:
@@ -237,7 +238,7 @@ class File(Protocol):
 
     name: str
 
-    def write(self, offset: int, view: memoryview) -> None:
+    def write(self, offset: int, content: NDArray[np.uint8]) -> None:
         """Writes bytes, whole blocks, from an offset on. Raises TierFailed."""
 
     def read(self, offsets_R: Numbers, lengths_R: Numbers, into: NDArray[np.uint8], at_R: Numbers) -> Any:
@@ -292,7 +293,8 @@ class ScratchFile:
         if hasattr(self, "_handle"):
             os.close(self._handle)
 
-    def write(self, offset: int, view: memoryview) -> None:
+    def write(self, offset: int, content: NDArray[np.uint8]) -> None:
+        view = content.data
         try:
             while len(view):
                 count = os.pwrite(self._handle, view, offset)

@@ -15,7 +15,7 @@ from torch_ecrec.codec.seals import seal_at
 from torch_ecrec.runtime.kernel_cache import kernel
 from torch_ecrec.runtime.kernels import AHEAD, pointer, prefetch
 
-ABSENT, WANTED = -1, -2  # in place of a frame: there is none; there is none yet
+ABSENT, WANTED, COMING = -1, -2, -3  # in place of a frame: there is none; there is none yet; it is being read
 
 
 @kernel()
@@ -40,11 +40,43 @@ def find(positions_U: Any, frame_P: Any, call: Any, called_F: Any, counts_F: Any
                 called_F[frame] = call
                 if counts_F[frame] < 255:
                     counts_F[frame] += bump
-        elif frame == ABSENT:
+        elif frame != WANTED:
             frame_P[position] = WANTED
             absent_U[count] = position
             count += 1
     return count
+
+
+@kernel()
+def want(
+    positions_U: Any,
+    frame_P: Any,
+    place_P: Any,
+    none: Any,
+    per_segment: Any,
+    in_memory: Any,
+    call: Any,
+    called_F: Any,
+    new_U: Any,
+) -> Any:
+    """Notes which records are to be read, each once in `new_U`; returns how many, and how many are on their way.
+
+    Args:
+        in_memory: the segment of the file that is in memory: what is there is not read.
+    """
+    count, coming = 0, 0
+    for i in range(positions_U.shape[0]):
+        position = positions_U[i]
+        frame = frame_P[position]
+        if frame >= 0:
+            called_F[frame] = call
+        elif frame == COMING:
+            coming += 1
+        elif place_P[position] != none and place_P[position] // per_segment != in_memory:
+            frame_P[position] = COMING
+            new_U[count] = position
+            count += 1
+    return count, coming + count
 
 
 @kernel()

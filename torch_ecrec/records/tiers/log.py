@@ -74,6 +74,7 @@ class SegmentLog:
         self._live = np.zeros(0, np.int64)  # cells of each segment
         self._empty: list[int] = []
         self._open = -1  # the segment that is being filled; -1: none is
+        self._begun = np.zeros(0, np.int64)  # how often each segment was begun
         self._filled = 0  # cells of it
         self._buffer = untouched(self._segment_bytes, np.uint8)
         self._scratch = untouched(max(READ_BYTES, self._bucket_bytes), np.uint8)
@@ -131,16 +132,27 @@ class SegmentLog:
             self._open = self._empty.pop()
         else:
             self._open = self.segments
-            self._live = np.append(self._live, 0)
+            self._live, self._begun = np.append(self._live, 0), np.append(self._begun, 0)
+        self._begun[self._open] += 1
         self._filled = 0
 
     def _end_segment(self) -> None:
         """Writes the open segment."""
-        self._file.write(self._open * self._segment_bytes, memoryview(self._buffer))
+        self._file.write(self._open * self._segment_bytes, self._buffer)
         self.written_bytes += self._segment_bytes
         closed, self._open = self._open, -1
         if not self._live[closed]:
             self._empty.append(closed)
+
+    @property
+    def open_segment(self) -> int:
+        """The segment that is in memory; -1: none is."""
+        return self._open
+
+    def versions(self, places_U: Places) -> Places:
+        """Returns what changes when other records may be at some places: (U,) int64."""
+        versions: Places = self._begun[places_U // self.per_segment]
+        return versions
 
     def let_go(self, places_U: Places) -> None:
         """What is at these places, (U,) int64, does not count any more."""
@@ -168,11 +180,15 @@ class SegmentLog:
 
     # reading ------------------------------------------------------------------------------------
 
-    def read(self, places_U: Places, into_XB: Bytes, seals_X: SealsOf, at_U: Places) -> NDArray[np.bool_]:
+    def read(
+        self, places_U: Places, into_XB: Bytes, seals_X: SealsOf, at_U: Places, apart: bool = False
+    ) -> NDArray[np.bool_]:
         """Reads records, each to a place in some array.
 
         Args:
             places_U: (U,) int64.
+            apart: this is another thread than the one that writes. What it finds counts only if `versions` are the
+                same before and after.
             into_XB: (X, B) uint8. Written.
             seals_X: (X,) uint32. Written.
             at_U: (U,) int64, where in these.
@@ -195,7 +211,8 @@ class SegmentLog:
         if len(some):
             numbers_U = segments_U * (self._segment_bytes // self._bucket_bytes) + buckets_U
             some = some[np.argsort(numbers_U[some], kind="stable")]
-            most = len(self._scratch) // self._bucket_bytes
+            scratch = self._scratch if not apart else untouched(len(self._scratch), np.uint8)
+            most = len(scratch) // self._bucket_bytes
             numbers = numbers_U[some]
             new = np.concatenate([[True], numbers[1:] != numbers[:-1]])
             rank = np.cumsum(new) - 1  # of its bucket among those that are read
@@ -203,9 +220,9 @@ class SegmentLog:
             for begin in range(0, len(first), most):
                 end = min(begin + most, len(first))
                 here = slice(first[begin], first[end] if end < len(first) else len(numbers))
-                bad_R = self._fill(numbers[first[begin:end]])
+                bad_R = self._fill(numbers[first[begin:end]], scratch)
                 part, ranks = some[here], rank[here] - begin
-                unpack(self._scratch, ranks * self._bucket_bytes + offsets_U[part], *target, at_U, part, broken_U)
+                unpack(scratch, ranks * self._bucket_bytes + offsets_U[part], *target, at_U, part, broken_U)
                 if bad_R is not None:
                     lost = part[bad_R[ranks]]
                     broken_U[lost] = True
@@ -213,8 +230,8 @@ class SegmentLog:
                     seals_X[at_U[lost]] = 1
         return broken_U
 
-    def _fill(self, numbers_R: Places) -> NDArray[np.bool_] | None:
-        """Reads buckets, ascending, to the scratch memory one behind the other; returns which could not be, if any."""
+    def _fill(self, numbers_R: Places, scratch: Bytes) -> NDArray[np.bool_] | None:
+        """Reads buckets, ascending, to scratch memory one behind the other; returns which could not be, if any."""
         size = self._bucket_bytes
         breaks = np.flatnonzero(np.diff(numbers_R) != 1) + 1
         firsts = np.concatenate([[0], breaks])
@@ -225,7 +242,7 @@ class SegmentLog:
             inside = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
             firsts, lengths = np.repeat(firsts, pieces) + inside * most, np.repeat(lengths, pieces) - inside * most
             lengths = np.minimum(lengths, most)
-        results = self._file.read(numbers_R[firsts] * size, lengths * size, self._scratch, firsts * size)
+        results = self._file.read(numbers_R[firsts] * size, lengths * size, scratch, firsts * size)
         self.reads += len(firsts)
         self.read_bytes += len(numbers_R) * size
         short = results != lengths * size

@@ -30,7 +30,7 @@ Does not know steps: each `CHANGE` is taken for one.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,12 +42,14 @@ from torch_ecrec.records.store import First, Use, View
 from torch_ecrec.records.tiers.disk import File, untouched
 from torch_ecrec.records.tiers.kernels import (
     ABSENT,
+    COMING,
     copy_frames,
     find,
     frames_of,
     histogram,
     in_segments,
     sweep,
+    want,
     xor_frames,
 )
 from torch_ecrec.records.tiers.log import SegmentLog
@@ -60,6 +62,42 @@ FRAME_BYTES = SEAL_BYTES + 4 + 4 + 1 + 1 + 1  # of memory for a frame, beside it
 HALVE_AFTER = 1024  # steps
 SPARE = 1 / 32  # of the frames are emptied at once, at least
 CLEANED_AT_ONCE = 1 << 14  # records
+
+
+class TierFigures(NamedTuple):
+    """What a tiered store has done so far: the fields of `SlotReport` with `tier_` before them."""
+
+    memory_bytes: int
+    file_bytes: int
+    hits: int
+    misses: int
+    reads: int
+    failed_reads: int
+    written_bytes: int
+
+
+class Reading:
+    """Records on their way from the file: see `TieredStore.want`.
+
+    Args:
+        file: that has them.
+        positions_A, places_A, versions_A: (A,) int64, which, where, and `SegmentLog.versions` of these places.
+        nbytes: of a record.
+    """
+
+    def __init__(
+        self, file: SegmentLog, positions_A: Positions, places_A: Positions, versions_A: Positions, nbytes: int
+    ) -> None:
+        self._file = file
+        self.positions_A, self.places_A, self.versions_A = positions_A, places_A, versions_A
+        self.records_AB: Bytes = np.empty((len(positions_A), nbytes), np.uint8)
+        self.seals_A: SealsOf = np.empty(len(positions_A), np.uint32)
+        self.broken_A = np.ones(len(positions_A), np.bool_)
+
+    def run(self) -> None:
+        """Reads them: waits for the disk. On any thread."""
+        every_A = np.arange(len(self.positions_A))
+        self.broken_A = self._file.read(self.places_A, self.records_AB, self.seals_A, every_A, apart=True)
 
 
 class TieredStore:
@@ -161,6 +199,59 @@ class TieredStore:
         broken: Positions = np.unique(np.concatenate(found))
         return broken[np.isin(broken, positions_U)]
 
+    def want(self, positions_U: Positions) -> tuple[Reading | None, bool]:
+        """Notes that some records are needed soon.
+
+        Args:
+            positions_U: (U,) int64, in 0..P-1.
+
+        Returns:
+            What reads those of them that must be, to be called without the lock and then given to `arrive`; None where
+            nobody need read any. And whether any is on its way, by this or by others.
+        """
+        new_U = np.empty(len(positions_U), np.int64)
+        self._call += 1
+        file, none = self._log, np.uint32(NO_PLACE)
+        count, coming = want(
+            positions_U,
+            self._frame_P,
+            self._place_P,
+            none,
+            file.per_segment,
+            file.open_segment,
+            self._call,
+            self._called_F,
+            new_U,
+        )
+        if not count:
+            return None, coming > 0
+        positions_A = new_U[:count]
+        places_A = self._place_P[positions_A].astype(np.int64)
+        return Reading(file, positions_A, places_A, file.versions(places_A), self.nbytes), True
+
+    def arrive(self, reading: Reading) -> None:
+        """Records were read: those that are still where they were, and that nobody has brought, get frames."""
+        positions_A, places_A = reading.positions_A, reading.places_A
+        coming_A = self._frame_P[positions_A] == COMING
+        same_A = self._place_P[positions_A] == places_A
+        same_A &= self._log.versions(places_A) == reading.versions_A
+        self._frame_P[positions_A[coming_A]] = ABSENT
+        (some,) = np.nonzero(coming_A & same_A)
+        if not len(some):
+            return
+        self._call += 1
+        at_V = self._frames_for(positions_A[some], np.uint8(0))
+        words_XW, words_AW = self._records_FB.view(np.uint32), reading.records_AB.view(np.uint32)
+        copy_frames(words_AW, reading.seals_A, some, words_XW, self._seals_F, at_V)
+        self.misses += len(some)
+        broken = reading.broken_A[some]
+        if broken.any():
+            self._on_broken(positions_A[some[broken]])
+
+    def _on_broken(self, positions_M: Positions) -> None:
+        self.damaged += len(positions_M)
+        self._found.append(positions_M)
+
     def prepare(self, begin: int, end: int) -> None:
         pass  # frames are filled in turn
 
@@ -170,6 +261,18 @@ class TieredStore:
         return held + self.rows * ROW_BYTES + self._log.memory_bytes
 
     # for people ---------------------------------------------------------------------------------
+
+    def figures(self) -> TierFigures:
+        file = self._log
+        return TierFigures(
+            self.memory_bytes,
+            file.file_bytes,
+            self.hits,
+            self.misses,
+            file.reads,
+            file.failed_reads,
+            file.written_bytes,
+        )
 
     @property
     def file(self) -> SegmentLog:
@@ -195,23 +298,27 @@ class TieredStore:
 
     def _give_frames(self, absent_A: Positions, use: Use, bump: np.uint8) -> None:
         """Gives absent records frames, and puts there what they are."""
-        frames_A = self._take(len(absent_A))
-        self._frame_P[absent_A] = frames_A
-        self._position_F[frames_A] = absent_A + 1
-        self._called_F[frames_A] = self._call
-        counts_A = self._count_P[absent_A]
-        self._counts_F[frames_A] = counts_A + (bump & (counts_A < 255))
-        self._dirty_F[frames_A] = False
-        self._pending_F[frames_A] = use is Use.FOLD
-        self._in_use += len(frames_A)
+        frames_A = self._frames_for(absent_A, bump)
         if use is Use.FOLD:
-            if self._first is None:
-                self._pending_F[frames_A] = self._place_P[absent_A] != NO_PLACE
+            self._pending_F[frames_A] = (self._place_P[absent_A] != NO_PLACE) | (self._first is not None)
             self._records_FB[frames_A] = 0
             self._seals_F[frames_A] = 0
         elif use is not Use.REPLACE:
             self.misses += int((self._place_P[absent_A] != NO_PLACE).sum())
             self._bring(absent_A, self._records_FB, self._seals_F, frames_A)
+
+    def _frames_for(self, positions_A: Positions, bump: np.uint8) -> Positions:
+        """Gives records frames, whose content is still to be written: (A,) int64."""
+        frames_A = self._take(len(positions_A))
+        self._frame_P[positions_A] = frames_A
+        self._position_F[frames_A] = positions_A + 1
+        self._called_F[frames_A] = self._call
+        counts_A = self._count_P[positions_A]
+        self._counts_F[frames_A] = counts_A + (bump & (counts_A < 255))
+        self._dirty_F[frames_A] = False
+        self._pending_F[frames_A] = False
+        self._in_use += len(frames_A)
+        return frames_A
 
     def _bring(self, positions_A: Positions, into_XB: Bytes, seals_X: SealsOf, at_A: Positions) -> None:
         """Puts some records, which have no frames or pending ones, as they are without, to places in some array."""
@@ -230,8 +337,7 @@ class TieredStore:
             (some,) = np.nonzero(~new_A)
             broken = self._log.read(places_A[some].astype(np.int64), into_XB, seals_X, at_A[some])
             if broken.any():
-                self.damaged += int(broken.sum())
-                self._found.append(positions_A[some[broken]])
+                self._on_broken(positions_A[some[broken]])
 
     def _settle(self, frames_V: Positions) -> None:
         """These frames have what was folded only: from now on they have the records."""
@@ -340,6 +446,7 @@ def warm() -> None:
             store.at(positions_U, use)
             store.at(positions_U + 1, use)
         store.look(positions_U)
+        store.want(positions_U)
         chosen_S = np.ones(1, np.bool_)
         in_segments(store._place_P, store.file.per_segment, chosen_S, np.uint32(NO_PLACE), np.empty(3, np.int64))
 
@@ -349,7 +456,7 @@ class _Nothing:
 
     name = "no file"
 
-    def write(self, offset: int, view: memoryview) -> None:
+    def write(self, offset: int, content: Bytes) -> None:
         raise AssertionError("nothing is written")
 
     def read(self, offsets_R: Any, lengths_R: Any, into: Any, at_R: Any) -> Any:
