@@ -13,6 +13,7 @@ BENCHMARKS = {
     "outages": "how long training stands when a host, a link or the leader goes; what a drain costs; over hosts",
     "checkpoint": "training while checkpoints are written, their bytes, and restores; beside TorchRec's",
     "partial": "CPR's emulation, scaled: full recovery, and partial recovery by what is saved first",
+    "tiers": "training with tables that do not fit in memory, beside all in memory",
     "codec": "encode, fold and decode, beside memcpy and ISA-L",
     "optimizers": "a step of each sparse optimizer, beside memcpy and a scattered copy",
     "seals": "what seals cost a step, a fold and a log of it; how fast a scrubber reads",

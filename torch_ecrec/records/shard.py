@@ -171,7 +171,7 @@ class Shard:
 
     @property
     def in_memory(self) -> bool:
-        """All data records are: `want` and `fetch` have nothing to do."""
+        """All data records are: `want` and `bring` have nothing to do."""
         return self._stores[False].in_place
 
     def want(self, positions_U: Positions) -> tuple[Any, bool]:
@@ -182,9 +182,13 @@ class Shard:
         """Data records were read that `want` has asked for."""
         self._stores[False].arrive(reading)
 
-    def fetch(self, positions_U: Positions, parity: bool = False) -> Positions:
-        """Brings some records to memory; returns the damaged ones of them, see `RecordStore.fetch`."""
-        return self._stores[parity].fetch(positions_U)
+    def bring(self, positions_U: Positions) -> None:
+        """Sees to it that some data records are in memory; waits for the disk."""
+        self._stores[False].at(positions_U, Use.READ)
+
+    def take_damaged(self) -> Positions:
+        """Returns data records that came damaged from a disk since the last call: (M,) int64, ascending."""
+        return self._stores[False].take_damaged()
 
     # steps --------------------------------------------------------------------------------------
 

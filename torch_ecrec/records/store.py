@@ -86,11 +86,8 @@ class RecordStore(Protocol):
     def look_run(self, first: int, end: int) -> View:
         """As `look`, of all from `first` to `end`: `at_U` is the place of the first, those of the others follow."""
 
-    def fetch(self, positions_U: Positions) -> Positions:
-        """Sees to it that some records are in memory, and returns the damaged ones: (M,) int64 of the positions.
-
-        Those are damaged that came from a disk since the last call and do not fit their seals.
-        """
+    def take_damaged(self) -> Positions:
+        """Returns those that came from a disk since the last call and do not fit their seals: (M,) int64, ascending."""
 
     def want(self, positions_U: Positions) -> tuple[Any, bool]:
         """Some records are needed soon: see `TieredStore.want`."""
@@ -149,8 +146,8 @@ class MemoryStore:
     def look_run(self, first: int, end: int) -> View:
         return View(self.records_PB, self.seals_P, np.array([first]))
 
-    def fetch(self, positions_U: Positions) -> Positions:
-        return positions_U[:0]
+    def take_damaged(self) -> Positions:
+        return np.empty(0, np.int64)
 
     def want(self, positions_U: Positions) -> tuple[Any, bool]:
         return None, False

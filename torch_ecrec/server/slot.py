@@ -170,13 +170,15 @@ class Slot(SlotContext):
     def is_away(self, positions: list[np.ndarray]) -> bool:
         if all(shard.in_memory for shard in self.shards):
             return False
-        patient = self._tries_of_tier < TIER_TRIES
-        if self.expect(positions) and patient:
+        if self.expect(positions):
             self._tries_of_tier += 1
-            return True
+            if self._tries_of_tier < TIER_TRIES:
+                return True
+            for shard, positions_U in zip(self.shards, positions, strict=True):
+                shard.bring(positions_U)
         self._tries_of_tier = 0
-        for slab, positions_U in enumerate(positions):
-            damaged_M = self.shards[slab].fetch(positions_U)
+        for slab, shard in enumerate(self.shards):
+            damaged_M = shard.take_damaged()
             if len(damaged_M):
                 self.scrubber.on_damaged(slab, damaged_M)
         return False

@@ -15,36 +15,52 @@ from torch_ecrec.codec.seals import seal_at
 from torch_ecrec.runtime.kernel_cache import kernel
 from torch_ecrec.runtime.kernels import AHEAD, pointer, prefetch
 
+COUNT, DIRTY, PENDING = 0xFF, 0x100, 0x200  # of the state of a frame: how often it was changed, and two flags
 ABSENT, WANTED, COMING = -1, -2, -3  # in place of a frame: there is none; there is none yet; it is being read
 
 
 @kernel()
-def find(positions_U: Any, frame_P: Any, call: Any, called_F: Any, counts_F: Any, bump: Any, absent_U: Any) -> Any:
-    """Notes the frames of some records as used in this call; returns how many have none, each once in `absent_U`.
+def find(
+    positions_U: Any, frame_P: Any, meta_F: Any, call: Any, bump: Any, mark: Any, keep: Any, at_U: Any, absent_U: Any
+) -> Any:
+    """Writes the frames of some records, and notes that they are used in this call.
 
     Args:
         positions_U: -1 skips one.
         frame_P: of each record, its frame, or `ABSENT`. Those of the absent ones are `WANTED` afterwards.
-        called_F: the call in which each frame was used last.
-        counts_F: how often each was changed, 255 at most; `bump` is added.
-        absent_U: written.
+        meta_F: (F, 2): the call in which each frame was used last, and its state.
+        bump: added to its count, once in a call.
+        mark, keep: its state becomes `state & keep | mark`.
+        at_U: written; -1 where there is no frame yet.
+        absent_U: written: the records without one, each once.
+
+    Returns:
+        How many have none, how many are pending, and the index of the first position outside of all; -1: there is none.
     """
-    count = 0
+    count, pending, last = 0, 0, frame_P.shape[0]
+    for i in range(positions_U.shape[0]):
+        if positions_U[i] < -1 or positions_U[i] >= last:
+            return 0, 0, i
     for i in range(positions_U.shape[0]):
         position = positions_U[i]
+        at_U[i] = -1
         if position < 0:
             continue
         frame = frame_P[position]
         if frame >= 0:
-            if called_F[frame] != call:
-                called_F[frame] = call
-                if counts_F[frame] < 255:
-                    counts_F[frame] += bump
+            at_U[i] = frame
+            state = meta_F[frame, 1]
+            if meta_F[frame, 0] != call:
+                meta_F[frame, 0] = call
+                if state & COUNT < COUNT:
+                    state += bump
+            pending += state & keep & PENDING != 0
+            meta_F[frame, 1] = state & keep | mark
         elif frame != WANTED:
             frame_P[position] = WANTED
             absent_U[count] = position
             count += 1
-    return count
+    return count, pending, -1
 
 
 @kernel()
@@ -56,7 +72,7 @@ def want(
     per_segment: Any,
     in_memory: Any,
     call: Any,
-    called_F: Any,
+    meta_F: Any,
     new_U: Any,
 ) -> Any:
     """Notes which records are to be read, each once in `new_U`; returns how many, and how many are on their way.
@@ -69,7 +85,7 @@ def want(
         position = positions_U[i]
         frame = frame_P[position]
         if frame >= 0:
-            called_F[frame] = call
+            meta_F[frame, 0] = call
         elif frame == COMING:
             coming += 1
         elif place_P[position] != none and place_P[position] // per_segment != in_memory:
@@ -88,17 +104,15 @@ def frames_of(positions_U: Any, frame_P: Any, at_U: Any) -> None:
 
 
 @kernel()
-def histogram(position_F: Any, counts_F: Any, called_F: Any, before: Any, found: Any) -> None:
+def histogram(position_F: Any, meta_F: Any, before: Any, found: Any) -> None:
     """found[c] = how many frames in use (of a position plus 1) with a count of c were used last before that call."""
     for f in range(position_F.shape[0]):
-        if position_F[f] > 0 and called_F[f] < before:
-            found[counts_F[f]] += 1
+        if position_F[f] > 0 and meta_F[f, 0] < before:
+            found[meta_F[f, 1] & COUNT] += 1
 
 
 @kernel()
-def sweep(
-    position_F: Any, counts_F: Any, called_F: Any, before: Any, hand: Any, threshold: Any, equal: Any, out: Any
-) -> Any:
+def sweep(position_F: Any, meta_F: Any, before: Any, hand: Any, threshold: Any, equal: Any, out: Any) -> Any:
     """Picks frames to empty, going round from `hand`; returns how many, and where the hand is then.
 
     Args:
@@ -110,11 +124,11 @@ def sweep(
     for _ in range(frames):
         if count == out.shape[0]:
             break
-        if position_F[hand] > 0 and called_F[hand] < before:
-            if counts_F[hand] < threshold:
+        if position_F[hand] > 0 and meta_F[hand, 0] < before:
+            if meta_F[hand, 1] & COUNT < threshold:
                 out[count] = hand
                 count += 1
-            elif counts_F[hand] == threshold and equal > 0:
+            elif meta_F[hand, 1] & COUNT == threshold and equal > 0:
                 out[count] = hand
                 count += 1
                 equal -= 1

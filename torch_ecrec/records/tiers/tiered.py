@@ -19,7 +19,7 @@ then. On real rows that is within a point of exact LFU, where policies that forg
 waits for one to be read.
 
 *Damage.* A record has its seal in the file, too. One that does not fit it, or cannot be read, has a seal that does not
-fit in its frame either, so that whoever looks for damage finds it; `fetch` says so at once.
+fit in its frame either, so that whoever looks for damage finds it; `take_damaged` says so at once.
 
 Where more is used at once than there are frames, there are more for a while: nothing ever fails for the budget.
 
@@ -33,6 +33,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torch_ecrec.codec import seals
 from torch_ecrec.codec.seals import SEAL_BYTES, SealsOf
@@ -43,6 +44,9 @@ from torch_ecrec.records.tiers.disk import File, untouched
 from torch_ecrec.records.tiers.kernels import (
     ABSENT,
     COMING,
+    COUNT,
+    DIRTY,
+    PENDING,
     copy_frames,
     find,
     frames_of,
@@ -54,14 +58,20 @@ from torch_ecrec.records.tiers.kernels import (
 )
 from torch_ecrec.records.tiers.log import SegmentLog
 from torch_ecrec.runtime.checks import require
-from torch_ecrec.runtime.kernels import first_outside
 
 NO_PLACE = (1 << 32) - 1
 ROW_BYTES = 4 + 4 + 1  # of memory for a record, wherever it is
-FRAME_BYTES = SEAL_BYTES + 4 + 4 + 1 + 1 + 1  # of memory for a frame, beside its record
+FRAME_BYTES = SEAL_BYTES + 4 + 8 + 4  # of memory for a frame, beside its record
 HALVE_AFTER = 1024  # steps
 SPARE = 1 / 32  # of the frames are emptied at once, at least
 CLEANED_AT_ONCE = 1 << 14  # records
+_ALL = np.uint32(0xFFFFFFFF)
+_STATES = {  # what becomes of a frame's state: what is added, and what stays
+    Use.READ: (np.uint32(0), _ALL),
+    Use.CHANGE: (np.uint32(DIRTY), _ALL),
+    Use.FOLD: (np.uint32(DIRTY), _ALL),
+    Use.REPLACE: (np.uint32(DIRTY), ~np.uint32(PENDING)),
+}
 
 
 class TierFigures(NamedTuple):
@@ -126,8 +136,7 @@ class TieredStore:
         self._records_FB: Bytes = Memory(rows * nbytes).array.reshape(-1, nbytes)
         self._seals_F: SealsOf = untouched(rows, np.uint32)
         self._position_F = untouched(rows, np.int32)  # plus 1; see `_positions_of`
-        self._called_F, self._counts_F = untouched(rows, np.uint32), untouched(rows, np.uint8)
-        self._dirty_F, self._pending_F = untouched(rows, np.bool_), untouched(rows, np.bool_)
+        self._meta_F = untouched(2 * rows, np.uint32).reshape(-1, 2)  # the call of its last use, and its state
         self._frame_P, self._place_P = np.full(rows, ABSENT, np.int32), np.full(rows, NO_PLACE, np.uint32)
         self._count_P = np.zeros(rows, np.uint8)
         self._free_F, self._free = untouched(rows, np.int32), 0  # a stack, and how many there are on it
@@ -145,30 +154,28 @@ class TieredStore:
         self._first = first
 
     def at(self, positions_U: Positions, use: Use) -> View:
-        outside = first_outside(positions_U, -1, self.rows)
-        if outside >= 0:
-            raise IndexError(f"position {positions_U[outside]} is out of range: there are {self.rows} records")
         positions_U = np.ascontiguousarray(positions_U)
         self._next_call(use)
-        absent_U = np.empty(len(positions_U), np.int64)
-        bump = np.uint8(use in (Use.CHANGE, Use.FOLD))
-        count = find(positions_U, self._frame_P, self._call, self._called_F, self._counts_F, bump, absent_U)
+        bump, (mark, keep) = np.uint32(use in (Use.CHANGE, Use.FOLD)), _STATES[use]
+        at_U, absent_U = np.empty(len(positions_U), np.int64), np.empty(len(positions_U), np.int64)
+        count, pending, outside = find(
+            positions_U, self._frame_P, self._meta_F, np.uint32(self._call), bump, mark, keep, at_U, absent_U
+        )
+        if outside >= 0:
+            raise IndexError(f"position {positions_U[outside]} is out of range: there are {self.rows} records")
         if count:
-            self._give_frames(absent_U[:count], use, bump)
+            self._give_frames(absent_U[:count], use, mark + bump)
+            frames_of(positions_U, self._frame_P, at_U)
         if use is not Use.REPLACE:
             self.hits += len(positions_U) - count
-        at_U = np.empty(len(positions_U), np.int64)
-        frames_of(positions_U, self._frame_P, at_U)
-        if use is not Use.READ:
-            there_U = at_U[at_U >= 0]
-            self._dirty_F[there_U] = True
-            if use is Use.REPLACE:
-                self._pending_F[there_U] = False
-        if use in (Use.READ, Use.CHANGE):
-            pending_U = at_U[self._pending_F[at_U] & (at_U >= 0)]
-            if len(pending_U):
-                self._settle(np.unique(pending_U))
+        if pending and use in (Use.READ, Use.CHANGE):
+            self._settle(np.unique(at_U[self._is(PENDING, at_U) & (at_U >= 0)]))
         return View(self._records_FB, self._seals_F, at_U)
+
+    def _is(self, flag: int, frames_V: Positions) -> NDArray[np.bool_]:
+        """Which frames have a flag in their state."""
+        flags_V: NDArray[np.bool_] = self._meta_F[frames_V, 1] & flag != 0
+        return flags_V
 
     def look(self, positions_U: Positions) -> View:
         records_UB = np.empty((len(positions_U), self.nbytes), np.uint8)
@@ -178,7 +185,7 @@ class TieredStore:
         there_U = frame_U >= 0
         if there_U.any():
             frames_V = frame_U[there_U].astype(np.int64)
-            pending_V = frames_V[self._pending_F[frames_V]]
+            pending_V = frames_V[self._is(PENDING, frames_V)]
             if len(pending_V):
                 self._settle(np.unique(pending_V))
             words_FW, words_UW = self._records_FB.view(np.uint32), records_UB.view(np.uint32)
@@ -191,13 +198,9 @@ class TieredStore:
     def look_run(self, first: int, end: int) -> View:
         return self.look(np.arange(first, end))
 
-    def fetch(self, positions_U: Positions) -> Positions:
-        self.at(positions_U, Use.READ)
+    def take_damaged(self) -> Positions:
         found, self._found = self._found, []
-        if not found:
-            return positions_U[:0]
-        broken: Positions = np.unique(np.concatenate(found))
-        return broken[np.isin(broken, positions_U)]
+        return np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
 
     def want(self, positions_U: Positions) -> tuple[Reading | None, bool]:
         """Notes that some records are needed soon.
@@ -219,8 +222,8 @@ class TieredStore:
             none,
             file.per_segment,
             file.open_segment,
-            self._call,
-            self._called_F,
+            np.uint32(self._call),
+            self._meta_F,
             new_U,
         )
         if not count:
@@ -240,7 +243,7 @@ class TieredStore:
         if not len(some):
             return
         self._call += 1
-        at_V = self._frames_for(positions_A[some], np.uint8(0))
+        at_V = self._frames_for(positions_A[some], 0)
         words_XW, words_AW = self._records_FB.view(np.uint32), reading.records_AB.view(np.uint32)
         copy_frames(words_AW, reading.seals_A, some, words_XW, self._seals_F, at_V)
         self.misses += len(some)
@@ -294,29 +297,28 @@ class TieredStore:
             if not self._halve_in:
                 self._halve_in = HALVE_AFTER
                 self._count_P >>= 1
-                self._counts_F[: self._top] >>= 1
+                states_F = self._meta_F[: self._top, 1]
+                states_F[:] = states_F & ~np.uint32(COUNT) | (states_F & COUNT) >> 1
 
-    def _give_frames(self, absent_A: Positions, use: Use, bump: np.uint8) -> None:
-        """Gives absent records frames, and puts there what they are."""
-        frames_A = self._frames_for(absent_A, bump)
+    def _give_frames(self, absent_A: Positions, use: Use, state: int) -> None:
+        """Gives absent records frames, and puts there what they are. `state`: added to that of the frames."""
+        frames_A = self._frames_for(absent_A, state)
         if use is Use.FOLD:
-            self._pending_F[frames_A] = (self._place_P[absent_A] != NO_PLACE) | (self._first is not None)
+            pending_A = (self._place_P[absent_A] != NO_PLACE) | (self._first is not None)
+            self._meta_F[frames_A[pending_A], 1] |= PENDING
             self._records_FB[frames_A] = 0
             self._seals_F[frames_A] = 0
         elif use is not Use.REPLACE:
             self.misses += int((self._place_P[absent_A] != NO_PLACE).sum())
             self._bring(absent_A, self._records_FB, self._seals_F, frames_A)
 
-    def _frames_for(self, positions_A: Positions, bump: np.uint8) -> Positions:
+    def _frames_for(self, positions_A: Positions, state: int) -> Positions:
         """Gives records frames, whose content is still to be written: (A,) int64."""
         frames_A = self._take(len(positions_A))
         self._frame_P[positions_A] = frames_A
         self._position_F[frames_A] = positions_A + 1
-        self._called_F[frames_A] = self._call
-        counts_A = self._count_P[positions_A]
-        self._counts_F[frames_A] = counts_A + (bump & (counts_A < 255))
-        self._dirty_F[frames_A] = False
-        self._pending_F[frames_A] = False
+        self._meta_F[frames_A, 0] = self._call
+        self._meta_F[frames_A, 1] = np.minimum(self._count_P[positions_A], COUNT - 1) + np.uint32(state)
         self._in_use += len(frames_A)
         return frames_A
 
@@ -345,8 +347,7 @@ class TieredStore:
         seals_V = np.empty(len(frames_V), np.uint32)
         self._bring(self._positions_of(frames_V), base_VB, seals_V, np.arange(len(frames_V)))
         xor_frames(base_VB.view(np.uint32), seals_V, self._records_FB.view(np.uint32), self._seals_F, frames_V)
-        self._pending_F[frames_V] = False
-        self._dirty_F[frames_V] = True
+        self._meta_F[frames_V, 1] = self._meta_F[frames_V, 1] & ~np.uint32(PENDING) | DIRTY
 
     def _positions_of(self, frames_V: Positions) -> Positions:
         return self._position_F[frames_V].astype(np.int64) - 1
@@ -377,9 +378,9 @@ class TieredStore:
     def _pick(self, want: int, before: int) -> Positions:
         """Returns the frames with the lowest counts of those that were used last before a call."""
         top = self._top
-        position_F, counts_F, called_F = self._position_F[:top], self._counts_F[:top], self._called_F[:top]
-        found = np.zeros(256, np.int64)
-        histogram(position_F, counts_F, called_F, before, found)
+        position_F, meta_F = self._position_F[:top], self._meta_F[:top]
+        found = np.zeros(COUNT + 1, np.int64)
+        histogram(position_F, meta_F, before, found)
         below = np.cumsum(found)
         want = min(want, int(below[-1]))
         if not want:
@@ -387,24 +388,23 @@ class TieredStore:
         threshold = int(np.searchsorted(below, want))
         equal = want - (int(below[threshold - 1]) if threshold else 0)
         out = np.empty(want, np.int64)
-        picked, self._hand = sweep(position_F, counts_F, called_F, before, self._hand % top, threshold, equal, out)
+        picked, self._hand = sweep(position_F, meta_F, before, self._hand % top, threshold, equal, out)
         return out[:picked]
 
     def _put_away(self, frames_V: Positions) -> None:
         """Empties frames: what is in the file already as it is in the frame is not written again."""
-        pending_V = self._pending_F[frames_V]
+        pending_V = self._is(PENDING, frames_V)
         if pending_V.any():
             self._settle(frames_V[pending_V])
-        dirty_V = frames_V[self._dirty_F[frames_V]]
+        dirty_V = frames_V[self._is(DIRTY, frames_V)]
         if len(dirty_V):
             positions_V = self._positions_of(dirty_V)
             order = np.argsort(positions_V)
             self._write(positions_V[order], self._records_FB, self._seals_F, dirty_V[order])
         positions_V = self._positions_of(frames_V)
         self._frame_P[positions_V] = ABSENT
-        self._count_P[positions_V] = self._counts_F[frames_V]
+        self._count_P[positions_V] = self._meta_F[frames_V, 1] & COUNT
         self._position_F[frames_V] = 0
-        self._dirty_F[frames_V] = False
         self._free_F[self._free : self._free + len(frames_V)] = frames_V
         self._free += len(frames_V)
         self._in_use -= len(frames_V)

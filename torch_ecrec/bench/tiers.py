@@ -1,0 +1,217 @@
+"""Measures training with tables that do not fit in memory, beside the same with all of them in memory.
+
+The systems take turns, as in `bench train`: k2r1 in memory, with a share of its records and parities in memory and the
+others on a disk (`--shares`), and with the parities alone there. Each step draws other ids, so that what is looked up
+is not what was looked up 32 steps before. The budget of a server is the share of its records' and parities' bytes, and
+what a tier takes beside (`records/tiers/budget.py`).
+
+`reads/step` are of the disk; the reads that the disk does by itself, 32 at once, stand above the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torch_ecrec.bench import record, workload
+from torch_ecrec.bench.experiment import Experiment, Mode, Model, Part, Running, parse_mode
+from torch_ecrec.bench.train import Blocks, summarise
+from torch_ecrec.records.tiers.budget import FOR_LOGS
+from torch_ecrec.records.tiers.disk import BLOCK_BYTES, ScratchFile, reader, untouched
+from torch_ecrec.records.tiers.log import READ_BYTES, SEGMENT_BYTES
+from torch_ecrec.records.tiers.tiered import FRAME_BYTES, ROW_BYTES
+from torch_ecrec.runtime.checks import require
+from torch_ecrec.spec.settings import check_folder
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MEMORY = "in memory"
+PARITIES = "parities on disk"
+PROBE_BLOCKS = 1 << 16  # of the file that the disk is asked for
+PROBE_S = 2.0
+COUNTED = ("tier_hits", "tier_misses", "tier_reads", "tier_written_bytes")
+
+
+def disk_rate(folder: Path, depth: int = 32) -> float:
+    """Returns how many blocks of 4 KiB a second come from random places of a file, so many at once."""
+    reads = reader()
+    file, size = ScratchFile(folder, reads), PROBE_BLOCKS * BLOCK_BYTES
+    piece, rng = untouched(1 << 22, np.uint8), np.random.default_rng(0)
+    piece[:] = rng.integers(0, 256, len(piece), np.uint8)
+    for offset in range(0, size, len(piece)):
+        file.write(offset, piece)
+    count, begin_s = 0, time.perf_counter()
+    while time.perf_counter() - begin_s < PROBE_S:
+        offsets_R = rng.integers(0, PROBE_BLOCKS, depth) * BLOCK_BYTES
+        found_R = file.read(offsets_R, np.full(depth, BLOCK_BYTES), piece, np.arange(depth) * BLOCK_BYTES)
+        assert (found_R == BLOCK_BYTES).all()
+        count += depth
+    return count / (time.perf_counter() - begin_s)
+
+
+def budget(shape: workload.Shape, mode: Mode, share: float) -> int:
+    """Returns the memory, in bytes, of a server of which a share of the records and parities is in memory."""
+    assert mode.code is not None
+    nbytes, code = 4 * (shape.dim + 1), mode.code
+    rows = shape.tables * shape.rows / code.slots * (1 + code.parities / code.k)
+    fixed = rows * ROW_BYTES + 2 * (SEGMENT_BYTES + READ_BYTES)
+    return int((fixed + share * rows * (nbytes + FRAME_BYTES)) * FOR_LOGS / (FOR_LOGS - 1))
+
+
+class Counted:
+    """Turns of `Blocks`, with what the disks did meanwhile."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.blocks = blocks
+
+    def turn(self, mode: Mode, running: Running) -> dict[str, Any]:
+        """Trains one block of a mode; returns its figures."""
+        before = self._counts(running)
+        block, steps = self.blocks.turn(mode, running), self.blocks.steps[mode.name]
+        after = self._counts(running)
+        per_step = {name: (after[name] - before[name]) / steps for name in COUNTED}
+        return {**block, **per_step, "tier_memory_bytes": after["tier_memory_bytes"]}
+
+    def _counts(self, running: Running) -> dict[str, int]:
+        slots = [slot for member in running.cluster.status().members for slot in member.report.slots or ()]
+        return {name: sum(getattr(slot, name) for slot in slots) for name in (*COUNTED, "tier_memory_bytes")}
+
+
+def modes_of(arguments: argparse.Namespace, shape: workload.Shape) -> list[Mode]:
+    """Returns the systems that are measured."""
+    base = parse_mode("k2r1")
+    folder = {"TORCH_ECREC_TIER": str(arguments.tier.resolve())}
+
+    def tiered(name: str, share: float, kind: str) -> Mode:
+        size = {"TORCH_ECREC_TIER_MEMORY_BYTES": str(budget(shape, base, share)), "TORCH_ECREC_TIER_FOR": kind}
+        return dataclasses.replace(base, name=name, group=name, settings={**folder, **size})
+
+    shares = [float(text) for text in arguments.shares.split(",") if text]
+    require(all(0 < share <= 1 for share in shares), f"`--shares` are of all records, 0 to 1, got {arguments.shares}")
+    found = [dataclasses.replace(base, name=MEMORY, group=MEMORY)]
+    found += [tiered(f"{100 * share:g} % in memory", share, "all") for share in shares]
+    # all data records, and as good as no parity
+    return [*found, tiered(PARITIES, 0.7, "parities")] if arguments.parities else found
+
+
+def rows(result: Mapping[str, Any], blocks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Returns the table: a row per system, with ratios to the one in memory."""
+    lines, rates = [], result["samples_per_s"]
+    for name in rates:
+        ratios = [
+            block["samples_per_s"] / whole["samples_per_s"]
+            for block, whole in zip(blocks[name], blocks[MEMORY], strict=False)
+        ]
+        middle = {key: record.spread(block[key] for block in blocks[name])["median"] for key in COUNTED}
+        asked = middle["tier_hits"] + middle["tier_misses"]
+        held = result["server_bytes"][name]
+        lines.append(
+            {
+                "system": name,
+                "samples/s": rates[name]["median"],
+                "rate / in memory": record.spread(ratios)["median"] if ratios else None,
+                "least": min(ratios, default=None),
+                "most": max(ratios, default=None),
+                "CPU / in memory": result["cpu_s_per_step"][name]["median"]
+                / result["cpu_s_per_step"][MEMORY]["median"],
+                "hit rate": middle["tier_hits"] / asked if asked else None,
+                "reads/step": middle["tier_reads"],
+                "MB written/step": middle["tier_written_bytes"] / 1e6,
+                "tier MB": blocks[name][-1]["tier_memory_bytes"] / 1e6,
+                "records MB": (held["record_bytes"] + held["parity_bytes"]) / 1e6,
+                "resident GB": result["rss_bytes"][name]["median"] / 1e9,
+            }
+        )
+    return lines
+
+
+def draw(lines: Sequence[Mapping[str, Any]], title: str) -> Figure:
+    """Plots the rate of each system beside the one in memory, with its hit rate."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 0.5 * len(lines) + 1.6), layout="constrained")
+    axes = figure.subplots()
+    names = [line["system"] for line in lines]
+    bars = axes.barh(names, [line["rate / in memory"] for line in lines], color="#2b6cb0")
+    hits = [f"{line['hit rate']:.1%} hits" if line["hit rate"] is not None else "" for line in lines]
+    axes.bar_label(bars, [f"{line['rate / in memory']:.2f}  {text}" for line, text in zip(lines, hits, strict=True)])
+    axes.set_xlabel("samples/s, of those with all records in memory")
+    axes.set_xlim(0, 1.35)
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title)
+    return figure
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, prints and writes tiers-SHAPE.json, .csv and .png.
+
+    Raises:
+        ValueError, TypeError: bad arguments; nothing was started.
+    """
+    shape = workload.resized(
+        workload.SHAPES[arguments.shape],
+        rows=arguments.rows,
+        dim=arguments.dim,
+        batch=arguments.batch_size,
+        data=str(arguments.data) if arguments.data else None,
+    )
+    require(arguments.data is None or arguments.shape == "criteo", "`--data` goes with `--shape criteo`")
+    record.require_counts(arguments, "blocks", "trainers")
+    check_folder(arguments.tier)
+    modes = modes_of(arguments, shape)
+    reads_per_s = disk_rate(arguments.tier)
+    print(f"the disk of {arguments.tier} reads {reads_per_s:,.0f} blocks of 4 KiB a second, 32 at once", flush=True)
+    model = Model(shape, arguments.trainers, arguments.seed, pool=0)
+    blocks = Blocks(arguments.warmup, arguments.least_steps, arguments.seconds)
+    counted = Counted(blocks)
+    experiment = Experiment(
+        record.labelled(f"tiers-{arguments.shape}", arguments),
+        arguments.out,
+        [Part(mode.name, mode, model, [functools.partial(counted.turn, mode)]) for mode in modes],
+        repeats=arguments.blocks,
+        together=True,
+        begin=blocks.warm_up,
+        after=lambda name, block: print(f"{name}: {block['samples_per_s']:,.0f} samples/s", flush=True),
+    )
+    experiment.run()
+    result = summarise(modes, experiment.found)
+    lines = rows(result, experiment.found) if experiment.found[MEMORY] else []
+    content = {
+        "shape": {"name": arguments.shape, **dataclasses.asdict(shape)},
+        "trainers": arguments.trainers,
+        "disk_reads_per_s": reads_per_s,
+        "filesystem_block": os.statvfs(arguments.tier).f_bsize,
+        "steps_per_block": blocks.steps,
+        **result,
+    }
+    title = f"Records on disk, {arguments.shape}; a disk of {reads_per_s:,.0f} reads/s"
+    return experiment.finish(content, lines, record.table(lines), lambda: draw(lines, title), arguments.json)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `torch-ecrec bench tiers`."""
+    parser.add_argument("--tier", type=Path, required=True, metavar="DIR", help="a folder on the disk to measure")
+    parser.add_argument("--shape", choices=list(workload.SHAPES), default="embedding-heavy")
+    parser.add_argument("--shares", default="0.25,0.1", metavar="A,B,...", help="of records in memory (0.25,0.1)")
+    parser.add_argument("--parities", action=argparse.BooleanOptionalAction, default=True, help="on disk alone, too")
+    parser.add_argument("--blocks", type=int, default=5, metavar="N", help="turns of each system (default 5)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="length of a block, about (default 4)")
+    parser.add_argument("--least-steps", type=int, default=8, help="steps of a block, at least (default 8)")
+    parser.add_argument("--warmup", type=int, default=60, metavar="N", help="steps, twice, before the first block")
+    parser.add_argument("--trainers", type=int, default=2, metavar="T")
+    parser.add_argument("--rows", type=int, help="rows per table, instead of the shape's")
+    parser.add_argument("--dim", type=int, help="embedding dim, instead of the shape's")
+    parser.add_argument("--batch-size", type=int, help="samples per trainer and step, instead of the shape's")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="Criteo rows, for --shape criteo")
+    parser.add_argument("--seed", type=int, default=0)
+    record.add_files(parser, "build/bench", copies=True)
