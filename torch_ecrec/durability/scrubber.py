@@ -100,10 +100,6 @@ class Scrubber:
         if len(places_M):
             self._on_found(slab, parity, np.unique(positions_U[places_M]))
 
-    def on_damaged(self, slab: int, positions_M: Positions) -> None:
-        """These data records, (M,) int64 ascending, came from a disk and do not fit their seals."""
-        self._on_found(slab, False, positions_M)
-
     def scrub(self, most_bytes: int) -> int:
         """Looks at the next records or parities: so many bytes at most, but at least one.
 

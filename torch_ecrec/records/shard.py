@@ -186,9 +186,9 @@ class Shard:
         """Sees to it that some data records are in memory; waits for the disk."""
         self._stores[False].at(positions_U, Use.READ)
 
-    def take_damaged(self) -> Positions:
-        """Returns data records that came damaged from a disk since the last call: (M,) int64, ascending."""
-        return self._stores[False].take_damaged()
+    def take_damaged(self, parity: bool) -> Positions:
+        """Returns those that came damaged from a disk since the last call, (M,) int64 ascending; mended ones, too."""
+        return self._stores[parity].take_damaged()
 
     # steps --------------------------------------------------------------------------------------
 

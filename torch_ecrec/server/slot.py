@@ -55,7 +55,7 @@ from torch_ecrec.server.snapshots import SnapshotStore
 from torch_ecrec.server.spoiling import SpoilingApplier
 from torch_ecrec.spec.settings import Settings
 
-TIER_TRIES = 1000  # then a request waits for its records with all others: they went before it had its turn
+VAIN_ARRIVALS = 16  # then the next request waits for its records inside the node: else they go before it has its turn
 
 
 class Slot(SlotContext):
@@ -91,7 +91,7 @@ class Slot(SlotContext):
         self.inbox = Inbox(self.job.trainers)
         self.push_replies: dict[int, list[Reply[wire.Acknowledged]]] = {}
         self.waiting: list[tuple[Callable[[], Any], Reply[Any]]] = []
-        self._tries_of_tier = 0  # one after the other, that found records still away
+        self._vain_arrivals = 0  # of records from the disk, since somebody had all that he needs
         self.scrubber = Scrubber(self, settings.record_checks == "use", self._mend, self._compare)
         self.durability = policy(self, host, self.scrubber, settings)
         self.snapshots = SnapshotStore(self, host, self.scrubber)
@@ -171,16 +171,16 @@ class Slot(SlotContext):
         if all(shard.in_memory for shard in self.shards):
             return False
         if self.expect(positions):
-            self._tries_of_tier += 1
-            if self._tries_of_tier < TIER_TRIES:
+            if self._vain_arrivals < VAIN_ARRIVALS:
                 return True
             for shard, positions_U in zip(self.shards, positions, strict=True):
                 shard.bring(positions_U)
-        self._tries_of_tier = 0
+        self._vain_arrivals = 0
         for slab, shard in enumerate(self.shards):
-            damaged_M = shard.take_damaged()
-            if len(damaged_M):
-                self.scrubber.on_damaged(slab, damaged_M)
+            for parity in (False, True):
+                damaged_M = shard.take_damaged(parity)
+                if len(damaged_M):
+                    self.scrubber.look(slab, parity, damaged_M)
         return False
 
     def expect(self, positions: list[np.ndarray]) -> bool:
@@ -196,6 +196,7 @@ class Slot(SlotContext):
     def _arrived(self, shard: Shard, reading: Any) -> None:
         if not self.dead:
             shard.arrive(reading)
+            self._vain_arrivals += 1
             self.progress()
 
     def _mend(self, slab: int, parity: bool, positions_M: Positions) -> str:
