@@ -70,7 +70,7 @@ except (ImportError, OSError) as error:
 endef
 export GPU_LOADED
 
-.PHONY: help setup demo test test-slow lint fmt type bench gpu docs wheel clean distclean
+.PHONY: help setup demo test test-slow lint fmt type bench gpu docs site wheel clean distclean
 
 help:
 	@echo "make setup      .venv with a pinned set (TORCH=2.13 or 2.14), the package (editable), the kernels compiled"
@@ -78,7 +78,8 @@ help:
 	@echo "make test       the test suite, minutes (TURN=N: another share of it; all)      ARGS=\"tests/unit/test_codec.py ...\""
 	@echo "make test-slow  what is marked slow: the same faults in their whole width (hours)  ARGS=\"-k simulation ...\""
 	@echo "make lint       ruff: rules and format      make fmt   ruff: repair both"
-	@echo "make type       mypy, strict                make docs  links of the documents resolve"
+	@echo "make type       mypy, strict                make docs  what the documents say of themselves"
+	@echo "make site       the documents as a site, build/site/index.html; warnings are errors"
 	@echo "make bench      measure                                                         ARGS=..."
 	@echo "make gpu        what a machine with a GPU can show -> build/gpu   GPU_PYTHON=/path/to/python  ARGS=\"--parts streams\""
 	@echo "make wheel      build dist/*.whl            make clean caches and build outputs (distclean: .venv too)"
@@ -127,7 +128,12 @@ else
 endif
 
 docs: $(VENV)/.installed
-	@$(BIN)/python -m pytest -q tests/unit/test_docs.py
+	@$(BIN)/python -m pytest -q tests/unit/test_docs.py tests/unit/test_guide.py tests/unit/test_troubleshooting.py
+
+# NO_MKDOCS_2_WARNING: the theme's advertisement of what comes after MkDocs.
+site: $(VENV)/.installed
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --clean $(ARGS)
+	@echo "build/site/index.html"
 
 # build/lib is removed first: setuptools would ship modules deleted since the last build.
 wheel: $(VENV)/.installed
@@ -173,8 +179,9 @@ $(VENV)/.pinned:
 	$(PIP) $(PINS) -r $(SET)/$(FBGEMM).txt -r requirements/cpu.txt; \
 	$(SAY) "TorchRec, without its dependencies"; \
 	$(PIP) --no-deps -r $(SET)/torchrec.txt; \
-	$(SAY) "tools: plot, lint, types, tests"; \
-	$(PIP) $(PINS) -r requirements/demo.txt -r requirements/http.txt -r requirements/dev.txt; \
+	$(SAY) "tools: plot, site, lint, types, tests"; \
+	$(PIP) $(PINS) -r requirements/demo.txt -r requirements/http.txt -r requirements/site.txt \
+	    -r requirements/dev.txt; \
 	$(SAY) "loaded: $$($(BIN)/python -W ignore -c "$$LOADED")"; \
 	echo $(TORCH) > $(VENV)/.torch; \
 	echo "$(WANTED)" > $@; \

@@ -82,6 +82,7 @@ setup(
         "s3": ["s3fs"],
         "etcd": ["etcd3gw"],
         "http": ["aiohttp>=3.11", "prometheus_client>=0.22"],
+        "site": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings-python>=2"],
         "dev": [
             "galois>=0.4.4",
             "hypothesis",
