@@ -35,7 +35,7 @@ PROCESSES = (  # clusters of real processes, or many of them
     *("flips", "fork_server", "given_numbers_run", "hanging_store", "hangs", "heartbeats", "held_lock"),
     *("host_clusters", "hostile", "hosts", "ipv6", "killed_early", "lifetime", "membership", "mistakes"),
     *("oracle_model_parallel", "oracle_optim", "oracle_pipelines", "oracle_sequences", "oracle_shardings"),
-    *("public_names", "real_loops", "reduce", "rehearsal", "run", "second_jobs", "secret", "shadows"),
+    *("public_names", "quickstart", "real_loops", "reduce", "rehearsal", "run", "second_jobs", "secret", "shadows"),
     *("signals", "slow_server", "sockets", "standbys", "started_again", "status_answers", "supervisor"),
     *("table_optimizers", "told_to_end", "torchrec", "transport", "unclosed", "unlocked", "web", "web_cluster"),
     *("web_page",),

@@ -1,4 +1,5 @@
-"""The script of docs/migrate.md and what its diffs make of it: run, with the losses of TorchRec's."""
+"""The script of docs/migrate.md and what its diffs make of it: run, with the losses of TorchRec's. And what
+docs/quickstart.md says of first losses."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from blocks import fenced
 from fake_session import FakeSession
 from places import ROOT
 
@@ -69,3 +71,20 @@ def test_the_script_and_its_diffs_train_alike(
     assert [session.step for session in in_memory] == [41, 41, 41]
     saved = torch.load(tmp_path / "model.pt")
     assert saved["tables.embedding_bags.users.weight"].shape == (1000, 8)
+
+
+def test_first_losses_are_those_of_torchrec_if_tables_draw_for_themselves(
+    in_memory: list[FakeSession], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def both(script: str) -> list[torch.Tensor]:
+        return [torch.tensor(printed(code, capsys)) for code in (script, patched(script, IMPORT))]
+
+    stock, ours = both(SCRIPT)
+    assert (stock - ours).abs().max() > 1e-4
+    seeded = fenced(ROOT / "docs" / "quickstart.md", "python")[1].partition("\n\nEmbeddingBagConfig")[0]
+    script = SCRIPT.replace("class Clicks", f"{seeded}\n\nclass Clicks")
+    for seed, feature in enumerate(("user", "ads")):
+        script = script.replace(f'feature_names=["{feature}"]', f'feature_names=["{feature}"], init_fn=seeded({seed})')
+    assert script.count("init_fn=seeded(") == 2
+    stock, ours = both(script)
+    torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-6)
