@@ -80,7 +80,7 @@ def test_the_readme_is_read_in_a_few_minutes() -> None:
 
 # --- names of the code -----------------------------------------------------------------------------------------------
 
-GUIDES = [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architecture.md", ROOT / "docs" / "glossary.md"]
+GUIDES = [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architecture.md", ROOT / "docs" / "contributing" / "glossary.md"]
 FILE = re.compile(r"(?<![\w/])([\w/]+\.py)(?::([\w.]*\w))?")
 MEMBER = re.compile(r"(?<![\w./:])([A-Z][A-Za-z]+)\.([a-z_]\w*)\b(?!\.md)")  # Class.method, wherever the class lives
 

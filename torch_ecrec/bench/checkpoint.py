@@ -548,7 +548,7 @@ def run(arguments: argparse.Namespace) -> int:
     header = experiment.header
     where = f"{header['processor']}, {header['cores']} cores, commit {header['commit']}, {header['date'][:10]}"
     text = "\n\n".join([f"`{header['command']}`: {where}.", *map(record.markdown, tables)])
-    (arguments.out / f"{experiment.name}.md").write_text(text + "\n")  # as docs/checkpoints.md has it
+    (arguments.out / f"{experiment.name}.md").write_text(text + "\n")  # as docs/contributing/checkpoint-costs.md has it
     shown = "\n".join(map(record.table, tables))
     return experiment.finish(content, lines, shown, lambda: draw(arguments.shape, blocks, samples))
 

@@ -44,7 +44,10 @@ def describe(
         model: as the script gives it to `torch_ecrec.DistributedModelParallel`; or that, made already.
         path: of the file.
         trainers: how many there will be; None: as many as the process group has. Of a model made already, as it has.
-        plan, sharders, seed, unprotected: as the script gives them.
+        plan: as the script gives it to `DistributedModelParallel`.
+        sharders: as the script gives them.
+        seed: as the script gives it.
+        unprotected: as the script gives it.
 
     Returns:
         What was written.

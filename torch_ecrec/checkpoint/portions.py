@@ -51,8 +51,9 @@ def save(
 
     Args:
         model: its keys begin with `model.`, those of its fused optimizer with `optimizer.`.
-        checkpoint_id, storage_writer: as in `torch.distributed.checkpoint.save`.
+        checkpoint_id: the folder, as in `torch.distributed.checkpoint.save`.
         more: other things to save, by name: optimizers' state dicts, numbers.
+        storage_writer: as in `torch.distributed.checkpoint.save`.
 
     Raises:
         ValueError: a name in `more` is taken.
@@ -74,8 +75,9 @@ def load(
 
     Args:
         model: see `save`.
-        checkpoint_id, storage_reader: as in `torch.distributed.checkpoint.load`.
+        checkpoint_id: the folder, as in `torch.distributed.checkpoint.load`.
         more: other things to load, by name; tensors are loaded in place.
+        storage_reader: as in `torch.distributed.checkpoint.load`.
 
     Returns:
         `more` as loaded. Hand it to whom it belongs: `optimizer.load_state_dict(...)`.
@@ -83,8 +85,8 @@ def load(
     Raises:
         ValueError: a name in `more` is taken, the checkpoint lacks a table or has another size of it. Nothing was
             loaded then.
-        CheckpointError: features come in another order than the model's plan has them (`state_dicts/columns.py`).
-            Nothing was loaded either.
+        CheckpointError: features come in another order than the model's plan has them. Nothing was loaded
+            either.
     """
     if (checkpoint_id is None) == (storage_reader is None):
         raise ValueError("one of `checkpoint_id` and `storage_reader` says where the checkpoint is")

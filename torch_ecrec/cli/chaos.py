@@ -1,4 +1,4 @@
-"""`torch-ecrec chaos`: disturbs real training at random and looks whether one bit differs. See docs/chaos.md."""
+"""`torch-ecrec chaos`: disturbs real training at random and compares every bit. See docs/contributing/chaos.md."""
 
 from __future__ import annotations
 

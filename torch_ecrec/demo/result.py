@@ -47,7 +47,7 @@ def arguments_json(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def assemble(arguments: argparse.Namespace, run: DemoRun, calm: DemoRun | None, error: str | None) -> dict[str, Any]:
-    """Returns the contents of result.json; docs/demo.md says what they mean."""
+    """Returns the contents of result.json; docs/contributing/demo-result.md says what they mean."""
     figures = run.figures()
     undisturbed = calm.figures() if calm is not None else None
     different = differences(figures, undisturbed) if undisturbed is not None else []

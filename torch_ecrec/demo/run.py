@@ -3,7 +3,7 @@
     run_demo(arguments)     `torch-ecrec demo`; arguments as in `cli/demo.py`, kills as in `kills.py`
 
 Everything is checked before the first process starts. Whatever ends a run, Ctrl-C included, ends all its processes.
-Writes DIR/result.json (docs/demo.md), DIR/recovery.png and DIR/logs.
+Writes DIR/result.json (docs/contributing/demo-result.md), DIR/recovery.png and DIR/logs.
 """
 
 from __future__ import annotations

@@ -87,9 +87,15 @@ class DistributedModelParallel(ShardedAtAllPaths):
     """A drop-in for `torchrec.distributed.DistributedModelParallel` whose tables survive the loss of servers.
 
     Args:
-        module, env, device, plan, sharders, init_data_parallel, init_parameters, data_parallel_wrapper: as in TorchRec.
-            A plan made with stock sharders is taken; its entries for what the servers serve are replaced. Of
-            `sharders`, those for other modules are used.
+        module: the model, unsharded, as in TorchRec.
+        env: as in TorchRec.
+        device: where the dense part is, as in TorchRec.
+        plan: as in TorchRec. A plan made with stock sharders is taken; its entries for what the servers serve are
+            replaced.
+        sharders: as in TorchRec. Those for modules that the servers do not serve are used.
+        init_data_parallel: as in TorchRec.
+        init_parameters: as in TorchRec.
+        data_parallel_wrapper: as in TorchRec.
         model_tracker_configs: refused: the trackers of TorchRec look into tables that are not in the trainers.
         session: the backend to use. None connects to the cluster that `settings` names, or starts a local one.
         settings: time limits and the cluster's address; None reads the environment.
@@ -108,9 +114,8 @@ class DistributedModelParallel(ShardedAtAllPaths):
         coverage: which modules the servers serve.
 
     Raises:
-        ValueError: a collection that cannot be served (see `table_specs`); a module that nobody would protect, a
-            sharder with a wish that the servers do not serve (`coverage.py`); something done to a table that would be
-            lost (`lost_changes.py`); a `session` of another job.
+        ValueError: a collection cannot be served; a module would be protected by nobody; a sharder has a wish that the
+            servers do not serve; something was done to a table that would be lost; `session` is of another job.
     """
 
     _attached: Attachment | None = None
@@ -214,7 +219,7 @@ class DistributedModelParallel(ShardedAtAllPaths):
             for epoch in batches.epochs(3):
                 for batch in batches: ...
 
-        A step has ended when the next batch is drawn (`attachment.py` has the rule). After a restart, dense weights,
+        A step has ended when the next batch is drawn. After a restart, dense weights,
         optimizers, schedulers, random states, the reader's place and everything else given here are as they were after
         the step that training goes on from (`steps_done`), and the loop goes on in the pass that it was in.
 
@@ -229,7 +234,7 @@ class DistributedModelParallel(ShardedAtAllPaths):
                 of tables come back whether `fused_optimizer` is among them or not.
             lr_scheduler: learning rate schedulers, of tables or of dense parameters.
             reader: where batches come from. With `state_dict` and `load_state_dict` (torchdata's `StatefulDataLoader`
-                has them) it is put back by its state; else by drawing again (`resume/reader.py` says how).
+                has them) it is put back by its state; else by drawing again.
                 Without a reader, put each step into `with model.step(): ...` if its batch is drawn at random.
             **stateful: anything else with `state_dict` and `load_state_dict`: counters, metrics, a gradient scaler.
 

@@ -38,8 +38,9 @@ class Servers:
     Args:
         code: k, r and the number of slots.
         memory_bytes: of the server of each slot, for its records, parities and logs; None: as much as it takes.
-        window_steps, wire: as in `Settings`.
+        window_steps: as in `Settings`.
         snapshot_every: as given to `DistributedModelParallel`. Logs must reach back as far.
+        wire: as in `Settings`.
     """
 
     code: CodeSpec = CodeSpec()

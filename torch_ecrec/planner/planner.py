@@ -143,12 +143,18 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
     """A drop-in for TorchRec's planner.
 
     Args:
-        topology, batch_size, proposer, partitioner, stats, constraints, **more: as of TorchRec's, but for `enumerator`.
-            `constraints` may have the sharding types "erasure_coded", "erasure_coded_table_wise" and
-            "erasure_coded_row_wise": the last two say how the slots share the table.
+        topology: as of TorchRec's.
+        batch_size: as of TorchRec's.
         servers: those that tables may be put on.
         unprotected: "refuse": only constraints leave tables to TorchRec. "snapshot", "allow" or "reset", as then given
             to `DistributedModelParallel`: the cheapest is taken.
+        proposer: as of TorchRec's.
+        partitioner: as of TorchRec's.
+        stats: as of TorchRec's.
+        constraints: as of TorchRec's. They may have the sharding types "erasure_coded", "erasure_coded_table_wise" and
+            "erasure_coded_row_wise": the last two say how the slots share the table.
+        callbacks: as of TorchRec's.
+        **more: what else TorchRec's takes, but for `enumerator`.
 
     Raises:
         ValueError: constraints that divide a collection, from `plan`; a plan with nothing on the servers.

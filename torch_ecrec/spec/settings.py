@@ -221,9 +221,11 @@ class Settings:
             damage is found where something is read for a repair or a checkpoint only.
         flip_on_signal: of a server; for `torch-ecrec chaos`. 1: a bit of a record flips at SIGUSR1, and of a parity at
             SIGUSR2.
-        spoil, spoil_step: of a server; for `torch-ecrec chaos --check-power`. This step of training is made wrongly,
-            and nobody is told: "drop", without one push; "twice"; "back", with one record as it was before; or "look",
-            rightly, and it is said what it changes. 0: none is.
+        spoil: of a server; for `torch-ecrec chaos --check-power`. How the step `spoil_step` is made wrongly, of which
+            nobody is told: "drop", without one push; "twice"; "back", with one record as it was before; or "look",
+            rightly, and it is said what it changes.
+        spoil_step: of a server; for `torch-ecrec chaos --check-power`. The step of training to which `spoil` happens;
+            0: none.
         launch: of a trainer, a word of whoever starts all trainers of a job, and starts them again: the same for all of
             them. A trainer of the same launch takes the place of another of its rank at once, one of another launch
             not while that lives. "": torchrun's `--rdzv-id` (`torch-ecrec run` and `--standalone` make one).
@@ -238,8 +240,9 @@ class Settings:
             there, which have no names and end with the process. "": all records are in memory.
         tier_memory_bytes: of a server with a tier: memory for records, parities and the logs of recent steps.
         tier_for: "all" records go to the tier as memory is needed, or "parities" alone: then no step waits for a disk.
-        experiment_mode, experiment_ranges: for experiments only. They give up what the protocol promises: see
-            `spec/experiment.py`. All members of a cluster must have the same; "" and 0: no experiment.
+        experiment_mode: for experiments only. It gives up what the protocol promises: see docs/experiments.md. All
+            members of a cluster must have the same; "": no experiment.
+        experiment_ranges: for experiments only, as `experiment_mode`; 0: no experiment.
     """
 
     join: str | None = None

@@ -140,7 +140,7 @@ def assemble(
     before: set[int],
     left_out: dict[str, str],
 ) -> dict[str, Any]:
-    """Returns the contents of chaos.json; docs/chaos.md says what they mean.
+    """Returns the contents of chaos.json; docs/contributing/chaos.md says what they mean.
 
     `before`: processes that existed before it; `left_out`: kinds of events that cannot be made here, and why.
     """
