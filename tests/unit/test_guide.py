@@ -1,0 +1,127 @@
+"""The documents as a site: whose pages are whose, how much there is to read, and that what they tell one to type is so."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from blocks import commands, fenced
+from pages import DOCS, navigation
+from places import ROOT
+
+import torch_ecrec
+from torch_ecrec import errors
+from torch_ecrec.cli.main import parser
+
+OF_CONTRIBUTORS, MADE = "For contributors", "Evidence"
+GENERATED = {DOCS / "reference.md"}  # of the user's sections: made by a command, `python -m torch_ecrec.cli.reference`
+THE_WAY = ("quickstart.md", "migrate.md", "hosts.md")  # from nothing to three protected hosts
+USERS = sorted(
+    {page for title, pages in navigation().items() if title not in (OF_CONTRIBUTORS, MADE) for page in pages}
+    - GENERATED
+)
+KNOWN_PATHS = ("design.md", "architecture.md", "protocol.md", "assumptions.md")  # contributors name them so
+SITE = ("mkdocs", "material", "mkdocstrings_handlers.python")
+
+
+def words(page: Path) -> int:
+    return len(page.read_text(encoding="utf-8").split())
+
+
+def test_every_page_is_in_one_section() -> None:
+    listed = [page for pages in navigation().values() for page in pages]
+    assert len(set(listed)) == len(listed)
+    assert set(DOCS.rglob("*.md")) == {*listed, DOCS / "performance-notes.md"}, "its text is the end of performance.md"
+
+
+def test_pages_of_contributors_are_apart() -> None:
+    of_contributors = navigation()[OF_CONTRIBUTORS]
+    assert {DOCS / name for name in KNOWN_PATHS} <= set(of_contributors)
+    apart = {page for page in of_contributors if page.name not in KNOWN_PATHS}
+    assert apart == set((DOCS / "contributing").glob("*.md"))
+
+
+def test_users_can_read_all_of_theirs() -> None:
+    assert sum(map(words, USERS)) <= 20_000, {page.name: words(page) for page in USERS}
+    assert sum(words(DOCS / name) for name in THE_WAY) <= 4_000
+
+
+def said_inline(page: Path) -> list[str]:
+    """Commands within a sentence or a cell: `torch-ecrec status --watch`."""
+    text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(code.split()) for code in re.findall(r"`(torch-ecrec [^`]+)`", text)]
+
+
+class _Refused(Exception):
+    pass
+
+
+def refused(line: str) -> str | None:
+    """Why `torch-ecrec` would not take a command line; `...` stands for more arguments, and a comment is no argument."""
+    line = re.sub(r"\w+=\S+ (?=torch-ecrec)", "", re.sub(r"\s[|&]\s.*|\s&$|\s>.*", "", line.replace("\\|", "|")))
+    typed = [word for word in shlex.split(line, comments=True) if word != "..."]
+    try:
+        words = [word for word in typed[1:] if word != ".../..."]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(argparse.ArgumentParser, "error", _refuse)
+            parser().parse_args(words)
+    except _Refused as error:
+        return f"{line}: {error}"
+    except SystemExit as error:  # --help, --version
+        return None if error.code in (0, None) else f"{line}: {error.code}"
+    return None
+
+
+def _refuse(self: argparse.ArgumentParser, message: str) -> None:
+    raise _Refused(message)
+
+
+@pytest.mark.parametrize("page", [*USERS, ROOT / "README.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_are_taken(page: Path) -> None:
+    lines = [line for line in commands(page) if "torch-ecrec " in line] + said_inline(page)
+    assert not [why for line in lines if (why := refused(line)) is not None]
+
+
+def test_a_command_that_is_not_there_is_found() -> None:
+    assert refused("torch-ecrec up --server 3 -k 2") is not None or refused("torch-ecrec up --sirvers 3") is not None
+    assert refused("torch-ecrec upp") is not None and refused("torch-ecrec settings --alll") is not None
+    assert refused("torch-ecrec up --servers 3 ...   # comment") is None
+
+
+@pytest.mark.parametrize("page", USERS, ids=lambda page: str(page.relative_to(DOCS)))
+def test_python_is_python_and_its_imports_are_there(page: Path) -> None:
+    for code in fenced(page, "python"):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch_ecrec":
+                module = importlib.import_module(node.module or "")
+                missing = [one.name for one in node.names if not hasattr(module, one.name)]
+                assert not [name for name in missing if importlib.util.find_spec(f"{node.module}.{name}") is None]
+
+
+def test_the_reference_has_the_public_names() -> None:
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^::: torch_ecrec\.(\S+)$", page, re.MULTILINE))
+    of_errors = {name for name in torch_ecrec.__all__ if hasattr(errors, name)}
+    assert set(torch_ecrec.__all__) - of_errors - {"__version__"} <= named and "errors" in named
+
+
+def test_the_site_is_built_without_a_warning_or_a_network(tmp_path: Path) -> None:
+    for module in SITE:
+        pytest.importorskip(module, reason=f"the site needs {module}: pip install -r requirements/site.txt")
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    command = [sys.executable, "-P", "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    env = {**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"}
+    ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    api = (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
+    assert all(f'id="torch_ecrec.{name}"' in api for name in ("DistributedModelParallel", "CodeSpec", "Settings"))
+    assert (tmp_path / "site" / "repository" / "examples" / "two_tower.py.html").exists()
