@@ -1,4 +1,4 @@
-"""The documents as a site: whose pages are whose, how much there is to read, and that what they tell one to type is so."""
+"""The documents as a site: whose pages are whose, how much users have to read, and that commands in them are taken."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from places import ROOT
 
 import torch_ecrec
 from torch_ecrec import errors
+from torch_ecrec.cli.bench import named_in
 from torch_ecrec.cli.main import parser
 
 OF_CONTRIBUTORS, MADE = "For contributors", "Evidence"
@@ -66,18 +67,18 @@ class _Refused(Exception):
 
 
 def refused(line: str) -> str | None:
-    """Why `torch-ecrec` would not take a command line; `...` stands for more arguments, and a comment is no argument."""
-    line = re.sub(r"\w+=\S+ (?=torch-ecrec)", "", re.sub(r"\s[|&]\s.*|\s&$|\s>.*", "", line.replace("\\|", "|")))
-    typed = [word for word in shlex.split(line, comments=True) if word != "..."]
+    """Why `torch-ecrec` would not take a command line. `...` stands for more arguments, and `PATH` for a value."""
+    command = re.sub(r"\s[|&]\s.*|\s&$|\s>.*", "", re.sub(r"^(\w+=\S+ )+", "", line))
+    typed = shlex.split(re.sub(r"(--\w+) \.\.\.", r"\1 MORE", command), comments=True)[1:]
+    named, whole = [word for word in typed if word != "..."], "..." not in typed and len(typed) > 1
     try:
-        words = [word for word in typed[1:] if word != ".../..."]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(argparse.ArgumentParser, "error", _refuse)
-            parser().parse_args(words)
+            parser(named_in(named)).parse_args(named)
     except _Refused as error:
-        return f"{line}: {error}"
-    except SystemExit as error:  # --help, --version
-        return None if error.code in (0, None) else f"{line}: {error.code}"
+        stands_for_a_value = re.search(r"invalid .*'[A-Z]+'", str(error))
+        lacks = re.search(r"are required: ", str(error)) and not whole
+        return None if stands_for_a_value or lacks else f"{line}: {error}"
     return None
 
 
@@ -92,9 +93,10 @@ def test_commands_are_taken(page: Path) -> None:
 
 
 def test_a_command_that_is_not_there_is_found() -> None:
-    assert refused("torch-ecrec up --server 3 -k 2") is not None or refused("torch-ecrec up --sirvers 3") is not None
-    assert refused("torch-ecrec upp") is not None and refused("torch-ecrec settings --alll") is not None
-    assert refused("torch-ecrec up --servers 3 ...   # comment") is None
+    for line in ("torch-ecrec up --sirvers 3", "torch-ecrec upp", "torch-ecrec bench train --shapp paper"):
+        assert refused(line) is not None
+    for line in ("X=1 torch-ecrec up --servers 3 ...  # so many", "torch-ecrec serve --join ... &", "torch-ecrec plan"):
+        assert refused(line) is None
 
 
 @pytest.mark.parametrize("page", USERS, ids=lambda page: str(page.relative_to(DOCS)))

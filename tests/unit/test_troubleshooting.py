@@ -99,6 +99,7 @@ def words(text: str) -> list[str]:
     return re.findall(r"[A-Za-z]{2,}", text)
 
 
+@functools.cache
 def pieces(pattern: str) -> list[str]:
     """What an entry says between the signs that stand for anything."""
     return [piece for piece in (plain(one) for one in pattern.split(ANY)) if words(piece) or piece in (";", ": ;")]
