@@ -27,7 +27,14 @@ MET_BY_USERS = (
     *("processes/restoring.py", "processes/supervisor.py", "processes/leadership.py", "processes/coordination.py"),
     *("coordinator/checkpoint_settings.py", "coordinator/settings.py", "coordinator/job.py"),
     *("coordinator/launches.py", "coordinator/election.py", "transport/control.py"),
-    *("transport/whereabouts.py", "transport/etcd.py", "transport/secret.py", "records/pages.py"),
+    *(
+        "transport/whereabouts.py",
+        "transport/etcd.py",
+        "transport/secret.py",
+        "records/pages.py",
+        "records/tiers/budget.py",
+        "records/tiers/disk.py",
+    ),
 )
 SAYS = re.compile(r"(?<!log\.)\b_?(require|refus\w*|fault|error|other|missing)$", re.IGNORECASE)
 ANY, LEAST_WORDS = "\N{HORIZONTAL ELLIPSIS}", 3
