@@ -130,9 +130,10 @@ endif
 docs: $(VENV)/.installed
 	@$(BIN)/python -m pytest -q tests/unit/test_docs.py tests/unit/test_guide.py tests/unit/test_troubleshooting.py
 
-# NO_MKDOCS_2_WARNING: the theme's advertisement of what comes after MkDocs.
+# Without --quiet, which leaves warnings out before --strict could count them. NO_MKDOCS_2_WARNING: the theme's
+# advertisement of what comes after MkDocs.
 site: $(VENV)/.installed
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --clean $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean $(ARGS)
 	@echo "build/site/index.html"
 
 # build/lib is removed first: setuptools would ship modules deleted since the last build.

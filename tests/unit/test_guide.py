@@ -116,14 +116,35 @@ def test_the_reference_has_the_public_names() -> None:
     assert set(torch_ecrec.__all__) - of_errors - {"__version__"} <= named and "errors" in named
 
 
-def test_the_site_is_built_without_a_warning_or_a_network(tmp_path: Path) -> None:
+def built(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """Builds the site of a folder with mkdocs.yml, where no network can be reached; warnings are errors."""
     for module in SITE:
         pytest.importorskip(module, reason=f"the site needs {module}: pip install -r requirements/site.txt")
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
-    command = [sys.executable, "-P", "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    command = [sys.executable, "-P", "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
     env = {**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"}
-    ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=600)
+
+
+def test_the_site_is_built_without_a_warning_or_a_network(tmp_path: Path) -> None:
+    ended = built(ROOT, tmp_path)
     assert ended.returncode == 0, ended.stderr[-4000:]
-    api = (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
+    api = (tmp_path / "api.html").read_text(encoding="utf-8")
     assert all(f'id="torch_ecrec.{name}"' in api for name in ("DistributedModelParallel", "CodeSpec", "Settings"))
-    assert (tmp_path / "site" / "repository" / "examples" / "two_tower.py.html").exists()
+    assert (tmp_path / "repository" / "examples" / "two_tower.py.html").exists()
+
+
+def test_a_broken_link_or_an_unlisted_page_is_no_site(tmp_path: Path) -> None:
+    outside = ("mkdocs.yml", "torch_ecrec", "examples", "deploy", "CONTRIBUTING.md", "CHANGELOG.md")
+    (tmp_path / "docs").mkdir()
+    for entry in [*(ROOT / name for name in outside), *DOCS.iterdir()]:
+        (tmp_path / entry.relative_to(ROOT)).symlink_to(entry)
+    for name, more in (("site.py", ""), ("limits.md", "\n[a](none.md) [b](hosts.md#none)\n")):
+        copy = tmp_path / "docs" / name
+        copy.unlink()
+        copy.write_text((DOCS / name).read_text(encoding="utf-8") + more, encoding="utf-8")
+    (tmp_path / "docs" / "unlisted.md").write_text("# Unlisted\n", encoding="utf-8")
+    ended = built(tmp_path, tmp_path / "site")
+    assert ended.returncode == 1
+    assert all(name in ended.stderr for name in ("'none.md'", "'#none'", "unlisted.md")), ended.stderr
+    assert "Aborted with 3 warnings" in ended.stdout + ended.stderr
