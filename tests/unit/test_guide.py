@@ -23,7 +23,7 @@ from torch_ecrec import errors
 from torch_ecrec.cli.bench import named_in
 from torch_ecrec.cli.main import parser
 
-OF_CONTRIBUTORS, MADE = "For contributors", "Evidence"
+OF_CONTRIBUTORS, MADE = "For contributors", "Evidence"  # the latter is made by commands, or says how it is made
 GENERATED = {DOCS / "reference.md"}  # of the user's sections: made by a command, `python -m torch_ecrec.cli.reference`
 THE_WAY = ("quickstart.md", "migrate.md", "hosts.md")  # from nothing to three protected hosts
 USERS = sorted(
