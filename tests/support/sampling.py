@@ -37,7 +37,17 @@ PROCESSES = (  # clusters of real processes, or many of them
     *("oracle_model_parallel", "oracle_optim", "oracle_pipelines", "oracle_sequences", "oracle_shardings"),
     *("public_names", "quickstart", "real_loops", "reduce", "rehearsal", "run", "second_jobs", "secret", "shadows"),
     *("signals", "slow_server", "sockets", "standbys", "started_again", "status_answers", "supervisor"),
-    *("table_optimizers", "told_to_end", "torchrec", "transport", "unclosed", "unlocked", "web", "web_cluster"),
+    *(
+        "table_optimizers",
+        "tiers_run",
+        "told_to_end",
+        "torchrec",
+        "transport",
+        "unclosed",
+        "unlocked",
+        "web",
+        "web_cluster",
+    ),
     *("web_page",),
 )
 LOOPS = ("attach", "compiled", "given_numbers", "loops", "managed", "mixed", "pipelines", "probe", "reader", "values")

@@ -486,7 +486,7 @@ def tier_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "--tier DIR and --memory SIZE go together: where records go, and how much memory they may take before",
     )
     require("tier" in found or not found, "--tier-for goes with --tier DIR and --memory SIZE")
-    if arguments.tier is not None:
+    if "tier" in found:
         check_folder(Path(found["tier"]))
     return found
 

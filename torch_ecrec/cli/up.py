@@ -30,6 +30,7 @@ from torch_ecrec.cli.arguments import (
 )
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.runtime.lifetime import on_signals
+from torch_ecrec.spec.settings import check_folder
 
 WHY = {
     3: ": data is lost. Begin with a checkpoint (--restore), or anew",
@@ -74,7 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
     checkpoints = checkpoint_arguments(arguments)  # complains before anything is started
     require_store(arguments)
     events = [] if arguments.events is None else ["--events", str(arguments.events.resolve())]
-    grace_s, tier = settings_of(arguments).grace_s, tier_environment(arguments)
+    settings, tier = settings_of(arguments), tier_environment(arguments)
+    if settings.tier:
+        check_folder(Path(settings.tier))
     if arguments.logs is not None:
         prepare_logs(arguments.logs)
     warm()
@@ -107,5 +110,5 @@ def run(arguments: argparse.Namespace) -> int:
             known = (DataLoss.exit_code, OtherCluster.exit_code)
             return cluster.ended if cluster.ended in known else ClusterUnavailable.exit_code
         if told == [signal.SIGTERM]:
-            await_trainers(cluster.status, grace_s, lambda: len(told) > 1 or cluster.ended is not None)
+            await_trainers(cluster.status, settings.grace_s, lambda: len(told) > 1 or cluster.ended is not None)
     return 0

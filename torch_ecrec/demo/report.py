@@ -179,6 +179,9 @@ def since(time_s: float | None, start_s: float) -> float | None:
     return None if time_s is None else round(time_s - start_s, 6)
 
 
+TIER_FIGURES = ("tier_memory_bytes", "tier_file_bytes", "tier_hits", "tier_misses", "tier_reads", "tier_written_bytes")
+
+
 class Record:
     """All that is known of one run.
 
@@ -460,6 +463,8 @@ class Record:
                 entry["parity_bytes"] = sum(one.parity_bytes for one in slots)
                 entry["log_bytes"] = sum(one.log_bytes for one in slots)
                 entry["snapshot_bytes"] = sum(one.snapshot_bytes for one in slots)
+                if any(one.tier for one in slots):
+                    entry |= {name: sum(getattr(one, name) for one in slots) for name in TIER_FIGURES}
                 servers.append(entry)
         return servers
 

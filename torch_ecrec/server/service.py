@@ -6,6 +6,7 @@ incarnation than the caller means is refused, which fences both stale callers an
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +14,10 @@ from typing import Any
 from torch_ecrec.codec.linear import LinearCode
 from torch_ecrec.durability import policy_of
 from torch_ecrec.durability.holdings import Holdings
+from torch_ecrec.errors import TierFailed
 from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.protocol import messages, wire
+from torch_ecrec.protocol.bounds import TEXT_MOST
 from torch_ecrec.protocol.messages import Known, Placement
 from torch_ecrec.protocol.status import Report
 from torch_ecrec.protocol.wellformed import MessageValidator
@@ -27,6 +30,8 @@ from torch_ecrec.server.slot import Slot
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.node import COMPLAINTS, Port
+
+log = logging.getLogger(__name__)
 
 # Each time that it looks has a price, in messages about parities above all; and the node is busy for 0.1 ms per MB.
 SCRUB_BYTES = 4e6
@@ -249,7 +254,14 @@ class Host(ServerProcess):
             held = arrival.settle()
         else:
             born = [0] * len(incarnations) if fresh else incarnations
-            held = self._holdings(job, index, incarnation, born, fresh, filled=renewal is not None)
+            try:
+                held = self._holdings(job, index, incarnation, born, fresh, filled=renewal is not None)
+            except TierFailed as error:
+                if incarnation:
+                    raise  # this server is lost; another one may have room
+                log.error("slot %d cannot begin: %s", index, error)
+                self.tell(messages.Unrecoverable(index, incarnation, f"{self.name}: {error}"[:TEXT_MOST]))
+                return
         policy = policy_of(job.code.protection, self.settings.experiment)
         slot = self.slots[index] = Slot(self, held, policy, self.settings, fresh, renewal, arrival)
         for renewal in self.renewals if fresh else ():

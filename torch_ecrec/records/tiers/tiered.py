@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 
 from torch_ecrec.codec import seals
 from torch_ecrec.codec.seals import SEAL_BYTES, SealsOf
+from torch_ecrec.errors import TierFailed
 from torch_ecrec.records.pages import Memory
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.records.store import First, Use, View
@@ -146,7 +147,8 @@ class TieredStore:
         self._steps = [1, 1]  # the calls of the last two steps
         self._halve_in = HALVE_AFTER
         self.hits = self.misses = self.damaged = 0
-        self._found: list[Positions] = []  # damaged ones, since the last `fetch`
+        self._found: list[Positions] = []  # damaged ones, since the last `take_damaged`
+        self._failed: TierFailed | None = None
 
     # RecordStore --------------------------------------------------------------------------------
 
@@ -154,6 +156,7 @@ class TieredStore:
         self._first = first
 
     def at(self, positions_U: Positions, use: Use) -> View:
+        self._require_whole()
         positions_U = np.ascontiguousarray(positions_U)
         self._next_call(use)
         bump, (mark, keep) = np.uint32(use in (Use.CHANGE, Use.FOLD)), _STATES[use]
@@ -172,12 +175,18 @@ class TieredStore:
             self._settle(np.unique(at_U[self._is(PENDING, at_U) & (at_U >= 0)]))
         return View(self._records_FB, self._seals_F, at_U)
 
+    def _require_whole(self) -> None:
+        """Raises what a write raised before: what is in frames and what is in the file may not fit since then."""
+        if self._failed is not None:
+            raise self._failed
+
     def _is(self, flag: int, frames_V: Positions) -> NDArray[np.bool_]:
         """Which frames have a flag in their state."""
         flags_V: NDArray[np.bool_] = self._meta_F[frames_V, 1] & flag != 0
         return flags_V
 
     def look(self, positions_U: Positions) -> View:
+        self._require_whole()
         records_UB = np.empty((len(positions_U), self.nbytes), np.uint8)
         seals_U = np.empty(len(positions_U), np.uint32)
         at_U = np.arange(len(positions_U))
@@ -416,8 +425,11 @@ class TieredStore:
         had_V = before_V != NO_PLACE
         if had_V.any():
             self._log.let_go(before_V[had_V].astype(np.int64))
-        places_V = self._log.append(records_XB.view(np.uint32), seals_X, at_V)
-        self._place_P[positions_V] = places_V
+        try:
+            self._place_P[positions_V] = self._log.append(records_XB.view(np.uint32), seals_X, at_V)
+        except TierFailed as error:
+            self._failed = error
+            raise
 
     # the file -----------------------------------------------------------------------------------
 
