@@ -183,6 +183,49 @@ def test_a_drain_is_asked_for(web: WebServer, made_up: MadeUp) -> None:
     assert len(made_up.drains) == 3
 
 
+def test_a_checkpoint_is_asked_for(web: WebServer, made_up: MadeUp) -> None:
+    assert ask(web, "/checkpoint", "POST", "{}", POST)[::2] == (200, "a checkpoint is being written\n")
+    assert made_up.checkpoints == 1
+    made_up.why = "no checkpoints are kept"
+    assert ask(web, "/checkpoint", "POST", "{}", POST)[::2] == (409, "no checkpoints are kept\n")
+    for body in ("", "{", "[]", '{"member": "server-1"}', "\0"):
+        assert ask(web, "/checkpoint", "POST", body, POST)[0] == 400, body
+    assert ask(web, "/checkpoint", "POST", "{}")[0] == 403 and ask(web, "/checkpoint")[0] == 405
+    assert made_up.checkpoints == 2
+
+
+def test_a_kill_is_done_only_where_it_is_allowed(made_up: MadeUp) -> None:
+    kill = '{"member": "server-1"}'
+    with watched(made_up) as web:
+        code, _, why = ask(web, "/kill", "POST", kill, POST)
+        assert code == 403 and "without --allow-kill" in why
+        assert Stream(web).first("hello")[0]["kill"] is False
+    assert made_up.kills == []
+    made_up.may_kill = True
+    with watched(made_up) as web:
+        assert Stream(web).first("hello")[0]["kill"] is True
+        assert ask(web, "/kill", "POST", kill, POST)[::2] == (200, "server-1 was killed\n")
+        made_up.why = "no member is called 'x'"
+        assert ask(web, "/kill", "POST", '{"member": "x"}', POST)[::2] == (409, "no member is called 'x'\n")
+        for body in ("", "{}", "[]", '{"member": 1}', '{"member": "a", "undo": true}'):
+            assert ask(web, "/kill", "POST", body, POST)[0] == 400, body
+        assert ask(web, "/kill", "POST", kill)[0] == 403 and ask(web, "/kill")[0] == 405
+        web.lead(None)
+        assert ask(web, "/kill", "POST", kill, POST)[0] == ask(web, "/checkpoint", "POST", "{}", POST)[0] == 503
+    assert made_up.kills == ["server-1", "x"]
+
+
+@pytest.mark.parametrize("path", ["/drain", "/checkpoint", "/kill"])
+def test_whoever_acts_proves_that_they_know_the_secret(path: str, guarded: WebServer, made_up: MadeUp) -> None:
+    made_up.may_kill = True
+    guarded.lead(made_up.cluster())
+    body = "{}" if path == "/checkpoint" else '{"member": "server-1"}'
+    assert ask(guarded, path, "POST", body, POST)[0] == 401
+    assert ask(guarded, path, "POST", body, {**POST, "Authorization": "Bearer wrong"})[0] == 401
+    assert (made_up.drains, made_up.checkpoints, made_up.kills) == ([], 0, [])
+    assert ask(guarded, path, "POST", body, {**POST, **BEARER})[0] == 200
+
+
 def test_members_of_a_coordinator_before_are_not_counted_again(web: WebServer, made_up: MadeUp) -> None:
     """Nobody has told this one that it takes the place of another, but members come that were there."""
     at, made_up.status = whole(step=500), whole(slots=0, step=0, members=[])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,13 +20,16 @@ from cluster_child import Orders
 from cluster_trainers import Child
 from conftest import wait_until
 from prometheus_client.parser import text_string_to_metric_families
-from test_cli import Command, command, refused
+from test_checkpointing import Trainers
+from test_cli import Command, command, join, refused
 from test_web import POST, Stream, ask
 from watched import SECRET
 
+from torch_ecrec.cli.main import main
 from torch_ecrec.processes import launch
 from torch_ecrec.web import place
 
+__all__ = ["join"]  # a fixture
 LIMIT_S = 300.0  # for anything that is waited for: only a hang reaches it
 ENVIRONMENT = {"TORCH_ECREC_HEARTBEAT_S": "0.2", "TORCH_ECREC_LEASE_S": "240", "OMP_NUM_THREADS": "1"}
 Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -140,6 +144,58 @@ def test_a_kill_a_rebuild_and_another_coordinator_are_watched(tmp_path: Path) ->
     assert all(event["time_s"] > 1e9 for event in events)
 
 
+def test_a_checkpoint_now_and_kills_from_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """None is due for a long time; a server and a trainer that are killed from there are lost, and training goes on."""
+    store, log = tmp_path / "store", tmp_path / "events.jsonl"
+    words = ["--servers", "3", "--spares", "1", "--http", "0", "--allow-kill", "--events", str(log)]
+    words += ["--checkpoint", str(store), "--checkpoint-every", "100000"]
+    with command("up", *words, environment=ENVIRONMENT) as up:
+        line = up.read_until(r"cluster at (\S+) \(.*watch it at http://127\.0\.0\.1:(\d+)/; Ctrl-C ends it")
+        join, at = line[1], Watched(("127.0.0.1", int(line[2])), {})
+
+        def post(path: str, body: str) -> tuple[int, str]:
+            code, _, text = ask(at, path, "POST", body, POST)  # type: ignore[arg-type]
+            return code, text
+
+        def states() -> list[str]:
+            return [json.loads(line)["event"] for line in log.read_text(encoding="utf-8").splitlines()]
+
+        trainers = Trainers(join, tmp_path / "trainers", steps=10_000)
+        try:
+            trainers.start()
+            up.wait_until("it trains", lambda: at.value("step") >= 3)
+            assert main(["checkpoint", "--join", join]) == 0
+            out = capsys.readouterr().out
+            step = int(re.findall(rf"written: \S+, of step (\d+), at {re.escape(str(store))}\n\Z", out)[0])
+            assert step > 0 and len(list(store.glob("*/manifest*"))) == 1, out
+            up.wait_until("a later step", lambda: at.value("step") > step)
+            assert post("/checkpoint", "{}") == (200, "a checkpoint is being written\n")
+            up.wait_until("it counts", lambda: at.status()["checkpoints"]["last_step"] > step)
+            assert at.status()["checkpoints"]["asked"] is None
+
+            victim = at.status()["slots"][1]["server"]
+            assert post("/kill", json.dumps({"member": victim})) == (200, f"{victim} was killed\n")
+            up.wait_until("it is lost", lambda: at.value("members", state="lost") == 1)
+            up.wait_until("its slot is whole again", lambda: at.value("slots", state="healthy") == 3)
+            code, why = post("/kill", json.dumps({"member": victim}))
+            assert code == 409 and f"no member is called '{victim}'" in why
+            dead = trainers.children[1]
+            assert post("/kill", '{"member": "trainer-1_0"}')[0] == 409
+            name = next(m["name"] for m in at.status()["members"] if m["role"] == "trainer" and m["rank"] == 1)
+            assert post("/kill", json.dumps({"member": name}))[0] == 200
+            assert dead.wait(LIMIT_S) == -signal.SIGKILL
+            up.wait_until("that is told", lambda: states().count("killed") == 2 and "era" in states())
+        finally:
+            trainers.end()
+        assert up.interrupt(signal.SIGINT) == 0
+
+
+def test_a_checkpoint_where_none_is_kept(join: str, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(
+        ["checkpoint", "--join", join], "no checkpoints are kept: start the coordinator with --checkpoint URL", capsys
+    )
+
+
 # --- refused at the start ---------------------------------------------------------------------------------------------
 
 
@@ -160,6 +216,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--http", "0.0.0.0:0"], "--http 0.0.0.0:0: whoever reaches it could drain servers"),
         (["--http", "10.0.0.1:9464"], "ssh -L 9464:127.0.0.1:9464"),
+        (["--allow-kill"], "--allow-kill is of the live page, and none is served: add --http PORT"),
         (["--events", "/nowhere/at/all"], "--events: /nowhere/at/all cannot be written: No such file or directory"),
         (["--events", "/"], "--events: / cannot be written: Is a directory"),
     ],

@@ -87,7 +87,8 @@ def test_what_an_operator_sees(tmp_path: Path) -> None:
         assert "What to do: " in await page.ask("document.querySelector('#wrong').textContent")
         assert await page.ask("document.querySelector('#slots progress:not([hidden])').value") == 0.43
         await page.until(
-            "document.querySelector('#events').textContent.includes('server-1 is lost, with slot 1')", "event"
+            "document.querySelector('#events').textContent.includes('its process is gone; it hosted slots 1')",
+            "event",
         )
         await page.until("document.querySelector('svg .mark[data-tone=ERROR]')", "a mark on the throughput")
         await page.until("document.querySelector('#live').textContent.startsWith('WARN')", "a screen reader is told")
@@ -208,6 +209,66 @@ def test_by_keyboard_and_for_screen_readers(tmp_path: Path) -> None:
     shown(tmp_path, made_up, look, "status of 409")
 
 
+def test_a_checkpoint_and_a_kill_are_confirmed_done_and_said(tmp_path: Path) -> None:
+    made_up = MadeUp()
+    made_up.may_kill = True
+    confirm = "document.querySelector('#ask-yes').click()"
+    live = "document.querySelector('#live').textContent"
+
+    async def look(page: Page, web: Any) -> None:
+        await page.until(f"{STATE} === 'OK'", "all is well")
+        nodes = (await page.call("Accessibility.getFullAXTree"))["nodes"]
+        buttons = {one["name"]["value"] for one in nodes if not one["ignored"] and one["role"]["value"] == "button"}
+        assert {"Checkpoint now", "Kill server-0", "Kill trainer-1"} <= buttons
+        await page.ask("document.querySelector('#checkpoint-now').focus()")
+        await page.press("Enter", windowsVirtualKeyCode=13, text="\r")
+        await page.until("document.querySelector('dialog').open", "it asks first")
+        assert "s3://bucket/run" in await page.ask("document.querySelector('#ask-text').textContent")
+        assert await page.ask(f"{FOCUS}.id") == "ask-no", "who presses Enter without reading does nothing"
+        await page.press("Enter", windowsVirtualKeyCode=13, text="\r")
+        await page.until("!document.querySelector('dialog').open", "no")
+        assert made_up.checkpoints == 0
+        await page.ask(f"askCheckpoint(); {confirm}")
+        await page.until(f"{live} === 'a checkpoint is being written'", "a screen reader is told")
+        assert made_up.checkpoints == 1
+        web.happened({"event": "checkpointed", "name": "c", "step": 7, "base": "", "bytes": 5, "seconds": 1.0})
+        await page.until(f"{live} === 'a checkpoint of step 7 was written, in 1.0 s'", "and when it is done")
+
+        await page.ask("[...document.querySelectorAll('.kill')].find((b) => b.ariaLabel === 'Kill server-1').click()")
+        await page.until("document.querySelector('dialog').open", "it asks first")
+        assert "rebuilt elsewhere" in await page.ask("document.querySelector('#ask-text').textContent")
+        await shoot(page, "page-kill")
+        await page.press("Escape", windowsVirtualKeyCode=27)
+        await page.until("!document.querySelector('dialog').open", "no")
+        assert made_up.kills == []
+        await page.ask(f"askKill('server-1', 'server'); {confirm}")
+        await page.until(f"{live} === 'server-1 was killed'", "a screen reader is told")
+        assert made_up.kills == ["server-1"]
+        safe = made_up.status.redundancy
+        assert safe is not None
+        made_up.status = replace(made_up.status, redundancy=replace(safe, losses=0))
+        await page.until("status.redundancy.losses === 0", "it knows")
+        await page.ask("askKill('server-2', 'server')")
+        assert "NO SERVER MAY BE LOST" in await page.ask("document.querySelector('#ask-text').textContent")
+        made_up.why = "no member is called 'server-2'"
+        await page.ask(confirm)
+        await page.until(f"{live}.startsWith('Refused: no member')", "or why not")
+        made_up.status = replace(made_up.status, checkpoints=None)
+        await page.until("document.querySelector('#checkpoint-now').hidden", "there is nowhere to write one")
+
+    shown(tmp_path, made_up, look, "status of 409")
+
+
+def test_who_may_not_kill_is_shown_no_way_to(tmp_path: Path) -> None:
+    async def look(page: Page, web: Any) -> None:
+        await page.until(f"{STATE} === 'OK'", "all is well")
+        assert await page.ask("[...document.querySelectorAll('.kill')].every((one) => one.hidden)")
+        await page.ask("askKill('server-1', 'server'); document.querySelector('#ask-yes').click()")
+        await page.until("document.querySelector('#note').textContent.includes('--allow-kill')", "refused by name")
+
+    shown(tmp_path, MadeUp(), look, "status of 403")
+
+
 def test_when_the_coordinator_is_started_again_the_page_reconnects_and_says_so(tmp_path: Path) -> None:
     made_up = MadeUp()
 
@@ -224,7 +285,8 @@ def test_when_the_coordinator_is_started_again_the_page_reconnects_and_says_so(t
             assert "reconnected" in await page.ask("document.querySelector('#note').textContent")
             events = "document.querySelector('#events').textContent"
             await page.until(
-                f"{events}.includes('server-8') && {events}.includes('goes on with 1 member')", "old and new"
+                f"{events}.includes('server-8') && {events}.includes('go on with this coordinator: server-0')",
+                "old and new",
             )
 
     shown(tmp_path, made_up, look, "ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_INCOMPLETE_CHUNKED")

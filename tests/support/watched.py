@@ -24,13 +24,15 @@ class MadeUp:
     """A coordinator that says what a test wants, on another thread.
 
     Attributes:
-        status: that it says. `asked`: how often it did. `drains`: what it was asked for. `why`: it refuses these.
+        status: that it says. `asked`: how often it did. `drains`, `checkpoints`, `kills`: what it was asked for.
+        why: it refuses these. `may_kill`: somebody has allowed it.
         silent: it does not answer.
     """
 
     def __init__(self, status: Status | None = None) -> None:
         self.status = whole() if status is None else status
         self.asked, self.drains, self.why, self.silent = 0, list[tuple[str, bool]](), "", False
+        self.checkpoints, self.kills, self.may_kill = 0, list[str](), False
         self.step: Callable[[Status], Status] = lambda status: status  # before each answer
 
     def cluster(self, again: bool = False) -> Cluster:
@@ -47,9 +49,19 @@ class MadeUp:
             self.drains.append((what, undo))
             return self.why
 
+        def checkpoint() -> str:
+            self.checkpoints += 1
+            return self.why
+
+        def kill(name: str) -> str:
+            self.kills.append(name)
+            return self.why
+
         return Cluster(
             lambda done: answer(done, status),
             lambda what, undo, done: answer(done, lambda: drain(what, undo)),
+            lambda done: answer(done, checkpoint),
+            (lambda name, done: answer(done, lambda: kill(name))) if self.may_kill else None,
             "10.0.0.1:29400",
             again,
         )

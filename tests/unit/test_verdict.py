@@ -352,9 +352,9 @@ def test_events_are_told_in_words() -> None:
         tag, form = kind.__struct_config__.tag, FORMS.get(kind.__struct_config__.tag)
         fields = set(kind.__struct_encode_fields__)
         if form is not None:
-            assert set(re.findall(r"{(\w+)", form)) <= fields, tag
+            assert set(re.findall(r"{(\w+)", form.says)) <= fields, tag
     lost = {"event": "lost", "member": "server-1", "why": "its process is gone", "slots": [1]}
-    assert told(lost) == "server-1 was lost: its process is gone; it hosted slots [1]"
+    assert told(lost) == "server-1 was lost: its process is gone; it hosted slots 1"
     assert told({**lost, "slots": []}) == "server-1 was lost: its process is gone"
     assert told({"event": "of_tomorrow", "slot": 3}) == "of tomorrow, slot 3"
     assert told({"event": "lost"}) == "lost", "of another version"

@@ -412,6 +412,15 @@ def add_watching(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="the coordinator writes its events there, a line of JSON each; a file of 10 MiB is renamed to FILE.1",
     )
+    _add_allow_kill(group.add_argument)
+
+
+def _add_allow_kill(add: Callable[..., object]) -> None:
+    add(
+        "--allow-kill",
+        action="store_true",
+        help="the live page (--http) may kill a server or a trainer, to see what happens then (default: it is refused)",
+    )
 
 
 def require_watchable(arguments: argparse.Namespace) -> None:
@@ -423,11 +432,20 @@ def require_watchable(arguments: argparse.Namespace) -> None:
     """
     from torch_ecrec.observe.event_log import require_writable
 
+    require_http(arguments)
+    if arguments.events is not None:
+        require_writable(arguments.events)
+
+
+def require_http(arguments: argparse.Namespace) -> None:
+    """Checks, before anything starts, that `--http` and `--allow-kill` can be done. Raises ValueError: says why not."""
     if arguments.http is not None:
         require_packages()
         require(arguments.http.loopback or bool(own_secret()), why_open(arguments.http))
-    if arguments.events is not None:
-        require_writable(arguments.events)
+    require(
+        arguments.http is not None or not arguments.allow_kill,
+        "--allow-kill is of the live page, and none is served: add --http PORT",
+    )
 
 
 def size(text: str) -> int:

@@ -87,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         leader_lease_s=arguments.leader_lease,
         http=arguments.http,
         events=arguments.events,
+        allow_kill=arguments.allow_kill,
     )
     try:
         return run_coordinator(told, sys.stdout)

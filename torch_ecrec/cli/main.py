@@ -19,6 +19,7 @@ import torch_ecrec
 from torch_ecrec.cli import (
     bench,
     chaos,
+    checkpoint,
     checkpoints,
     coordinator,
     demo,
@@ -67,6 +68,7 @@ COMMANDS: dict[str, Command] = {  # in the order of `--help`
     "up": up,
     "status": status,
     "drain": drain,
+    "checkpoint": checkpoint,
     "checkpoints": checkpoints,
     "coordinator": coordinator,
     "plan": plan,

@@ -92,7 +92,12 @@ def run(arguments: argparse.Namespace) -> int:
         logs=arguments.logs,
         environment=tier,
         told=lambda: bool(told),
-        coordinator=[*checkpoints, *["--drain-slow"] * arguments.drain_slow, *events],
+        coordinator=[
+            *checkpoints,
+            *["--drain-slow"] * arguments.drain_slow,
+            *["--allow-kill"] * arguments.allow_kill,
+            *events,
+        ],
         http=arguments.http,
     ) as cluster:
         if arguments.end_with_parent:

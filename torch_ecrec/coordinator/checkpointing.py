@@ -5,6 +5,8 @@
     capturing     one step was chosen, and every slot writes its records as of it, while training goes on
     committing    all parts are durable: the manifest is written, last, by the ledger
 
+Somebody may ask for one that is not due (`ask`): it begins as soon as it can, and is of a later step than any before.
+
 A checkpoint is void when the host of a slot is lost, since it does not know what the one before has written, when a
 slot gives up, or when it takes too long; then another is tried, with a pause that grows. Nothing of this stops training
 or changes what it does, and the last checkpoint that counts goes on to count.
@@ -167,6 +169,7 @@ class Checkpointing:
         self._now_s = 0.0  # as of the last tick
         self._due: int | None = None  # steps of training
         self._next_s: float | None = None  # by time
+        self._asked: int | None = None  # somebody wants one of a later step than this
         self._not_before_s = 0.0
         self._void = 0  # one after the other
         self._full = True  # the next one is
@@ -213,11 +216,36 @@ class Checkpointing:
         by_time = self._next_s is not None and now_s >= self._next_s
         if not whole:
             return
-        if by_time or self._due is not None:
+        if by_time or self._due is not None or self._asked is not None:
             if now_s >= self._not_before_s:
-                self._begin(now_s, self._due)
+                self._begin(now_s, self._due if self._asked is None else None)
         elif self.saving.is_due(now_s):
             self._begin(now_s, self.saving.due, save=True)
+
+    def ask(self, after: int | None, step: int) -> str:
+        """Somebody wants a checkpoint now; returns why there is none to come, or "".
+
+        Args:
+            after: of a later step of training than this; None: than the last, or one that is being written.
+            step: of training, where it is, as far as is known.
+        """
+        if not self.wanted:
+            return (
+                "no checkpoints are kept: start the coordinator with --checkpoint URL --checkpoint-every N, which say"
+                " where and how often"
+            )
+        if self._job.fatal is not None:
+            return f"the cluster has stopped: {self._job.fatal}"
+        if after is None:
+            if self.last and step <= self.last_done:
+                return f"the last checkpoint is of step {self.last_done}, and no later step is trained"
+            running = self._running.order if self._running is not None and not self._running.save else None
+            covered = running is not None and step <= running.done
+            after = self.last_done if running is None or covered else running.done
+        if after >= self.last_done:
+            self._asked = after if self._asked is None else max(self._asked, after)
+            self._not_before_s = self._now_s
+        return ""
 
     def _look_after(self, running: _Running, now_s: float, whole: bool) -> None:
         if now_s > running.since_s + self.settings.timeout_s:
@@ -277,7 +305,8 @@ class Checkpointing:
             return
         assert self._job.spec is not None
         chosen = choose(running.shown, self._job.spec.trainers, running.wanted)
-        if chosen is None or chosen[1] <= max(self.last_done, self.saving.known.newest if running.save else 0):
+        least = max(self.last_done, self.saving.known.newest if running.save else self._asked or 0)
+        if chosen is None or chosen[1] <= least:
             return  # asked again, a little later
         step, done, dense_of = chosen
         settings, full = self.settings, "" if self._full else self._base
@@ -339,6 +368,8 @@ class Checkpointing:
         self._full = full or self.settings.policy == "full"
         self.last, self.last_done, self.last_s = order.folder, order.done, self._now_s
         self._running, self._due, self.failing, self._void = None, None, "", 0
+        if self._asked is not None and order.done > self._asked:
+            self._asked = None
         self._next_s = self._now_s + self.settings.every_s if self.settings.every_s else None
         self._announce(events.Checkpointed(order.folder, order.done, order.base, *self._cost(running)))
 
@@ -423,6 +454,7 @@ class Checkpointing:
             failing=self.failing,
             failing_for_s=round(self._now_s - self.failing_since_s, 1) if self.failing else None,
             saves=self.saving.status() if self.saving.wanted else None,
+            asked=self._asked,
         )
 
 

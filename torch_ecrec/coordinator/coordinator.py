@@ -194,6 +194,21 @@ class Coordinator:
         """Everything that `torch-ecrec status` shows, but for what its `Router` knows."""
         return status_of(self._state, now_s)
 
+    def checkpoint(self, after: int | None) -> str:
+        """Somebody wants a checkpoint now: see `Checkpointing.ask`."""
+        state = self._state
+        return state.checkpointing.ask(after, state.progress.step or state.job.step)
+
+    def kill(self, name: str) -> str:
+        """Somebody wants to see a member die: it is told to. Returns why not, or ""."""
+        member = self.members.get(name)
+        if member is None or not member.present:
+            there = ", ".join(one.name for one in self._state.members.present())
+            return f"no member is called {name!r}; there are {there or 'none'}"
+        self._announce(events.Killed(name))
+        self._send(name, messages.Die())
+        return ""
+
     # joining ------------------------------------------------------------------------------------
 
     def refusal(self, join: Join) -> str | None:

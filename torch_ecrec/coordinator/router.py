@@ -87,9 +87,10 @@ class Router:
         looks: what the cluster begins with is not known yet: joins are held until `begin_with` says, or until members
             of before have rejoined who know what is trained.
         ledger: writes manifests of checkpoints; None: nobody does.
-        led: since which revision of etcd this coordinator leads. Who enters, stops the cluster or drains a server, and
-            means one that led before, is not heard: while this one stood by, the words waited at its port, and are not
-            true, or not wanted, any more. Who was given its address (0) means nobody else, and is heard.
+        led: since which revision of etcd this coordinator leads. Who enters, stops the cluster, drains a server or asks
+            for a checkpoint, and means one that led before, is not heard: while this one stood by, the words waited at
+            its port, and are not true, or not wanted, any more. Who was given its address (0) means nobody else, and is
+            heard.
     """
 
     def __init__(
@@ -176,8 +177,10 @@ class Router:
                 self._watchers[peer] = None
                 peer.admit()
             self._say_status(peer, now_s)
-        elif isinstance(word, messages.Drain):
-            if why := self.drain(word.what, word.undo):
+        elif isinstance(word, (messages.Drain, messages.AskCheckpoint)):
+            asks_drain = isinstance(word, messages.Drain)
+            why = self.drain(word.what, word.undo) if asks_drain else self.core.checkpoint(word.after)
+            if why:
                 self.refuse(peer, why, now_s)
             else:
                 self._say_status(peer, now_s)
@@ -200,6 +203,13 @@ class Router:
         if self.core.regathering:
             return "members of the coordinator before come first"
         return self.core.drain(what, undo)
+
+    def kill(self, name: str) -> str:
+        """Tells a member to end at once; returns why it cannot be told, or ""."""
+        member = self.core.members.get(name)
+        if member is not None and member.present and name not in self._connections:
+            return f"{name} has no connection just now: it cannot be told"
+        return self.core.kill(name)
 
     def _is_of_before(self, word: ForLeader) -> bool:
         """It was meant for another leader, which has led before."""

@@ -79,6 +79,12 @@ class Lost(Happened, frozen=True, tag="lost"):
     slots: list[int]
 
 
+class Killed(Happened, frozen=True, tag="killed"):
+    """A member was told to end at once, since a person asked for it on the live page (`--allow-kill`)."""
+
+    member: str
+
+
 class Cut(Happened, frozen=True, tag="cut"):
     """Members that can reach the coordinator cannot reach each other. `pairs`: who complains of whom.
 
@@ -347,6 +353,7 @@ AnyEvent = (
     | TurnedAway
     | MemberLeft
     | Lost
+    | Killed
     | Cut
     | StandsStill
     | GoesOn

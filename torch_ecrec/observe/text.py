@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch_ecrec.observe.verdict import JOIN, SILENT_S, Verdict, goes_on, rate_of, redundancy_of, verdict_of
@@ -191,51 +193,98 @@ def format_recent(recent: Recent) -> str:
 
 
 def told(event: Mapping[str, Any]) -> str:
-    """Returns an event (`events.json_of`) as a clause for people."""
-    more = {name: value for name, value in event.items() if name != "event"}
+    """Returns an event (`events.json_of`) as a clause for people; "": another event tells it."""
+    return telling(event).says
+
+
+@dataclass(frozen=True)
+class Telling:
+    """An event as people are told it, in a log or on a page.
+
+    Attributes:
+        says: a clause, in a form with the event's fields in braces; "": another event tells it.
+        tone: how good it is: OK, WARN, ERROR, or NONE, where it is neither.
+        sign: a character that stands for it.
+        marked: whether a picture of the throughput has a mark of it.
+    """
+
+    says: str
+    tone: str = "NONE"
+    sign: str = "·"
+    marked: bool = False
+
+
+def telling(event: Mapping[str, Any]) -> Telling:
+    """Returns how an event is told. One of another version is told as it is."""
+    more = {name: value for name, value in event.items() if name not in ("event", "time_s")}
     kind = str(event.get("event", ""))
-    form = NOTHING_LOST if kind == "lost" and not more.get("slots") else FORMS.get(kind)
+    form = EMPTY.get(kind) if kind in EMPTY and not more.get(EMPTY_OF[kind]) else FORMS.get(kind)
     if form is not None:
-        try:
-            return form.format(**more)
-        except (KeyError, ValueError, IndexError, AttributeError):
-            pass  # of another version: as it is
-    return ", ".join([kind.replace("_", " "), *(f"{name} {value}" for name, value in more.items())])
+        with contextlib.suppress(KeyError, ValueError, IndexError, AttributeError, TypeError):  # of another version
+            return replace(form, says=form.says.format(**{name: _shown(value) for name, value in more.items()}))
+    return Telling(", ".join([kind.replace("_", " "), *(f"{name} {value}" for name, value in more.items())]))
 
 
-NOTHING_LOST = "{member} was lost: {why}"
+def _shown(value: Any) -> Any:
+    """A field of an event as it stands in a clause: of a list, what is in it."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    return ", ".join(" and ".join(map(str, one)) if isinstance(one, (list, tuple)) else str(one) for one in value)
+
+
+EMPTY_OF = {"lost": "slots", "cut": "fenced", "at_risk": "domains"}  # of which an empty list is told otherwise
+EMPTY = {
+    "lost": Telling("{member} was lost: {why}", "ERROR", "✕", True),
+    "cut": Telling("members cannot reach each other: {pairs}; {why}", "ERROR", "✕", True),
+    "at_risk": Telling("no failure domain is at risk any more", "OK", "●"),
+}
 FORMS = {
-    "joined": "{member} joined (pid {pid})",
-    "back": "{member} is connected again",
-    "turned_away": "{member} of another cluster, {run}, was turned away: {why}",
-    "left": "{member} left, as it was done",
-    "lost": "{member} was lost: {why}; it hosted slots {slots}",
-    "cut": "members cannot reach each other: {pairs}; given up: {fenced} {why}",
-    "stands_still": "training stands, and waits for {members}: {why}",
-    "goes_on": "training goes on: all who were silent are back, or were given up",
-    "slow": "training waits for {member}",
-    "not_slow": "training waits for {member} no more",
-    "regathering": "this coordinator was started in place of another",
-    "regathered": "all go on with this coordinator: {members}",
-    "placed": "every slot has a server",
-    "moved": "a slot has moved: epoch {epoch}",
-    "stayed": "a slot stays where it is, as it could not move: epoch {epoch}",
-    "drained": "{member} has no slot any more",
-    "draining": "the slots of {member} move away: {why}",
-    "at_risk": "failure domains that must not be lost: {domains}",
-    "slot rebuilt": "slot {slot} has all its records again",
-    "damaged": "slot {slot} has found damage: {what}",
-    "mended": "slot {slot} has mended damage",
-    "going back": "all go back to step {step}",
-    "resumable": "training can go on after step {step}",
-    "checkpointed": "a checkpoint of step {step} was written, in {seconds:.1f} s",
-    "saved": "rows of step {step} were saved, in {seconds:.1f} s",
-    "checkpoint_void": "a checkpoint of step {step} failed: {reason}",
-    "went_beyond": "more was lost than parity repairs: all begin again at step {step}, from checkpoint {name}",
-    "began_anew": "the cluster begins anew: nobody is left who knows what was trained",
-    "job_forgotten": "another job has come: {difference}",
-    "recovered_partly": "NOT EXACT: slots {slots} took their records of step {step} from checkpoint {name}",
-    "not_exact": "NOT EXACT from step {step} on: {what}",
-    "fatal": "the job has stopped: {reason}",
-    "refused": "{messages} messages were refused, the last from {from}: {why}",
+    "joined": Telling("{member} joined (pid {pid})", "NONE", "+"),
+    "back": Telling("{member} is connected again, and has lost nothing", "OK", "+"),
+    "turned_away": Telling("{member} of another cluster, {run}, was turned away: {why}", "WARN", "!"),
+    "left": Telling("{member} left, as it was done", "NONE", "−"),
+    "lost": Telling("{member} was lost: {why}; it hosted slots {slots}", "ERROR", "✕", True),
+    "killed": Telling("{member} was told to end at once, from the live page", "WARN", "✕", True),
+    "cut": Telling("members cannot reach each other: {pairs}; given up: {fenced} {why}", "ERROR", "✕", True),
+    "stands_still": Telling("training stands, and waits for {members}: {why}", "WARN", "■", True),
+    "goes_on": Telling("training goes on: all who were silent are back, or were given up", "OK", "▶", True),
+    "slow": Telling("training waits for {member} {share:.0%} of the time", "WARN", "■"),
+    "not_slow": Telling("training waits for {member} no more", "OK", "▶"),
+    "roster": Telling(""),
+    "regathering": Telling(
+        "this coordinator was started in place of another, and asks members what they know", "WARN", "↻"
+    ),
+    "regathered": Telling("all go on with this coordinator: {members}", "OK", "▶", True),
+    "placed": Telling("every slot has a server", "OK", "●"),
+    "re-placed": Telling("slots have new hosts: epoch {epoch}", "NONE", "→"),
+    "moved": Telling("a slot has moved: epoch {epoch}", "NONE", "→", True),
+    "stayed": Telling("a slot stays where it is, as it could not move: epoch {epoch}", "NONE", "→"),
+    "kept": Telling(""),
+    "drained": Telling("{member} has no slot any more, and may be stopped", "OK", "●"),
+    "draining": Telling("the slots of {member} move away: {why}", "WARN", "→"),
+    "at_risk": Telling("failure domains that must not be lost: {domains}", "WARN", "!"),
+    "ready": Telling(""),
+    "re-hosted": Telling("slot {slot} is served again, and repaired meanwhile", "NONE", "▶"),
+    "rebuilt": Telling(""),
+    "slot rebuilt": Telling("slot {slot} has all its records again", "OK", "●", True),
+    "damaged": Telling("slot {slot} has found damage: {what}", "ERROR", "✕", True),
+    "mended": Telling("slot {slot} has mended damage", "OK", "●"),
+    "era": Telling("trainers were lost: era {era} begins", "WARN", "↻", True),
+    "going back": Telling("all go back to step {step}", "WARN", "↻"),
+    "resumable": Telling("training can go on after step {step}", "OK", "▶", True),
+    "checkpoint_begun": Telling("a checkpoint of step {step} is being written", "NONE", "▽"),
+    "checkpointed": Telling("a checkpoint of step {step} was written, in {seconds:.1f} s", "OK", "▼", True),
+    "saved": Telling("rows of step {step} were saved, in {seconds:.1f} s", "NONE", "▼"),
+    "checkpoint_void": Telling("a checkpoint of step {step} failed: {reason}", "WARN", "✕", True),
+    "went_beyond": Telling(
+        "more was lost than parity repairs: all begin again at step {step}, from checkpoint {name}", "ERROR", "↻", True
+    ),
+    "began_anew": Telling("the cluster begins anew: nobody is left who knows what was trained", "ERROR", "↻"),
+    "job_forgotten": Telling("another job has come: {difference}", "WARN", "↻"),
+    "recovered_partly": Telling(
+        "NOT EXACT: slots {slots} took their records of step {step} from checkpoint {name}", "ERROR", "✕", True
+    ),
+    "not_exact": Telling("NOT EXACT from step {step} on: {what}", "WARN", "!"),
+    "fatal": Telling("the job has stopped: {reason}", "ERROR", "✕", True),
+    "refused": Telling("{messages} messages were refused, the last from {from}: {why}", "WARN", "!"),
 }

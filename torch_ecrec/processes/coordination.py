@@ -69,6 +69,7 @@ class Coordination:
         leader_lease_s: of the one that leads; see `LeaderLease`.
         http: where metrics, status and a page are served; None: they are not.
         events: the file where events are written; None: none is.
+        allow_kill: who watches over HTTP may have servers and trainers killed.
     """
 
     host: str
@@ -87,6 +88,7 @@ class Coordination:
     leader_lease_s: int = 2
     http: Place | None = None
     events: Path | None = None
+    allow_kill: bool = False
 
 
 def run_coordinator(told: Coordination, out: IO[str]) -> int:
@@ -379,7 +381,14 @@ class _Coordinator:
         def drain(what: str, undo: bool, done: Callable[[str], None]) -> None:
             self._do_soon(lambda: done(self._router.drain(what, undo)))
 
-        return Cluster(ask_status, drain, self._told.elect or text_of(self._server.address), again)
+        def checkpoint(done: Callable[[str], None]) -> None:
+            self._do_soon(lambda: done(self._router.core.checkpoint(None)))
+
+        def kill(name: str, done: Callable[[str], None]) -> None:
+            self._do_soon(lambda: done(self._router.kill(name)))
+
+        join = self._told.elect or text_of(self._server.address)
+        return Cluster(ask_status, drain, checkpoint, kill if self._told.allow_kill else None, join, again)
 
     def _probe(self, name: str, number: int, address: tuple[str, int]) -> None:
         def on_probed(found: str) -> None:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -284,6 +286,8 @@ class Member:
                 self._follow(effect.roster)
             elif isinstance(effect, membership.Note):
                 log.log(effect.level, "%s", effect.text)
+            elif isinstance(effect, membership.Die):
+                os.kill(os.getpid(), signal.SIGKILL)
             elif isinstance(effect, membership.Close):
                 if self._control is not None:
                     self._control.close()

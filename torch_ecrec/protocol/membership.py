@@ -212,7 +212,12 @@ class Note:
     refused: bool = False
 
 
-Effect = Say | SayLeave | Build | Follow | Tell | Close | End | Note
+@dataclass(frozen=True)
+class Die:
+    """The process is to end at once, as by SIGKILL: nobody hears of it."""
+
+
+Effect = Say | SayLeave | Build | Follow | Tell | Close | End | Note | Die
 
 
 class Membership:
@@ -496,6 +501,8 @@ class Membership:
             self._take_roster(word)
         elif isinstance(word, messages.OtherCluster):
             self._turn_away(word)
+        elif isinstance(word, messages.Die):
+            self._out.append(Die())
         else:
             self._take_word(word)
 

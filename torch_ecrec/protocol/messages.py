@@ -287,6 +287,16 @@ class Drain(ForLeader, frozen=True, kw_only=True, tag="drain"):
     undo: bool = False
 
 
+class AskCheckpoint(ForLeader, frozen=True, kw_only=True, tag="checkpoint"):
+    """A checkpoint is to be written now, though none is due. The answer is a `Status`.
+
+    `after`: of a later step of training than this one, so that it may be said again and again; None: than that of the
+    last checkpoint, or of one that is being written.
+    """
+
+    after: Count | None = None
+
+
 # from members -----------------------------------------------------------------------------------------
 
 
@@ -656,6 +666,10 @@ class Fatal(Said, frozen=True, tag="fatal"):
     reason: str
 
 
+class Die(Said, frozen=True, tag="die"):
+    """The member that hears it ends at once, as by SIGKILL: somebody wants to see what happens then."""
+
+
 OfCheckpoint = Due | Shown | Written | Unwritten
 OfMember = (
     Beat
@@ -675,7 +689,7 @@ OfMember = (
     | Progress
     | OfCheckpoint
 )
-FromMember = Join | Rejoin | AskStatus | Watch | Stop | Drain | OfMember
+FromMember = Join | Rejoin | AskStatus | Watch | Stop | Drain | AskCheckpoint | OfMember
 FromCoordinator = (
     Welcome
     | Refused
@@ -699,6 +713,7 @@ FromCoordinator = (
     | OtherCluster
     | Left
     | Fatal
+    | Die
 )
 
 

@@ -350,6 +350,7 @@ class CheckpointsStatus(Struct, frozen=True):
         running: the name of one that is being written; "": none is.
         failing: why the last one came to nothing; "": it did not. `failing_for_s`: seconds since none has succeeded.
         saves: prioritised ones; None: none are wanted.
+        asked: somebody has asked for one of a later step than this, which does not count yet; None: nobody has.
     """
 
     url: str
@@ -360,6 +361,7 @@ class CheckpointsStatus(Struct, frozen=True):
     failing: str
     failing_for_s: float | None
     saves: SavesStatus | None
+    asked: int | None = None
 
 
 class PartialStatus(Struct, frozen=True, kw_only=True):

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from torch_ecrec.observe.text import telling
 
 EVENTS_MOST = 400
 EVENTS_MOST_BYTES = 1 << 20  # of all that are kept: placements of large clusters are long
@@ -43,7 +45,8 @@ class Feed:
     def happened(self, event: dict[str, Any], time_s: float) -> None:
         """Keeps an event, as the log has it; `time_s`: of the day."""
         self.number += 1
-        said = json.dumps({**event, "time_s": round(time_s, 3)}, separators=(",", ":")).encode()
+        told = asdict(telling(event))  # its words, for all pages the same as in the log and in `torch-ecrec status`
+        said = json.dumps({**event, "time_s": round(time_s, 3), "told": told}, separators=(",", ":")).encode()
         self._events.append(Kept(self.number, said))
         self._bytes += len(said)
         while len(self._events) > EVENTS_MOST or (self._bytes > EVENTS_MOST_BYTES and len(self._events) > 1):

@@ -13,6 +13,8 @@
                         id; `history` and `hello` first
     GET  /healthz       200: this coordinator leads, and answers, and the cluster has not stopped; else 503, and why
     POST /drain         {"member": NAME, "undo": false}
+    POST /checkpoint    {}: one is written now
+    POST /kill          {"member": NAME}, where that is allowed
     POST /login         the secret -> a cookie (`guard.py`)
 
 aiohttp serves it: it is in Python's own event loop, parses in C what strangers send, and s3fs has it anyway.
@@ -77,6 +79,7 @@ FRESH_S = 0.5  # as long as it is younger nobody asks for another
 TICK_S = 1.0
 WRONG_S = 0.5  # before the answer to a wrong secret
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
+NO_KILL = "nobody may kill from here: the cluster was started without --allow-kill"
 STANDS_BY = "this coordinator stands by: another one leads"
 TOLD_S = 5.0  # refusals and errors are logged once in so long at most
 BIND_AGAIN_S = 1.0
@@ -86,23 +89,31 @@ ROUNDS = 8  # of the loop, in which one that has just been accepted comes, is en
 
 @dataclass(frozen=True)
 class Cluster:
-    """A coordinator that leads, as it is asked here. Both return at once, from any thread; answers come on another.
+    """A coordinator that leads, as it is asked here. All return at once, from any thread; answers come on another.
 
     Attributes:
         status: `status(done)`: `done` gets the status as JSON, or is never called, where it leads no more.
         drain: `drain(what, undo, done)`: `done` gets why not, or "".
+        checkpoint: `checkpoint(done)`: one is to be written now; `done` likewise.
+        kill: `kill(member, done)`: it is to end at once; `done` likewise. None: nobody may.
         join: its address, for what is to be done about a finding.
         again: it takes the place of another.
     """
 
     status: Callable[[Callable[[bytes], None]], None]
     drain: Callable[[str, bool, Callable[[str], None]], None]
+    checkpoint: Callable[[Callable[[str], None]], None]
+    kill: Callable[[str, Callable[[str], None]], None] | None = None
     join: str = JOIN
     again: bool = False
 
 
 class _Unavailable(Exception):
     """There is no status: says why."""
+
+
+class _NotAsked(Exception):
+    """What came is not what can be asked for: says why."""
 
 
 @dataclass(frozen=True)
@@ -308,6 +319,8 @@ class WebServer:
                 return await answer(request)
         except _Unavailable as error:
             return _text(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+        except _NotAsked as error:
+            return _text(HTTPStatus.BAD_REQUEST, str(error))
         except TimeoutError:
             return _text(HTTPStatus.REQUEST_TIMEOUT, "it took too long")
 
@@ -320,6 +333,8 @@ class WebServer:
             (get, "/events"): self._events,
             (get, "/healthz"): self._health,
             (post, "/drain"): self._drain,
+            (post, "/checkpoint"): self._checkpoint,
+            (post, "/kill"): self._kill,
             (post, "/login"): self._login,
         }
 
@@ -361,23 +376,38 @@ class WebServer:
         return _text(HTTPStatus.OK, "leads")
 
     async def _drain(self, request: web.BaseRequest) -> web.StreamResponse:
-        try:
-            said = msgspec.json.decode(await request.read(), type=_Drain)
-        except msgspec.MsgspecError as error:
-            return _text(HTTPStatus.BAD_REQUEST, f'wanted {{"member": NAME}}: {error}')
+        said, cluster = await _said(request, _Drain), self._leading()
+        log.info("http: %s asks: drain %r, undo %s", request.remote, said.member, said.undo)
+        why = await self._await(lambda done: cluster.drain(said.member, said.undo, done))
+        return self._done(why, f"{said.member} is {'not drained any more' if said.undo else 'being drained'}")
+
+    async def _checkpoint(self, request: web.BaseRequest) -> web.StreamResponse:
+        await _said(request, _Checkpoint)
+        cluster = self._leading()
+        log.info("http: %s asks: a checkpoint now", request.remote)
+        why = await self._await(cluster.checkpoint)
+        return self._done(why, "a checkpoint is being written")
+
+    async def _kill(self, request: web.BaseRequest) -> web.StreamResponse:
+        said, cluster = await _said(request, _Kill), self._leading()
+        if (kill := cluster.kill) is None:
+            return _text(HTTPStatus.FORBIDDEN, NO_KILL)
+        log.warning("http: %s asks: kill %r", request.remote, said.member)
+        why = await self._await(lambda done: kill(said.member, done))
+        return self._done(why, f"{said.member} was killed")
+
+    def _leading(self) -> Cluster:
+        """Returns the cluster. Raises _Unavailable: another coordinator leads it."""
         if self._cluster is None:
             raise _Unavailable(STANDS_BY)
-        cluster = self._cluster
-        log.info("http: %s asks: drain %r, undo %s", request.remote, said.member, said.undo)
+        return self._cluster
 
-        def ask(done: Callable[[str], None]) -> None:
-            cluster.drain(said.member, said.undo, done)
-
-        why = await self._await(ask)
+    def _done(self, why: str, says: str) -> web.Response:
+        """Answers to what a person wants. `why` not, or "": then it `says` so."""
         if why:
             return _text(HTTPStatus.CONFLICT, why)
         self._changed_s = self._loop.time()
-        return _text(HTTPStatus.OK, f"{said.member} is {'not drained any more' if said.undo else 'being drained'}")
+        return _text(HTTPStatus.OK, says)
 
     async def _login(self, request: web.BaseRequest) -> web.StreamResponse:
         said = (await request.read()).decode(errors="replace")
@@ -414,10 +444,13 @@ class WebServer:
         """Sends until the page is gone. All that waits for it is its own place among the events."""
         last = self._feed.number_of(request.headers.get("Last-Event-ID", ""))
         shown: _Seen | None = None
-        about = {"life": self._life, "missed": last > 0}
-        parts = [b"retry: 1000\n", _sse("hello", json.dumps(about).encode()), _sse("history", self._feed.history())]
+        hello, missed = self._hello(last > 0), last > 0
+        parts = [b"retry: 1000\n", hello, _sse("history", self._feed.history())]
         while not self._stop.is_set() and request.transport is not None and not request.transport.is_closing():
             news = self._news
+            if (now := self._hello(missed)) != hello:  # it leads since then, perhaps
+                hello = now
+                parts.append(hello)
             for one in self._feed.since(last):
                 parts.append(_sse("happened", one.said, self._feed.id_of(one.number)))
                 last = one.number
@@ -433,6 +466,12 @@ class WebServer:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(news.wait(), 2 * TICK_S)
 
+    def _hello(self, missed: bool) -> bytes:
+        """What a page is told first: who answers, whether it has missed events, and what may be done here."""
+        may_kill = self._cluster is not None and self._cluster.kill is not None
+        about = {"life": self._life, "missed": missed, "kill": may_kill}
+        return _sse("hello", json.dumps(about).encode())
+
 
 async def _write(found: web.StreamResponse, parts: list[bytes]) -> None:
     """Sends, and waits until there is room for more. Raises TimeoutError: what was sent is not taken."""
@@ -446,6 +485,25 @@ class _Drain(msgspec.Struct, forbid_unknown_fields=True):
 
     member: str
     undo: bool = False
+
+
+class _Checkpoint(msgspec.Struct, forbid_unknown_fields=True):
+    """What a POST of /checkpoint says."""
+
+
+class _Kill(msgspec.Struct, forbid_unknown_fields=True):
+    """What a POST of /kill says."""
+
+    member: str
+
+
+async def _said(request: web.BaseRequest, kind: type[T]) -> T:
+    """Returns what a POST says. Raises _NotAsked: it is not that."""
+    try:
+        return msgspec.json.decode(await request.read(), type=kind)
+    except msgspec.MsgspecError as error:
+        wanted = ", ".join(f'"{name}": ...' for name in kind.__struct_fields__)  # type: ignore[attr-defined]
+        raise _NotAsked(f"wanted {{{wanted}}}: {error}") from None
 
 
 @dataclass

@@ -1,0 +1,66 @@
+"""`torch-ecrec checkpoint`: has a checkpoint written now, though none is due, while training goes on."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING, Any
+
+from torch_ecrec.cli.arguments import add_join, asks, told_to_wait
+
+if TYPE_CHECKING:
+    from torch_ecrec.protocol.status import CheckpointsStatus
+
+HELP = "has a checkpoint written now, and waits until it counts"
+ASK_S = 0.5  # pause between two looks
+ASKED_S = 10.0  # until the first answer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `checkpoint`."""
+    parser.add_argument("--no-wait", action="store_true", help="do not wait until it is written")
+    add_join(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Asks for it again and again until it counts, so that a new coordinator hears of it, too."""
+    from torch_ecrec.protocol.status import of_message
+    from torch_ecrec.transport.control import request
+    from torch_ecrec.transport.etcd import Leader
+    from torch_ecrec.transport.whereabouts import reach, whereabouts
+
+    settings, join = asks(arguments)
+    where, last = whereabouts(join), ""
+    after: int | None = None  # of a later step of training than this
+
+    def ask(leader: Leader, seconds: float) -> dict[str, Any]:
+        return request(*leader.address, {"type": "checkpoint", "after": after, "led": leader.revision}, seconds)
+
+    while True:
+        limit_s = min(ASKED_S, settings.give_up_s) if after is None else settings.give_up_s
+        with told_to_wait(join, limit_s):
+            answer, _ = reach(where, limit_s, ask)
+        if answer["type"] == "refused":
+            raise ValueError(answer["reason"])
+        kept = of_message(answer).checkpoints
+        if kept is None:
+            raise ValueError("the coordinator that leads now keeps no checkpoints")
+        after = kept.asked if after is None else after
+        counts = after is None or kept.last_step > after
+        if (news := progress(kept, counts)) != last:
+            print(news, flush=True)
+        last = news
+        if counts or arguments.no_wait:
+            return 0
+        time.sleep(ASK_S)
+
+
+def progress(kept: CheckpointsStatus, counts: bool) -> str:
+    """Returns how far a checkpoint is that was asked for, as text. `counts`: it is complete."""
+    if counts:
+        return f"written: {kept.last}, of step {kept.last_step}, at {kept.url}"
+    if kept.failing:
+        return f"it failed, and is tried again: {kept.failing}"
+    if kept.running:
+        return f"is being written: {kept.running}, at {kept.url}"
+    return "asked for: it begins once every slot has all its records, and trainers train"
