@@ -1,15 +1,19 @@
 """A few real runs of the demo: small, but with processes, SIGKILL and exit codes."""
 
+import contextlib
+import http.client
 import json
 import os
 import re
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import MARK, ROOT, leftover, wait_for_none
+from test_cli import command
 
 from torch_ecrec.demo import criteo, report
 
@@ -33,6 +37,27 @@ def demo(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
     left = wait_for_none(lambda: leftover(os.getpid(), os.environ[MARK]), END_LIMIT_S)
     assert not left, f"left running: {left}"
     return done
+
+
+def test_the_live_page_is_served_meanwhile(tmp_path: Path) -> None:
+    """In both runs at the same address, which is printed: a page that is open shows the second one by itself."""
+    criteo.write_synthetic(tmp_path / "rows.tsv", rows=1000, seed=3)
+    words = ["--data", str(tmp_path / "rows.tsv"), "--out", str(tmp_path), "--steps", "30", "--batch-size", "32"]
+    runs, steps = set[str](), set[tuple[str, bool]]()
+    with command("demo", *words, "--kill", "none", "--trainers", "1", "--http", "0") as run:
+        port = int(run.read_until(r"watch it at http://127\.0\.0\.1:(\d+)/")[1])
+
+        def ended() -> bool:
+            with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+                answer = urllib.request.urlopen(f"http://127.0.0.1:{port}/status.json", timeout=END_LIMIT_S)
+                status = json.loads(answer.read())
+                runs.add(status["run"])
+                steps.add((status["run"], status["step"] > 0))
+            return run.process.poll() is not None
+
+        run.wait_until("its end", ended)
+        assert run.process.returncode == 0
+    assert len(runs) == 2 and {trained for _, trained in steps} == {False, True}, steps
 
 
 @pytest.mark.slow

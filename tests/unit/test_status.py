@@ -10,6 +10,7 @@ import coordinator_words
 import pytest
 from coordinator_harness import TABLES, Harness
 from coordinator_words import healthy, member, slot_report
+from msgspec.structs import replace
 
 import torch_ecrec
 from torch_ecrec.observe.text import TABLES_SHOWN, format_status
@@ -18,11 +19,15 @@ from torch_ecrec.protocol.messages import BadMessage
 from torch_ecrec.protocol.status import (
     Complaint,
     Connections,
+    Gathering,
     Late,
+    ProcessReport,
     Report,
     SpreadStatus,
     Status,
     TableStatus,
+    Trained,
+    WaitedFor,
     json_of,
     of_message,
 )
@@ -53,6 +58,24 @@ def test_what_a_coordinator_says_is_its_status() -> None:
     h = Harness().start()
     said = h.core.status(h.now_s)
     assert of_message(json.loads(json.dumps(json_of(said)))) == said and said.healthy and len(said.servers) == 4
+
+
+def test_a_newer_coordinator_may_say_more_anywhere() -> None:
+    """Also within what members report, which is strict where a member says it."""
+    waits = WaitedFor(1.0, 3, 0.1, {"server-0": 0.5})
+    report = replace(REPORT, process=ProcessReport("a", 1, 2, 3), trained=Trained(5, 6), waits=waits)
+    said = replace(SAID, members=[member("server-1", slow=Late(0.9, 0.5, 0.01), report=report)])
+    said = replace(said, gathering=Gathering((1, 2), (3, 4)))
+    shown = json.loads(json.dumps(json_of(said)))
+    one = shown["members"][0]
+    parts = [shown, one, shown["code"], shown["slots"][0], shown["unreachable"][0], shown["gathering"], one["slow"]]
+    parts += [one["report"], one["report"]["slots"][0]]
+    parts += [one["report"][name] for name in ("connections", "process", "trained", "waits")]
+    for part in parts:
+        part["of_tomorrow"] = {"x": [1]}
+    assert of_message(shown) == said
+    with pytest.raises(BadMessage, match="of_tomorrow"):
+        messages.from_member({"type": "beat", "report": one["report"]})
 
 
 @pytest.mark.parametrize(

@@ -395,10 +395,9 @@ def http_place(text: str) -> Place:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def add_watching(parser: argparse.ArgumentParser) -> None:
-    """Adds what shows a cluster to people and to Prometheus. `require_watchable` checks it."""
-    group = parser.add_argument_group("watching", "docs/watching.md")
-    group.add_argument(
+def add_http(add: Callable[..., object]) -> None:
+    """Adds where the live page is served. `add`: an argument to a parser, or to a group. `require_http` checks it."""
+    add(
         "--http",
         metavar="[HOST:]PORT",
         type=http_place,
@@ -406,17 +405,19 @@ def add_watching(parser: argparse.ArgumentParser) -> None:
         " torch-ecrec[http]); a port alone is of 127.0.0.1, and 0 takes a free one; any address that other hosts reach"
         " takes a secret",
     )
+
+
+def add_watching(parser: argparse.ArgumentParser) -> None:
+    """Adds what shows a cluster to people and to Prometheus. `require_watchable` checks it."""
+    group = parser.add_argument_group("watching", "docs/watching.md")
+    add_http(group.add_argument)
     group.add_argument(
         "--events",
         metavar="FILE",
         type=Path,
         help="the coordinator writes its events there, a line of JSON each; a file of 10 MiB is renamed to FILE.1",
     )
-    _add_allow_kill(group.add_argument)
-
-
-def _add_allow_kill(add: Callable[..., object]) -> None:
-    add(
+    group.add_argument(
         "--allow-kill",
         action="store_true",
         help="the live page (--http) may kill a server or a trainer, to see what happens then (default: it is refused)",

@@ -9,10 +9,12 @@ from torch_ecrec.cli.arguments import (
     add_checkpoints,
     add_code,
     add_data,
+    add_http,
     add_tier,
     add_training,
     checkpoint_arguments,
     checkpoints_of,
+    require_http,
     tier_environment,
 )
 from torch_ecrec.runtime.installed import require_torchrec
@@ -44,12 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoints(parser, restore=False)
     add_tier(parser)
     parser.set_defaults(checkpoint_bytes_per_s=100e6)  # its tables are small, and so few steps are over soon
+    add_http(parser.add_argument)
+    parser.set_defaults(allow_kill=False)
     parser.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR", help="of the report (default demo)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains with kills and undisturbed, and compares."""
     require_torchrec()
+    require_http(arguments)
     from torch_ecrec.demo.run import run_demo
 
     checkpoints_of(arguments)  # a place that is none is refused as it was given

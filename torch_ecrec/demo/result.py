@@ -13,6 +13,7 @@ from typing import Any
 
 import torch_ecrec
 from torch_ecrec.demo.training import DemoRun
+from torch_ecrec.web.place import Place
 
 PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "numba")
 
@@ -41,9 +42,9 @@ def differences(run: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def arguments_json(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns all arguments but the command's name; paths as text."""
+    """Returns all arguments but the command's name; paths and addresses as text."""
     values = {name: value for name, value in vars(arguments).items() if name != "command"}
-    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+    return {name: str(value) if isinstance(value, (Path, Place)) else value for name, value in values.items()}
 
 
 def assemble(arguments: argparse.Namespace, run: DemoRun, calm: DemoRun | None, error: str | None) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def run_demo(
         f" {arguments.batch_size} samples, {arguments.optimizer}; {protection}, {code.slots} servers"
         f" and {arguments.spares} spares; kills: {', '.join(kill.text for kill in kills) or 'none'}"
     )
-    run = DemoRun(arguments, code, kills, out / "logs" / "run", terminal, checkpoints, servers)
+    run = DemoRun(arguments, code, kills, out / "logs" / "run", terminal, checkpoints, servers, arguments.http)
     calm: DemoRun | None = None
     error: str | None = "interrupted"
     with sigterm_interrupts():
@@ -97,7 +97,7 @@ def run_demo(
             run.execute()
             if arguments.compare:
                 terminal.say("\nthe same training, undisturbed:")
-                calm = DemoRun(arguments, code, [], out / "logs" / "undisturbed", terminal)
+                calm = DemoRun(arguments, code, [], out / "logs" / "undisturbed", terminal, http=run.http)
                 calm.execute()
             faults = [f"a kill did not fire: {text}" for text in run.not_fired()]
             faults += [text for one in (run, calm) if one is not None for text in one.record.unexpected]

@@ -38,6 +38,7 @@ from torch_ecrec.processes.children import reasons, tail, torchrun
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.web.place import Place
 
 HEARTBEAT_S = 0.25  # of the processes of a run, for fresh figures
 STATUS_S = 0.25  # between two looks at the cluster's status
@@ -138,6 +139,7 @@ class DemoRun:
         terminal: where progress is shown.
         checkpoints: what a coordinator is told of the checkpoints that it is to write (`checkpoint_arguments`).
         servers: more of the environment of servers (`tier_environment`).
+        http: where the live page is served; None: nowhere. Once it runs, with the port that was free.
     """
 
     def __init__(
@@ -149,9 +151,10 @@ class DemoRun:
         terminal: Terminal,
         checkpoints: Sequence[str] = (),
         servers: Mapping[str, str] = MappingProxyType({}),
+        http: Place | None = None,
     ) -> None:
         self._servers = dict(servers)
-        self._checkpoints = list(checkpoints)
+        self._checkpoints, self.http = list(checkpoints), http
         goes_back = "--beyond" in self._checkpoints and "stop" not in self._checkpoints
         self._beyond = beyond_parity(kills, code.parities) if goes_back else []  # not before there is a checkpoint
         self.arguments, self.code, self.logs, self.terminal = arguments, code, logs, terminal
@@ -285,14 +288,19 @@ class DemoRun:
 
     def start_cluster(self) -> Cluster:
         """Returns the coordinator and the servers. The caller uses them as a context manager."""
-        return Supervisor(
+        found = Supervisor(
             self.code,
             self.arguments.spares,
             without_spare=self.arguments.without_spare,
             logs=self.logs,
             environment={**self.environment, **self._servers},
             coordinator=self._checkpoints,
+            http=self.http,
         )
+        self.http = found.http
+        if self.http is not None:
+            self.terminal.say(f"watch it at {self.http.url}")
+        return found
 
     def start_trainers(self, cluster: Cluster) -> AbstractContextManager[Trainers]:
         """Starts the trainers. Leaving the context ends them."""

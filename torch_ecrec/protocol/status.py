@@ -15,17 +15,19 @@ heartbeat, so it is as old as that.
 
 Invariants.
 - What a member reports is strict, as all that it says is: a figure that is not declared makes its message none.
-- A status is read strictly, too, but for what is declared nowhere here: a newer coordinator may say more.
+- A status is read strictly, too, but for what is declared nowhere here: a newer coordinator may say more, also within
+  what its members report.
 - This module loads neither torch nor NumPy: `torch-ecrec status` answers at once.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, inspect
 from msgspec.structs import replace
 
 import torch_ecrec
@@ -660,9 +662,30 @@ def of_message(message: Mapping[str, Any]) -> Status:
             version of this package.
     """
     try:
-        return msgspec.convert(message, Status)
+        return msgspec.convert(_declared(message, _type_of_status()), Status)
     except (msgspec.ValidationError, ValueError) as error:
         here = torch_ecrec.__version__
         there = str(message.get("version", here))[:SHOWN_MOST]
         other = f", of torch-ecrec {there}, here {here}" if there != here else ""
         raise ValueError(f"no status{other}: {str(error)[:SHOWN_MOST]}") from None
+
+
+@functools.cache
+def _type_of_status() -> inspect.Type:
+    return inspect.type_info(Status)
+
+
+def _declared(value: Any, kind: inspect.Type) -> Any:
+    """Returns a value without fields that are not declared, however deep: what members report is strict by itself."""
+    if isinstance(kind, inspect.UnionType):
+        inner = [one for one in kind.types if isinstance(one, (inspect.StructType, inspect.ListType, inspect.DictType))]
+        return _declared(value, inner[0]) if len(inner) == 1 else value
+    if isinstance(kind, inspect.StructType) and isinstance(value, Mapping):
+        known: dict[Any, Any] = {one.encode_name: one.type for one in kind.fields}
+        tag = {kind.tag_field: value[kind.tag_field]} if kind.tag_field in value else {}
+        return tag | {name: _declared(part, known[name]) for name, part in value.items() if name in known}
+    if isinstance(kind, inspect.ListType) and isinstance(value, list):
+        return [_declared(one, kind.item_type) for one in value]
+    if isinstance(kind, inspect.DictType) and isinstance(value, Mapping):
+        return {name: _declared(one, kind.value_type) for name, one in value.items()}
+    return value
