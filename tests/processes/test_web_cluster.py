@@ -21,7 +21,7 @@ from cluster_trainers import Child
 from conftest import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from test_checkpointing import Trainers
-from test_cli import Command, command, join, refused
+from test_cli import Command, command, join, refused, status_of
 from test_web import POST, Stream, ask
 from watched import SECRET
 
@@ -194,6 +194,39 @@ def test_a_checkpoint_where_none_is_kept(join: str, capsys: pytest.CaptureFixtur
     refused(
         ["checkpoint", "--join", join], "no checkpoints are kept: start the coordinator with --checkpoint URL", capsys
     )
+
+
+def test_up_says_at_its_terminal_what_is_wrong_and_when_it_is_over(tmp_path: Path) -> None:
+    """Nobody has asked: trainers are lost and come back, then two servers at once, beyond parity."""
+    with command("up", "--servers", "3", "--spares", "0", environment=ENVIRONMENT) as up:
+        join = up.read_until(r"cluster at (\S+) \(")[1]
+
+        def said(text: str) -> bool:
+            return any(re.search(text, line) for line in up.err)
+
+        trainers = Trainers(join, tmp_path, steps=10_000, pause_s=0.1)
+        try:
+            trainers.start()
+            up.wait_until("it trains", lambda: status_of(join).step >= 3)
+            trainers.end()
+            up.wait_until(
+                "it says so", lambda: said(r"\d\d:\d\d:\d\d WARN: training stands: 0 of 2 trainers are there")
+            )
+            up.wait_until("and what to do", lambda: said(r"^  to do: torchrun starts lost trainers again"))
+            trainers.start()
+            up.wait_until("and that it is over", lambda: said(r"\d\d:\d\d:\d\d OK: training goes on"))
+            status = status_of(join)
+            for place in status.slots[:2]:
+                os.kill(status.member(place.server).pid, signal.SIGKILL)
+            up.wait_until(
+                "it says so", lambda: said(r"ERROR: STOPPED: slots 0, 1 are lost|ERROR: STOPPED: slots \[0, 1\]")
+            )
+            assert said(r"no checkpoints are kept \(--checkpoint URL"), "what can be done where there are none"
+            up.wait_until("all of it", lambda: said(r"^  to do: end its processes"))
+            assert sum("ERROR: STOPPED" in line for line in up.err) == 1, "once"
+        finally:
+            trainers.end()
+        assert up.interrupt(signal.SIGINT) == 0
 
 
 # --- refused at the start ---------------------------------------------------------------------------------------------

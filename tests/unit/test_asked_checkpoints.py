@@ -175,7 +175,8 @@ def test_a_word_that_is_none_changes_nothing(after: Any) -> None:
 def test_a_tool_is_told_why_not() -> None:
     running, wire = Running(), Wire("tool")
     running.router.on_message(wire, {"type": "checkpoint"}, 0.0)
-    assert "no checkpoints are kept" in wire.told("refused")[0]["reason"]
+    assert "no checkpoints are kept" in wire.told("refused")[0]["reason"] and wire.closed
+    assert running.router.refused == 0, "nothing is wrong with the cluster"
 
 
 # --- a member that is to die ------------------------------------------------------------------------------------------

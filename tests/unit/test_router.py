@@ -62,6 +62,7 @@ def test_what_a_tool_said_to_a_leader_of_before_is_not_done(word: Message) -> No
     late, now, named = Wire("late"), Wire("now"), Wire("named")
     running.router.on_message(late, {**word, "led": 8}, 0.0)
     assert late.closed and not late.sent and running.router.refused == 1
+    assert running.router.status(0.0).refusal is None, "nobody has to look at what was said to one of before"
     assert running.core.fatal is None and not running.core.members["server-0"].draining
     for wire, led in ((now, 9), (named, 0)):
         running.router.on_message(wire, {**word, "led": led}, 0.0)
@@ -346,7 +347,10 @@ def test_a_refused_message_of_a_member_harms_nobody() -> None:
     running.say(running.processes[1], type="loaded", origin=0)
     running.say(running.processes[4], type="progress", trainer=1, step=1)
     assert len(wire.told("refused")) == 3 and not wire.closed
-    assert running.router.status(0.0).refused_messages == 4
+    said = running.router.status(3.0)
+    assert said.refused_messages == 4 and said.refusal is not None and said.refusal.ago_s == 3.0
+    running.router.on_message(Wire("a tool"), {"type": "drain", "what": "server-9"}, 0.0)
+    assert running.router.refused == 4, "a slip of somebody's, who is told: nothing is wrong with the cluster"
     assert sum(event["event"] == "refused" for event in running.events) == 1, "the log is told once a second"
     assert running.core.step == 0 and running.core.origin is None
 
@@ -577,6 +581,8 @@ def test_what_was_loaded_is_kept_and_the_refusal_says_what_to_do(other: str) -> 
     run = given_up(4, 2, loaded=True)
     refused = run.join("trainer", 0, job=OTHER_JOBS[other].to_json()).wire.told("refused")
     assert "this cluster trains another job" in refused[0]["reason"]
+    last = run.router.status(run.now_s + 7.0).refusal
+    assert last is not None and last.ago_s == 7.0 and "this cluster trains another job" in last.why
     assert "end that cluster (`torch-ecrec up`, or its coordinator) and start it anew" in refused[0]["reason"]
     assert run.join("trainer", 0).wire.told("welcome"), "and its own trainers come back"
 

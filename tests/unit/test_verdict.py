@@ -12,7 +12,7 @@ from coordinator_words import healthy, member, slot_report, status
 from msgspec.structs import replace
 
 from torch_ecrec.observe.text import format_recent, format_status, told
-from torch_ecrec.observe.verdict import MEMORY_MOST, STILL_S, Verdict, json_of, verdict_of
+from torch_ecrec.observe.verdict import MEMORY_MOST, REFUSED_S, STILL_S, Verdict, json_of, verdict_of
 from torch_ecrec.observe.words import duration, names, slots_named
 from torch_ecrec.protocol.status import (
     CheckpointsStatus,
@@ -30,6 +30,7 @@ from torch_ecrec.protocol.status import (
     Rate,
     Recent,
     Redundancy,
+    Refusal,
     RegatheringStatus,
     Report,
     RestoredStatus,
@@ -243,8 +244,17 @@ STATES: dict[str, tuple[Status, str, str, str]] = {
         "the last save FAILED: disk full", "mend the store",
     ),
     "checkpoints do not fail": (trains(checkpoints=CHECKPOINTS), "OK", "step 421", ""),
-    "it is not exact": (trains(inexact=[Inexactness(7, "rows were reset")]), "WARN", "NOT EXACT from step 7 ", "back"),
-    "it was recovered in part": (trains(partial=PARTIAL), "WARN", "NOT EXACT: 1.000% of lost samples", "go back"),
+    "it is not exact": (
+        trains(inexact=[Inexactness(7, "rows were reset")], checkpoints=CHECKPOINTS), "WARN", "NOT EXACT from step 7 ",
+        "go back to a checkpoint",
+    ),
+    "it is not exact, and nothing is kept": (
+        trains(inexact=[Inexactness(7, "rows were reset")]), "WARN", "NOT EXACT from step 7 ",
+        "train again from the beginning.*no checkpoints are kept",
+    ),
+    "it was recovered in part": (
+        trains(partial=PARTIAL, checkpoints=CHECKPOINTS), "WARN", "NOT EXACT: 1.000% of lost samples", "go back",
+    ),
     "it is an experiment": (
         trains(experiment=ExperimentStatus("minus2PC", 0, ["steps may be lost"])), "WARN",
         "EXPERIMENT minus2PC: steps may",
@@ -253,6 +263,14 @@ STATES: dict[str, tuple[Status, str, str, str]] = {
     "damage is not mended": (
         trains(members=of_servers(server_1={"report": Report(slots=[slot_report(1, 0, damaged=3, mended=1)])})), "WARN",
         "slot 1 has 2 damaged records", "10.0.0.1",
+    ),
+    "somebody who does not belong here is refused": (
+        trains(refused_messages=3, refusal=Refusal("10.0.0.7:41000", "join: this cluster trains another job", 12.0)),
+        "WARN", "3 messages were refused, the last 12 s ago, of 10.0.0.7:41000: join: this cluster trains another job",
+        "mend or end who says so",
+    ),
+    "it was so a while ago": (
+        trains(refused_messages=3, refusal=Refusal("10.0.0.7:41000", "join: another job", REFUSED_S + 1)), "OK", "", "",
     ),
     "memory is nearly full": (
         trains(members=of_servers(server_1={"report": FULL}, server_2={"report": FULL})), "WARN",

@@ -6,8 +6,10 @@ import argparse
 import json
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch_ecrec.cli.arguments import (
     add_checkpoints,
@@ -30,12 +32,16 @@ from torch_ecrec.cli.arguments import (
 )
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.runtime.lifetime import on_signals
-from torch_ecrec.spec.settings import check_folder
+from torch_ecrec.runtime.threads import Worker, log_errorfrom torch_ecrec.spec.settings import check_folder
+
+if TYPE_CHECKING:
+    from torch_ecrec.processes.supervisor import Supervisor
 
 WHY = {
-    3: ": data is lost. Begin with a checkpoint (--restore), or anew",
     9: ": members of another cluster look for their coordinator at this address; its log says how to start that",
 }
+LOOK_S = 1.0  # between two looks at the cluster's verdict
+SILENT_S = 10.0  # without an answer of the coordinator: another one should be there by then
 HELP = "a local cluster: coordinator and servers, supervised"
 
 
@@ -49,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--logs", type=Path, metavar="DIR", help="folder for the processes' logs (default: to the terminal)"
     )
+    parser.add_argument("--quiet", action="store_true", help="do not say when something is wrong, or well again")
     add_grace(parser)
     add_tier(parser)
     add_checkpoints(parser)
@@ -67,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     from torch_ecrec.processes.supervisor import Supervisor, await_trainers, prepare_logs
 
     told: list[int] = []  # to end: the signals
+    over = threading.Event()
     require_guarded(arguments)
     require_experiment(arguments)
     require_watchable(arguments)
@@ -107,13 +115,55 @@ def run(arguments: argparse.Namespace) -> int:
             watched = "" if cluster.http is None else f"; watch it at {cluster.http.url}"
             text = f"cluster at {cluster.join} (TORCH_ECREC_JOIN={cluster.join}){watched}; Ctrl-C ends it"
             print(text, flush=True)
+            if not arguments.quiet:
+                Worker(lambda: _tell_changes(cluster, over), "verdict", log_error).start()
         while cluster.ended is None and not told:
             time.sleep(0.1)
+        over.set()
         if not told:
-            why = WHY.get(cluster.ended or 0, "")
+            why = _why(cluster.ended or 0, arguments.checkpoint)
             print(f"torch-ecrec: the coordinator ended with {cluster.ended}{why}", file=sys.stderr)
             known = (DataLoss.exit_code, OtherCluster.exit_code)
             return cluster.ended if cluster.ended in known else ClusterUnavailable.exit_code
         if told == [signal.SIGTERM]:
             await_trainers(cluster.status, settings.grace_s, lambda: len(told) > 1 or cluster.ended is not None)
     return 0
+
+
+def _why(code: int, store: str) -> str:
+    """Returns what an exit code of a coordinator means, to end a sentence. `store`: where checkpoints are, or ""."""
+    from torch_ecrec.errors import DataLoss
+
+    if code != DataLoss.exit_code:
+        return WHY.get(code, "")
+    if store:
+        return f": data is lost. Begin with the newest checkpoint: --checkpoint {store} --restore newest"
+    return (
+        ": data is lost, and no checkpoints were kept (--checkpoint URL --checkpoint-every N): begin with what the"
+        " script itself has saved, or from the beginning"
+    )
+
+
+def _tell_changes(cluster: Supervisor, over: threading.Event) -> None:
+    """A thread: says at the terminal what is wrong with the cluster, what to do, and when it is over."""
+    from torch_ecrec.errors import ClusterError
+    from torch_ecrec.observe.changes import Changes
+    from torch_ecrec.observe.verdict import Finding, Verdict, verdict_of
+    from torch_ecrec.transport.whereabouts import ask_status
+
+    changes, heard_s = Changes(), time.monotonic()
+    while not over.wait(LOOK_S):
+        try:
+            verdict = verdict_of(ask_status(cluster.address, SILENT_S), cluster.join)
+            heard_s = time.monotonic()
+        except ClusterError as error:  # another one is being started, perhaps
+            if time.monotonic() < heard_s + SILENT_S:
+                continue
+            remedy = "nothing, if another one is there soon: training does not need it until somebody is lost"
+            silent = Finding("ERROR", "silent", f"the coordinator does not answer: {error}", remedy)
+            verdict = Verdict("ERROR", silent.what, [silent], [])
+        for line in changes.lines(verdict, time.monotonic()):
+            if over.is_set():
+                return
+            at = "" if line.startswith(" ") else f"{time.strftime('%H:%M:%S')} "
+            print(f"{at}{line}", file=sys.stderr, flush=True)

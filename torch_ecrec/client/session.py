@@ -74,6 +74,7 @@ class Session:
         on_close: called once by `close`.
         restarted: initial values had been loaded when this trainer joined.
         begins: with which checkpoint the cluster has begun, `restarted` then; None: it has begun anew.
+        own: the cluster is the script's own, which has started it.
 
     Every wait ends within `settings.give_up_s` seconds of the last progress with `ClusterUnavailable` (stacks of all
     threads go to stderr), or with the error that the background reported. While the coordinator says that training
@@ -88,8 +89,9 @@ class Session:
         on_close: Callable[[], None],
         restarted: bool = False,
         begins: Beginning | None = None,
+        own: bool = False,
     ) -> None:
-        self.client = client
+        self.client, self._own = client, own
         self._begins = begins
         self.job, self.trainer, self.trainers = client.job, client.trainer, client.job.trainers
         self._tell, self._on_close = tell, on_close
@@ -132,7 +134,8 @@ class Session:
         elif isinstance(word, messages.Rejoined):  # whoever is there now says it again, if it is so
             self._waiting.stand([], None)
         elif isinstance(word, Gathering):
-            lacking = format_gathering(word.servers, word.trainers, self.client.settings.join or "")
+            join = None if self._own else self.client.settings.join or ""
+            lacking = format_gathering(word.servers, word.trainers, join)
             self._waiting.hint = lacking
             log.warning("the cluster has not begun%s", lacking)
         elif isinstance(word, messages.Placed):

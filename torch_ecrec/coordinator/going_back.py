@@ -192,7 +192,7 @@ class Eras:
                 why = f"none is in the experiment {job.experiment.mode}, which a lost trainer ends"
             job.stop(
                 f"the trainers were lost, and no dense snapshot of the steps {first} to {last} is kept, which"
-                f" are those that the servers can go back to ({why}): restore a checkpoint",
+                f" are those that the servers can go back to ({why}): {job.way_back}",
                 "stopped",
             )
             return False

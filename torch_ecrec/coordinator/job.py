@@ -29,6 +29,7 @@ class RunningJob:
         run: a word of this coordinator's; that of the first one stays.
         known: the run is one that there was before, and this coordinator leads no other.
         experiment: that all members take part in.
+        url: where checkpoints are kept; "": none are.
 
     Attributes:
         goes_back: the job has ended as it was, and begins again from a checkpoint.
@@ -54,8 +55,9 @@ class RunningJob:
         run: str = "run",
         known: bool = False,
         experiment: Experiment = NO_EXPERIMENT,
+        url: str = "",
     ) -> None:
-        self.experiment = experiment
+        self.experiment, self._url = experiment, url
         self.code, self._beyond, self.goes_back = code, beyond, False
         self.restored = None if restore is None else restore[0]
         self._restored_job = None if restore is None else restore[1]
@@ -73,6 +75,18 @@ class RunningJob:
     def done_at_origin(self) -> int:
         """Steps of training that are done where training begins here."""
         return self.restored.done if self.restored is not None else 0
+
+    @property
+    def way_back(self) -> str:
+        """What somebody can do once this job cannot go on, in a clause."""
+        if self._url:
+            return f"begin again with a checkpoint: --checkpoint {self._url} --restore newest"
+        if self.restored is not None:
+            return f"begin again with the checkpoint that this run began with: --restore {self.restored.url}"
+        return (
+            "no checkpoints are kept (--checkpoint URL --checkpoint-every N): begin with what the script itself has"
+            " saved, or from the beginning"
+        )
 
     def take(self, spec: JobSpec | None) -> None:
         """A trainer, or a member of the coordinator before, brings a job: the first is everybody's."""

@@ -254,7 +254,7 @@ class SlotTable:
         """Whether the code cannot repair these slots, `lost` the last of them: then follows what is to follow."""
         assert self._job.spec is not None
         if (reason := data_loss(self._job.spec, gone)) is not None:
-            self._lose(lost, f"{reason}; restore a checkpoint")
+            self._lose(lost, f"{reason}; {self._job.way_back}")
         return reason is not None
 
     def _lose(self, lost: Collection[int], reason: str) -> None:

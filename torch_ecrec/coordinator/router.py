@@ -39,9 +39,9 @@ from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages, status
-from torch_ecrec.protocol.bounds import Address
+from torch_ecrec.protocol.bounds import SHOWN_MOST, Address
 from torch_ecrec.protocol.messages import BadMessage, ForLeader, FromCoordinator, Join, OtherBuild, Rejoin
-from torch_ecrec.protocol.status import Recent, Status
+from torch_ecrec.protocol.status import Recent, Refusal, Status
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.transport.liveness import COMPUTES, GONE, UNREACHABLE
 
@@ -127,6 +127,7 @@ class Router:
         self._watchers: dict[Peer, None] = {}
         self._asked = AskedMembers(probe)
         self._recent: deque[Recent] = deque(maxlen=RECENT_MOST)
+        self._last_refused: tuple[str, str, float] | None = None  # whose, why and when
         self._refusals, self._told_s = 0, -REFUSED_SHOWN_S  # that the log was not told of yet; when it was told last
 
     # out ----------------------------------------------------------------------------------------
@@ -158,7 +159,8 @@ class Router:
             self.refuse(peer, str(error), now_s, "other_build" if isinstance(error, OtherBuild) else "refused")
             return
         if isinstance(word, ForLeader) and self._is_of_before(word):
-            self._count_refused(f"{message['type']}: for the coordinator that led from {word.led} on", peer, now_s)
+            why = f"{message['type']}: for the coordinator that led from {word.led} on"
+            self._count_refused(why, peer, now_s, late=True)
             peer.close()  # and nothing else: whoever still waits there looks again who leads
         elif isinstance(word, (Join, Rejoin)):
             if name is not None or peer in self._held:
@@ -180,8 +182,8 @@ class Router:
         elif isinstance(word, (messages.Drain, messages.AskCheckpoint)):
             asks_drain = isinstance(word, messages.Drain)
             why = self.drain(word.what, word.undo) if asks_drain else self.core.checkpoint(word.after)
-            if why:
-                self.refuse(peer, why, now_s)
+            if why:  # somebody's mistake, who is told: nothing is wrong with the cluster
+                self._say_no(peer, why)
             else:
                 self._say_status(peer, now_s)
         elif isinstance(word, messages.Stop):
@@ -217,17 +219,23 @@ class Router:
 
     def refuse(self, peer: Peer, reason: str, now_s: float, kind: str = "refused") -> None:
         """What arrived counts for nothing: its sender is told why, and the log from time to time."""
+        self._say_no(peer, reason, kind)
+        self._count_refused(reason, peer, now_s)
+
+    def _say_no(self, peer: Peer, reason: str, kind: str = "refused") -> None:
         self._say(peer, messages.Refused(kind, reason))
         if peer not in self._names and peer not in self._held and peer not in self._watchers:
             peer.close()
-        self._count_refused(reason, peer, now_s)
 
-    def _count_refused(self, reason: str, peer: Peer, now_s: float) -> None:
+    def _count_refused(self, reason: str, peer: Peer, now_s: float, late: bool = False) -> None:
+        """`late`: it comes so after a change of coordinators, and nobody has to look at it."""
         self.refused += 1
         self._refusals += 1
+        who = self._names.get(peer, peer.peer)
+        if not late:
+            self._last_refused = who, reason, now_s
         if now_s >= self._told_s + REFUSED_SHOWN_S:
             self._told_s, count, self._refusals = now_s, self._refusals, 0
-            who = self._names.get(peer, peer.peer)
             self._tell_watchers(events.MessagesRefused(who, reason, count))
 
     def _look_beyond(self) -> None:
@@ -402,6 +410,8 @@ class Router:
         if refusal is not None:
             self._note_fatal(now_s)
             self._say(peer, messages.Refused("refused" if self.core.fatal is None else self.core.fatal_kind, refusal))
+            if self.core.fatal is None:
+                self._count_refused(f"join: {refusal}", peer, now_s)
             return
         name = self.core.born_as(join.birth)
         if name is not None:
@@ -479,7 +489,10 @@ class Router:
         """Everything that `torch-ecrec status` shows, but for the time of day."""
         looks = self._looks_back or (self._looks and self.core.job is None)  # also: found, and joins still wait
         why, trouble = (self._hindrance, self._trouble) if self.looks else ("", "")
+        whose, reason, at_s = self._last_refused or ("", "", now_s)
+        refusal = Refusal(whose, reason[:SHOWN_MOST], round(now_s - at_s, 1)) if self._last_refused else None
         about: dict[str, Any] = {
+            "refusal": refusal,
             "looks": looks,
             "cannot_begin": why,
             "store_trouble": trouble,

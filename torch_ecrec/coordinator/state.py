@@ -52,6 +52,7 @@ class ClusterState:
             checkpoint.run,
             settings.run_is_known,
             settings.experiment,
+            checkpoint.url,
         )
         self.launches = Launches(self.job, self.members)
         self.suspicion = Suspicion()

@@ -37,6 +37,7 @@ STILL_S = 120.0  # without a step, though all are there
 RESTART_S = 60.0  # for trainers that are started again
 SERVER_S = 10.0  # for a server that is
 PACE_LEAST_S, PACES = 5.0, 5.0  # without a step, and so many times what one takes: training does not go on
+REFUSED_S = 300.0  # for so long somebody should look at who was refused
 MEMORY_MOST = 0.92  # of what a process may take
 JOIN = "HOST:PORT"
 
@@ -82,7 +83,7 @@ class Verdict:
 def verdict_of(status: Status, join: str = JOIN) -> Verdict:
     """Returns whether all is well with the cluster that a status is of. `join`: its address, for remedies."""
     found = [*_ends(status), *_begins(status, join), *_training(status), *_members(status, join), *_slots(status, join)]
-    found += [*_cuts(status), *_checkpoints(status), *_promises(status), *_memory(status, join)]
+    found += [*_cuts(status), *_checkpoints(status), *_promises(status), *_memory(status, join), *_refusals(status)]
     found.sort(key=lambda finding: -EXIT_CODES[finding.level])
     level: Level = found[0].level if found else "OK"
     return Verdict(level, found[0].what if found else _all_well(status), found, _notes(status))
@@ -134,7 +135,8 @@ def _ends(status: Status) -> list[Finding]:
     if not status.fatal:
         return []
     remedy = (
-        "end its processes, and start the cluster again: no checkpoint of this run is there, so it begins at step 0"
+        "end its processes, and start the cluster again: no checkpoint of this run is there, so it begins at step 0,"
+        " or with what the script itself has saved"
     )
     if status.checkpoints is not None and status.checkpoints.last:
         remedy = (
@@ -319,13 +321,15 @@ def _checkpoints(status: Status) -> list[Finding]:
 
 
 def _promises(status: Status) -> list[Finding]:
-    found = []
+    found, anew = [], "go back to a checkpoint of before, if that matters"
+    if status.checkpoints is None and status.restored is None:
+        anew = "train again from the beginning, if that matters: no checkpoints are kept (--checkpoint)"
     if status.partial is not None:
         what = format_partial(status.partial)
-        found.append(Finding("WARN", "not_exact", what, "go back to a checkpoint of before, if that matters"))
+        found.append(Finding("WARN", "not_exact", what, anew))
     for one in status.inexact:
         what = f"NOT EXACT from step {one.step} on: {one.what}"
-        found.append(Finding("WARN", "not_exact", what, "go back to a checkpoint of before, if that matters"))
+        found.append(Finding("WARN", "not_exact", what, anew))
     if status.experiment is not None:
         named = [status.experiment.mode] if status.experiment.mode else []
         named += [f"ranges={status.experiment.ranges}"] if status.experiment.ranges else []
@@ -358,6 +362,16 @@ def _memory(status: Status, join: str) -> list[Finding]:
     return list(found.values())
 
 
+def _refusals(status: Status) -> list[Finding]:
+    last = status.refusal
+    if last is None or last.ago_s > REFUSED_S or status.fatal or status.finished:
+        return []
+    number = f"{status.refused_messages} messages were" if status.refused_messages > 1 else "a message was"
+    what = f"{number} refused, the last {duration(last.ago_s)} ago, of {last.whose}: {last.why}"
+    remedy = "mend or end who says so: it may be of another job, version or cluster; it is told why, too"
+    return [Finding("WARN", "refused", what, remedy)]
+
+
 # notes ------------------------------------------------------------------------------------------------
 
 
@@ -379,7 +393,7 @@ def _notes(status: Status) -> list[str]:
     if mended:
         count = sum(mended.values())
         found.append(f"damage was found, and mended from parity: {count} records of {slots_named(list(mended))}")
-    if status.refused_messages:
+    if status.refused_messages and not _refusals(status):
         found.append(f"{status.refused_messages} messages were refused: the coordinator's log says whose, and why")
     for member in _lost(status)[-3:]:
         host = f" on {member.host}" if member.host else ""

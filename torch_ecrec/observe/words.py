@@ -98,10 +98,13 @@ def lacking(of_servers: Sequence[int], of_trainers: Sequence[int], join: str = "
     return f"{' and '.join(said)} are there", hints
 
 
-def format_gathering(of_servers: Sequence[int], of_trainers: Sequence[int], join: str = "HOST:PORT") -> str:
-    """Returns what a cluster still lacks to begin, and how to start it, as the end of a sentence. See `lacking`."""
-    said, hints = lacking(of_servers, of_trainers, join)
-    return f": {said}; {'; '.join(hints)}"
+def format_gathering(of_servers: Sequence[int], of_trainers: Sequence[int], join: str | None = "HOST:PORT") -> str:
+    """Returns what a cluster still lacks to begin, and how to start it, as the end of a sentence. See `lacking`.
+
+    `join`: None: it is a script's own, which starts its servers and has all its trainers.
+    """
+    said, hints = lacking(of_servers, of_trainers, join or "")
+    return f": {said}; {'; '.join(hints) if join is not None else 'this script has started it, and waits for the rest'}"
 
 
 def format_slow(member: MemberStatus, slow: Late, join: str) -> tuple[str, str]:

@@ -213,10 +213,10 @@ def connect(
     allocator.keep_freed(settings.keep_freed_bytes)
     warm()
     own: Supervisor | None = None
-    if settings.join is None:
+    if is_own := settings.join is None:
         own, address = _start_local(job, trainer, code or CodeSpec(), settings)
         settings = dataclasses.replace(settings, join=address)
-    return _Trainer(job, settings, trainer, snapshot_every, own).join()
+    return _Trainer(job, settings, trainer, snapshot_every, own, is_own).join()
 
 
 def abandon(session: Session) -> None:
@@ -242,13 +242,24 @@ def _wait(condition: Callable[[], bool], limit_s: float) -> bool:
 
 
 class _Trainer:
-    """A trainer process: its membership and its session, and how both end. `own`: the local cluster it has started."""
+    """A trainer process: its membership and its session, and how both end.
+
+    Args:
+        own: the local cluster that it has started; None: it has started none.
+        is_own: the cluster is such a one, of this trainer or of another of its script.
+    """
 
     def __init__(
-        self, job: JobSpec, settings: Settings, trainer: int, snapshot_every: int, own: Supervisor | None
+        self,
+        job: JobSpec,
+        settings: Settings,
+        trainer: int,
+        snapshot_every: int,
+        own: Supervisor | None,
+        is_own: bool,
     ) -> None:
         self._job, self._settings, self._trainer, self._snapshot_every = job, settings, trainer, snapshot_every
-        self._own = own
+        self._own, self._is_own = own, is_own
         self._process, self._thread = os.getpid(), threading.current_thread()
         self._sessions: list[Session] = []  # one, once the process is welcome
         self._ending = _exit_with_reason()
@@ -301,7 +312,7 @@ class _Trainer:
             begins = Beginning(restored.done, functools.partial(dense_model, restored))
             if restored.inexact:
                 log.warning("NOT EXACT from step %d on: %s", restored.done, restored.inexact)
-        session = Session(client, member.tell, lambda: self._close(member), member.restarted, begins)
+        session = Session(client, member.tell, lambda: self._close(member), member.restarted, begins, self._is_own)
         self._sessions.append(session)
         session.look_out()
         return client

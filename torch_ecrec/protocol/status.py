@@ -535,6 +535,14 @@ class MoveStatus(Struct, frozen=True):
     server: str
 
 
+class Refusal(Struct, frozen=True):
+    """A message, or a process that wanted to join, was refused: `whose`, `why`, and how many seconds `ago_s`."""
+
+    whose: str
+    why: str
+    ago_s: float
+
+
 class Status(Struct, frozen=True, kw_only=True, tag_field="type", tag="status"):
     """All that a coordinator says of its cluster.
 
@@ -563,7 +571,7 @@ class Status(Struct, frozen=True, kw_only=True, tag_field="type", tag="status"):
         looks: a checkpoint is looked for, and whoever joins waits.
         cannot_begin: why there is nothing to begin with, so that whoever joins is refused; "": there is, or may be.
         store_trouble: why it is not known yet what to begin with; "": it is, or nothing is in the way.
-        refused_messages: on the control channel, since the coordinator began.
+        refused_messages: on the control channel, since the coordinator began. `refusal`: the last; None: none was.
         experiment: that all members take part in; None: none, and all is as it is promised.
         wanted_trainers: so many trainers has the job; 0: none has come that would say.
         rate: how fast training goes; None: not known yet.
@@ -605,6 +613,7 @@ class Status(Struct, frozen=True, kw_only=True, tag_field="type", tag="status"):
     cannot_begin: str = ""
     store_trouble: str = ""
     refused_messages: int = 0
+    refusal: Refusal | None = None
     experiment: ExperimentStatus | None = None
     wanted_trainers: int = 0
     rate: Rate | None = None
