@@ -14,8 +14,9 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import ROOT, is_stopped, wait_until
+from conftest import ROOT, is_stopped, wait_for_none, wait_until
 from places import SUPPORT
+from test_cli import command, status_of
 from test_cluster import ENVIRONMENT
 
 from torch_ecrec.errors import ClusterError, TrainersLost
@@ -223,3 +224,36 @@ def test_a_forked_child_ends_in_order(request: pytest.FixtureRequest, local: boo
         trainer.expect("ready")
         assert trainer.expect("codes") == [7, 7]
         assert trainer.rest()[0] == 0, trainer.err
+
+
+def test_a_process_that_is_stopped_when_its_parent_ends_ends_too() -> None:
+    """It cannot act; nobody may be left who would continue it: the end of the pipe does."""
+    code = "from torch_ecrec.runtime.lifetime import end_with_parent; end_with_parent(True); print('ready', flush=True)"
+    words = [sys.executable, "-P", "-c", f"{code}; import time; time.sleep(3600)"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None and child.stdout is not None
+        try:
+            assert child.stdout.readline() == b"ready\n"
+            os.kill(child.pid, signal.SIGSTOP)
+            wait_until(lambda: is_stopped(child.pid), LIMIT_S, "the fault fires")
+            child.stdin.close()
+            assert child.wait(LIMIT_S) == 0
+        finally:
+            child.kill()
+
+
+@pytest.mark.parametrize("forks", [True, False], ids=["forked", "started"])
+def test_stopped_servers_do_not_outlive_a_cluster_that_is_killed(forks: bool) -> None:
+    """As a test that is cut off by a time limit: its process is killed, and it had stopped some of its servers."""
+    code = "from torch_ecrec.processes import supervisor\n" + "supervisor.is_available = lambda: False\n" * (not forks)
+    program = ["-c", f"{code}from torch_ecrec.cli.main import main\nmain()"]
+    with command("up", "--servers", "3", "--spares", "0", program=program) as up:
+        join = up.read_until(r"cluster at (\S+) \(")[1]
+        up.wait_until("servers", lambda: len(status_of(join).servers) == 3)
+        stopped = [one.pid for one in status_of(join).servers[:2]]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+            wait_until(lambda pid=pid: is_stopped(pid), LIMIT_S, "the fault fires")  # type: ignore[misc]
+        os.kill(up.process.pid, signal.SIGKILL)
+        left = wait_for_none(up.living, LIMIT_S)
+        assert not left, left

@@ -21,6 +21,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import fcntl
 import gc
 import os
 import signal
@@ -54,6 +55,8 @@ _handler: Handler | signal.Handlers = signal.SIG_IGN  # handler of the parent's 
 def end_with_parent(tells: bool) -> None:
     """Ends this process when its standard input closes: the supervisor that holds the other end is gone.
 
+    It ends then also if it is stopped.
+
     Args:
         tells: the supervisor's word (`tell_to_end`) is what tells this process to end, and signals do not. Who sends
             them to every process of a job (scancel, systemd, an init that forwards them) does not mean that those who
@@ -72,7 +75,20 @@ def end_with_parent(tells: bool) -> None:
                     _handler(signal.SIGINT, None)  # at once: it has waited for whoever is to be waited for
         os._exit(0)
 
+    _wake_when_told()
     Worker(watch, "parent", log_error).start()
+
+
+def _wake_when_told() -> None:
+    """Has the system continue this process, should it be stopped (SIGSTOP), when its standard input closes or speaks.
+
+    Nobody may be left who would: it would be there for ever. `PR_SET_PDEATHSIG` is no way: it is tied to the thread
+    that started this process, or to the fork server, whose end is not its parent's.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # another system than Linux; a standard input that is no pipe
+        fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(0, fcntl.F_SETSIG, signal.SIGCONT)
+        fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _say_whose_it_is(number: int, frame: FrameType | None) -> None:
