@@ -81,6 +81,8 @@ setup(
         "demo": ["matplotlib", "psutil"],
         "s3": ["s3fs"],
         "etcd": ["etcd3gw"],
+        "tensorboard": ["tensorboard"],
+        "completion": ["shtab"],
         "http": ["aiohttp>=3.11", "prometheus_client>=0.22"],
         "site": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings-python>=2"],
         "dev": [

@@ -3,6 +3,7 @@
 Public names (imported on first use, so that a server process does not load TorchRec):
 
     DistributedModelParallel   drop-in for torchrec.distributed.DistributedModelParallel
+    TensorBoard                what the cluster does, as scalars for TensorBoard
     CodeSpec, Settings         how records are protected; time limits
     ClusterError, DataLoss, ClusterUnavailable, JoinRefused, TrainersLost, Fenced, NonFiniteGradient
 """
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of `_PLACES`
         TrainersLost,
     )
     from torch_ecrec.nn.parallel import DistributedModelParallel
+    from torch_ecrec.nn.tensorboard import TensorBoard
     from torch_ecrec.spec.job import CodeSpec
     from torch_ecrec.spec.settings import Settings
 
@@ -37,12 +39,14 @@ __all__ = [
     "JoinRefused",
     "NonFiniteGradient",
     "Settings",
+    "TensorBoard",
     "TrainersLost",
     "__version__",
 ]
 
 _PLACES = {
     "DistributedModelParallel": "torch_ecrec.nn.parallel",
+    "TensorBoard": "torch_ecrec.nn.tensorboard",
     "CodeSpec": "torch_ecrec.spec.job",
     "Settings": "torch_ecrec.spec.settings",
     "ClusterError": "torch_ecrec.errors",

@@ -39,6 +39,7 @@ PROCESSES = (  # clusters of real processes, or many of them
     *("signals", "slow_server", "sockets", "standbys", "started_again", "status_answers", "supervisor"),
     *(
         "table_optimizers",
+        "tensorboard",
         "tiers_run",
         "told_to_end",
         "torchrec",

@@ -550,7 +550,8 @@ METHODS = ("attach", "load_state_dict", "digest")
 def test_all_that_users_call_is_known() -> None:
     public = {name: getattr(torch_ecrec, name) for name in torch_ecrec.__all__ if name != "__version__"}
     others = {name for name, kind in public.items() if not issubclass(kind, Exception)}
-    assert others == {"CodeSpec", "DistributedModelParallel", "Settings"}
+    assert others == {"CodeSpec", "DistributedModelParallel", "Settings", "TensorBoard"}
+    assert names_of(torch_ecrec.TensorBoard.__init__) - {"self"} == {"model", "to", "every_s"}, "test_scalars.py"
     assert set(planner.__all__) == {
         "EmbeddingShardingPlanner", "ParameterConstraints", "Report", "Servers", "Topology",
     }  # fmt: skip

@@ -21,6 +21,7 @@ from torch_ecrec.cli import (
     chaos,
     checkpoint,
     checkpoints,
+    completion,
     coordinator,
     demo,
     doctor,
@@ -76,6 +77,7 @@ COMMANDS: dict[str, Command] = {  # in the order of `--help`
     "experiments": experiments,
     "settings": settings,
     "warm": warm,
+    "completion": completion,
     "doctor": doctor,
 }
 
@@ -91,6 +93,7 @@ def parser(benchmark: str | None = None) -> argparse.ArgumentParser:
             bench.add_arguments(one, benchmark)
         else:
             command.add_arguments(one)
+    commands.choices["completion"].set_defaults(top=top)  # which prints what all of them take
     return top
 
 

@@ -25,6 +25,13 @@ Every process reads these variables of its environment when it starts. A misspel
 | variable | default | meaning |
 |---|---|---|
 """
+COMMANDS = """## Commands
+
+A shell completes commands, options and files once it has read what `torch-ecrec completion` prints (`pip install
+'torch-ecrec[completion]'`):
+
+    torch-ecrec completion bash > ~/.local/share/bash-completion/completions/torch-ecrec
+    torch-ecrec completion zsh > DIR/_torch-ecrec      # DIR: a folder of $fpath, before compinit"""
 BY_MACHINE = ("move_bytes_per_s",)  # their default is not the same everywhere
 
 
@@ -36,7 +43,7 @@ def reference() -> str:
         for field in dataclasses.fields(Settings)
     ]
     rows += [_row(f"`{PREFIX}{name}`", "-", meaning) for name, meaning in OTHERS.items()]
-    return "\n".join([HEAD + "\n".join(rows), "", "## Commands", *_commands(parser(), "torch-ecrec")]) + "\n"
+    return "\n".join([HEAD + "\n".join(rows), "", COMMANDS, *_commands(parser(), "torch-ecrec")]) + "\n"
 
 
 def _default(name: str, value: object) -> str:

@@ -32,7 +32,8 @@ from torch_ecrec.cli.arguments import (
 )
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.runtime.lifetime import on_signals
-from torch_ecrec.runtime.threads import Worker, log_errorfrom torch_ecrec.spec.settings import check_folder
+from torch_ecrec.runtime.threads import Worker, log_error
+from torch_ecrec.spec.settings import check_folder
 
 if TYPE_CHECKING:
     from torch_ecrec.processes.supervisor import Supervisor

@@ -123,6 +123,11 @@ class Session:
         self._waiting.fail(error)
 
     @property
+    def join(self) -> str | None:
+        """Where its coordinator is; None: nobody has said."""
+        return self.client.settings.join
+
+    @property
     def told(self) -> bool:
         """What went wrong in the background has been raised to the user."""
         return self._waiting.told

@@ -58,3 +58,18 @@ def _default(action: argparse.Action) -> object:
 def _help(action: argparse.Action) -> str:
     text = action.help or ""
     return text % {"default": action.default, "prog": "torch-ecrec"} if "%" in text else text
+
+
+def complete_files(parser: argparse.ArgumentParser, of: object, files: object) -> None:
+    """Has a shell complete names of files for the arguments of a parser, and of its commands, that are of one type.
+
+    Args:
+        parser: is changed.
+        of: the type of such an argument.
+        files: what shtab takes for it.
+    """
+    for action in parser._actions:
+        if action.type is of:
+            action.complete = files  # type: ignore[attr-defined]  # where shtab looks
+    for _, command, _ in commands_of(parser):
+        complete_files(command, of, files)
