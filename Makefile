@@ -70,7 +70,7 @@ except (ImportError, OSError) as error:
 endef
 export GPU_LOADED
 
-.PHONY: help setup demo test test-slow lint fmt type bench gpu docs site wheel clean distclean
+.PHONY: help setup demo test test-slow lint fmt type bench gpu docs site wheel dist clean distclean
 
 help:
 	@echo "make setup      .venv with a pinned set (TORCH=2.13 or 2.14), the package (editable), the kernels compiled"
@@ -83,6 +83,7 @@ help:
 	@echo "make bench      measure                                                         ARGS=..."
 	@echo "make gpu        what a machine with a GPU can show -> build/gpu   GPU_PYTHON=/path/to/python  ARGS=\"--parts streams\""
 	@echo "make wheel      build dist/*.whl            make clean caches and build outputs (distclean: .venv too)"
+	@echo "make dist       sdist and wheel, checked: as PyPI would take them; the container file is linted"
 
 setup: $(VENV)/.warm
 	@:
@@ -141,6 +142,15 @@ wheel: $(VENV)/.installed
 	@rm -rf build/lib build/bdist.*
 	@$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --no-build-isolation -w dist .
 	@ls -l dist/*.whl
+
+# What a release is made of: the wheel is built from the sdist, as others would.
+dist: $(VENV)/.installed
+	@$(PIP) $(PINS) -r requirements/dist.txt
+	@rm -rf build/lib build/bdist.* dist
+	@$(BIN)/python -m build --no-isolation -o dist . >/dev/null
+	@$(BIN)/twine check --strict dist/*
+	@$(BIN)/hadolint deploy/Containerfile
+	@ls -l dist
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -65,7 +65,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no tables on servers"):
         TensorBoard(SimpleNamespace(session=SimpleNamespace(trainer=0)), tmp_path)  # type: ignore[arg-type]
     for every_s in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="`every_s` must be positive"):
+        with pytest.raises(ValueError, match="`every_s` must be"):
             TensorBoard(on_servers(), tmp_path, every_s)
     for given in (np.float32(2.5), torch.tensor(2.5), 2.5):
         assert TensorBoard(on_servers(1), tmp_path, given)._every_s == 2.5  # type: ignore[arg-type]
