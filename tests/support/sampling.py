@@ -45,7 +45,7 @@ STORES = ("importing", "storage_catalog", "storage_hostile", "storage_parts", "s
 TOOLS = (
     *("bench_checkpoint", "bench_codec", "bench_messages", "bench_operators", "bench_optimizers", "bench_partial"),
     *("bench_report", "bench_scaling", "bench_seals", "bench_storage", "chaos_schedule", "demo", "demo_report"),
-    *("guide", "overhead", "packing", "troubleshooting"),
+    *("dist", "guide", "overhead", "packing", "troubleshooting"),
 )
 OTHERS = (
     *("accrual", "codec", "compat", "defaults", "election", "election_explored", "halves", "identity", "kernel_cache"),

@@ -1,4 +1,4 @@
-"""What is released: the sdist has all that the wheel is built of, the wheel all that runs; the image's file is sound."""
+"""What is released: the sdist has all that the wheel is built of, the wheel all that runs; the image file is sound."""
 
 from __future__ import annotations
 
