@@ -2,12 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kept import Shelf
 
 from torch_ecrec.cli.checkpoints import _age
 from torch_ecrec.cli.main import main
+from torch_ecrec.observe import progress
+from torch_ecrec.observe.progress import Progress
 from torch_ecrec.storage.manifest import MANIFEST, Encoding
 
 
@@ -91,3 +94,26 @@ def test_removing_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 )
 def test_ages(span_s: float, said: str) -> None:
     assert _age(span_s) == said
+
+
+@pytest.mark.parametrize("action", ["verify", "export"])
+def test_long_actions_count_their_bytes_towards_what_there_is_to_do(
+    action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counted: list[Progress] = []
+
+    class Counted(Progress):
+        def __exit__(self, *error: Any) -> None:
+            counted.append(self)
+            super().__exit__(*error)
+
+    monkeypatch.setattr(progress, "Progress", Counted)
+    shelf = Shelf(str(tmp_path / "store"))
+    first = shelf.write(100)
+    above = shelf.write(150, first, [[1], []])
+    words = ["--verify"] if action == "verify" else ["--export", str(tmp_path / "x.safetensors")]
+    assert main(["checkpoints", str(tmp_path / "store"), *words]) == 0
+    (one,) = counted
+    wanted = (2 * first.bytes if action == "verify" else first.bytes) + above.bytes
+    assert one._total == wanted and one._done >= 0.9 * wanted, "what each builds on is read with it"
+    assert capsys.readouterr().err == "", "nobody is at a terminal"

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,7 @@ from numpy.typing import NDArray
 
 from torch_ecrec.bench import record
 from torch_ecrec.codec import LinearCode
+from torch_ecrec.observe.progress import counted
 from torch_ecrec.records.shard import scatter
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.runtime.kernels import prefetch_row
@@ -310,16 +312,14 @@ def measure(
     codes: Sequence[tuple[int, int]], widths: Sequence[int], pool: Pool, isal: Isal | None, repeats: int
 ) -> list[dict[str, Any]]:
     """Measures all rows of the table; folds come first."""
+    cases = list(itertools.product(("fold", "encode", "decode"), codes, PLACES, widths))
     rows = []
-    for what in ("fold", "encode", "decode"):
-        for k, r in codes:
-            code = LinearCode(k, r)
-            for place in PLACES:
-                for width in widths:
-                    if what == "fold":
-                        rows.append(_measure_fold(code, width, place, pool, isal, repeats))
-                    else:
-                        rows.append(_measure_sums(what, code, width, place, pool, isal, repeats))
+    for what, (k, r), place, width in counted("codec: rows of the table", cases):
+        code = LinearCode(k, r)
+        if what == "fold":
+            rows.append(_measure_fold(code, width, place, pool, isal, repeats))
+        else:
+            rows.append(_measure_sums(what, code, width, place, pool, isal, repeats))
     return rows
 
 

@@ -34,6 +34,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from torch_ecrec.bench import record
 from torch_ecrec.bench.places import Here, OnHosts
+from torch_ecrec.observe.progress import counted
 from torch_ecrec.processes.children import await_end
 from torch_ecrec.protocol import wire
 from torch_ecrec.runtime import allocator
@@ -212,7 +213,7 @@ def measure(pair: Pair, sizes: Sequence[int], at_once: int, repeats: int) -> lis
     """Returns a row for each size, ours beside plain sockets: medians over the blocks."""
     turns = [(size, bare) for size in sizes for bare in (False, True)]
     found: dict[tuple[int, bool], list[list[float]]] = {turn: [] for turn in turns}
-    for repeat in range(-1, repeats):  # the first is for warming up
+    for repeat in counted("connections: blocks", range(-1, repeats)):  # the first is for warming up
         for size, bare in turns:
             calls = max(min(BLOCK_BYTES // size, CALLS_MOST), at_once)
             before = pair.cpu_s()

@@ -29,6 +29,7 @@ from torch_ecrec.demo.result import arguments_json, differences
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.demo.training import DemoRun, require_device
 from torch_ecrec.errors import ClusterError
+from torch_ecrec.observe.progress import counted
 from torch_ecrec.processes.launch import warm
 from torch_ecrec.records.optimizers import NAMES as OPTIMIZERS
 from torch_ecrec.runtime.checks import require, require_int
@@ -170,7 +171,7 @@ def run(arguments: argparse.Namespace) -> int:
     found: list[tuple[Case, dict[str, Any]]] = []
     logging.getLogger("torch_ecrec").setLevel(logging.WARNING)  # that a server was killed and is started again is known
     warm()
-    for case in cases(arguments):
+    for case in counted("exactness: runs", cases(arguments)):
         one = run_case(case, arguments, references)
         found.append((case, one))
         word = one["error"] or ("equal, bit for bit" if case.reference else one["digest"][:16])

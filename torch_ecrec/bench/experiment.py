@@ -63,6 +63,7 @@ from torch_ecrec.demo.report import Record
 from torch_ecrec.demo.watch import Watch
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.observe import events
+from torch_ecrec.observe.progress import Progress
 from torch_ecrec.processes.children import await_end, descendants, tail
 from torch_ecrec.processes.launch import warm
 from torch_ecrec.runtime import allocator
@@ -631,6 +632,7 @@ class Experiment:
 
     def __post_init__(self) -> None:
         self.header = record.header()
+        self._progress = Progress("", 0)
         self.found = {part.name: [] for part in self.parts}
 
     @property
@@ -652,7 +654,8 @@ class Experiment:
         """Runs all parts; `found` and `error` have the results."""
         shutil.rmtree(self.logs, ignore_errors=True)
         warm()  # once, not in each process that is started
-        with self.caught():
+        turns = self.repeats * sum(len(part.turns) for part in self.parts)
+        with self.caught(), Progress(f"{self.name}: turns", turns) as self._progress:
             for parts in [self.parts] if self.together else [[part] for part in self.parts]:
                 self._run(parts)
         if self.error is None:
@@ -694,6 +697,7 @@ class Experiment:
         for turn in part.turns:
             one = turn(running)
             self.found[part.name].append(one)
+            self._progress.add(1)
             self.after(name, one)
         if self.together:
             running.rest()

@@ -39,6 +39,7 @@ import torch
 import torch_ecrec
 from torch_ecrec.bench import record, train, workload
 from torch_ecrec.demo.training import require_device
+from torch_ecrec.observe.progress import counted
 from torch_ecrec.processes.children import end_of, end_tree, with_own_path
 from torch_ecrec.processes.launch import warm
 from torch_ecrec.runtime.checks import require
@@ -344,17 +345,16 @@ def run(arguments: argparse.Namespace) -> int:
     content = {"header": record.header(), "device": arguments.device, "card": about, "parts": []}
     until_s, outcomes = time.monotonic() + arguments.limit, list[dict[str, Any]]()
     warm()  # once, and not within a part's time
-    for part in known:
-        if part.name in wanted:
-            print(f"{part.name}: {part.asks}", flush=True)
-            one = run_part(part, arguments.out, until_s - time.monotonic())
-            outcomes.append(asdict(one))
-            print(f"{part.name}: {one.error or 'as it should be'} ({one.seconds:.0f} s)", flush=True)
-            if one.error:
-                print(end_of(_text(arguments.out / f"{part.name}.log"), f"{part.name}.log"), flush=True)
-            content["parts"] = outcomes  # what was found is kept, whatever becomes of the rest
-            record.write(arguments.out, "gpu", content, summary(outcomes))
-            (arguments.out / "gpu.md").write_text(report(content))
+    for part in counted("gpu: parts", [part for part in known if part.name in wanted]):
+        print(f"{part.name}: {part.asks}", flush=True)
+        one = run_part(part, arguments.out, until_s - time.monotonic())
+        outcomes.append(asdict(one))
+        print(f"{part.name}: {one.error or 'as it should be'} ({one.seconds:.0f} s)", flush=True)
+        if one.error:
+            print(end_of(_text(arguments.out / f"{part.name}.log"), f"{part.name}.log"), flush=True)
+        content["parts"] = outcomes  # what was found is kept, whatever becomes of the rest
+        record.write(arguments.out, "gpu", content, summary(outcomes))
+        (arguments.out / "gpu.md").write_text(report(content))
     print(f"\n{report(content)}\nwritten: {arguments.out / 'gpu'}.json, .csv, .md")
     failed = [one["part"] for one in outcomes if one["error"]]
     if failed:

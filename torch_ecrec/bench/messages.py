@@ -23,6 +23,7 @@ import torch
 
 from torch_ecrec.bench import packing, record
 from torch_ecrec.bench.codec import interleaved
+from torch_ecrec.observe.progress import counted
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.encoding import WIRE
 from torch_ecrec.runtime.checks import require_int
@@ -78,7 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
     for slabs in arguments.slabs:
         require_int("slabs", slabs, 1)
     packing.check(arguments)
-    rows, packed = [_measure(slabs, arguments.repeats) for slabs in arguments.slabs], packing.measure(arguments)
+    rows = [_measure(slabs, arguments.repeats) for slabs in counted("messages: pushes", arguments.slabs)]
+    packed = packing.measure(arguments)
     notes = NOTES.format(rows=ROWS, dim=DIM, repeats=arguments.repeats).splitlines()
     shown = [record.table(rows), *notes, "", record.table(packed), packing.NOTES]
     content = {"header": record.header(), "repeats": arguments.repeats, "notes": notes, "packing": packed}

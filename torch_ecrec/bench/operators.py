@@ -20,6 +20,7 @@ not timed. Times are the thread's own, alternatives take turns: see `codec.py`.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +45,7 @@ from torch_ecrec.bench.workload import zipf_ranks
 from torch_ecrec.client import pooling
 from torch_ecrec.layout import routing
 from torch_ecrec.layout.stripes import Layout
+from torch_ecrec.observe.progress import counted
 from torch_ecrec.records.merge import Bags, merge
 from torch_ecrec.records.optimizers import optimizer
 from torch_ecrec.records.quantised import pack, unpack
@@ -375,10 +377,9 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Returns a row for each kind of work, dim, and number of ids in a bag."""
     found = []
-    for dim in dims:
-        for count in ids:
-            of_batch = _Batch(batch, count, dim, rows, seed)
-            found += [{**_measure(case, repeats), "dim": dim, "ids": count} for case in of_batch.cases()]
+    for dim, count in counted("operators: batches", list(itertools.product(dims, ids))):
+        of_batch = _Batch(batch, count, dim, rows, seed)
+        found += [{**_measure(case, repeats), "dim": dim, "ids": count} for case in of_batch.cases()]
     return found
 
 

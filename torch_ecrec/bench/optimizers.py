@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from torch_ecrec.bench import record
 from torch_ecrec.bench.codec import interleaved
+from torch_ecrec.observe.progress import counted
 from torch_ecrec.records.merge import Merged
 from torch_ecrec.records.optimizers import NAMES, optimizer
 from torch_ecrec.records.schema import ITEM_BYTES
@@ -104,7 +105,7 @@ def measure(
     """Returns a row for each optimizer, dim and dtype of weights."""
     memory = np.zeros(memory_mib << 18, np.float32)
     cases = [(kind, dim, dtype) for kind in kinds for dim in dims for dtype in weights]
-    return [_measure(*case, memory, repeats, seed) for case in cases]
+    return [_measure(*case, memory, repeats, seed) for case in counted("optimizers: rows of the table", cases)]
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from torch_ecrec.bench.record import header, markdown, require_counts, table, write
 from torch_ecrec.demo import criteo
 from torch_ecrec.demo.criteo import CATEGORIES, INTEGERS, Clicks
+from torch_ecrec.observe.progress import counted
 from torch_ecrec.overhead.model import HOUR_S, Costs, partial_interval_s, young_interval_s
 from torch_ecrec.overhead.report import measured
 from torch_ecrec.records.merge import Merged, merge
@@ -484,7 +485,7 @@ def compare(arguments: argparse.Namespace, job: Job) -> list[dict[str, Any]]:
     training = Training.of(arguments, job, interval_of(job), len(train_on))
     torch.set_num_threads(1)  # models this small are slower with more, and their sums depend on it
     found: dict[str, list[Trained]] = {way: [] for way in WAYS}
-    for seed in range(job.seed, job.seed + arguments.seeds):
+    for seed in counted("partial: seeds", range(job.seed, job.seed + arguments.seeds)):
         for way in WAYS:
             found[way].append(train(training, train_on, test_on, way, seed))
         print(f"seed {seed}: " + ", ".join(f"{way} {found[way][-1].auc:.4f}" for way in WAYS))
@@ -544,7 +545,7 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError, TypeError: a number cannot be, or a cost is not known.
     """
     job = Job.of(arguments)
-    ways = [full(job), *(emulate(job, name) for name in SAVERS)]
+    ways = [full(job), *(emulate(job, name) for name in counted("partial: savers", list(SAVERS)))]
     rows = [way.to_row() for way in ways]
     print(f"{job.hours:g} h, {len(job.failures)} failures, {job.slots} slots, lost samples allowed {job.pls:g}")
     print(table(rows))

@@ -46,6 +46,7 @@ from numpy.typing import NDArray
 from torch_ecrec.bench import record, train, workload
 from torch_ecrec.bench.experiment import Experiment, Model, Part, Stopped, parse_mode
 from torch_ecrec.layout.stripes import Layout
+from torch_ecrec.observe.progress import counted
 from torch_ecrec.records.optimizers import optimizer
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec
@@ -470,12 +471,12 @@ def run(arguments: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     interrupted = False
     try:
-        for sweep in [sweep for sweep in SWEEPS if sweep in sweeps]:
-            for value in plan.values[sweep]:
-                point = plan.point(sweep, value)
-                none, ours = sweeper.figures(point.bare), sweeper.figures(point)
-                if ours is not None:
-                    rows.append(row_of(sweep, value, point, ours, none))
+        points = [(sweep, value) for sweep in SWEEPS if sweep in sweeps for value in plan.values[sweep]]
+        for sweep, value in counted("scaling: points", points):
+            point = plan.point(sweep, value)
+            none, ours = sweeper.figures(point.bare), sweeper.figures(point)
+            if ours is not None:
+                rows.append(row_of(sweep, value, point, ours, none))
     except KeyboardInterrupt:  # what was measured is kept, also when somebody has had enough
         interrupted = True
     content = {

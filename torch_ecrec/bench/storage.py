@@ -13,6 +13,7 @@ has no disk behind it. What is read lies in the page cache, where the machine ha
 from __future__ import annotations
 
 import argparse
+import itertools
 import tempfile
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from torch_ecrec.bench import record
+from torch_ecrec.observe.progress import counted
 from torch_ecrec.records import quantised
 from torch_ecrec.records.halves import records_of
 from torch_ecrec.records.positions import Bytes, Positions
@@ -88,8 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     quantised.warm()
     rows = [
         measure(folder, encoding, arguments.megabytes, arguments.repeats)
-        for folder in arguments.folders
-        for encoding in ENCODINGS
+        for folder, encoding in counted("storage: rows", list(itertools.product(arguments.folders, ENCODINGS)))
     ]
     notes = NOTES.format(dim=DIM, mb=arguments.megabytes, repeats=arguments.repeats)
     content = {"header": record.header(), "notes": [notes]}

@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Asks for it again and again until it counts, so that a new coordinator hears of it, too."""
+    from torch_ecrec.observe.progress import Progress
     from torch_ecrec.protocol.status import of_message
     from torch_ecrec.transport.control import request
     from torch_ecrec.transport.etcd import Leader
@@ -36,23 +37,26 @@ def run(arguments: argparse.Namespace) -> int:
     def ask(leader: Leader, seconds: float) -> dict[str, Any]:
         return request(*leader.address, {"type": "checkpoint", "after": after, "led": leader.revision}, seconds)
 
-    while True:
-        limit_s = min(ASKED_S, settings.give_up_s) if after is None else settings.give_up_s
-        with told_to_wait(join, limit_s):
-            answer, _ = reach(where, limit_s, ask)
-        if answer["type"] == "refused":
-            raise ValueError(answer["reason"])
-        kept = of_message(answer).checkpoints
-        if kept is None:
-            raise ValueError("the coordinator that leads now keeps no checkpoints")
-        after = kept.asked if after is None else after
-        counts = after is None or kept.last_step > after
-        if (news := progress(kept, counts)) != last:
-            print(news, flush=True)
-        last = news
-        if counts or arguments.no_wait:
-            return 0
-        time.sleep(ASK_S)
+    with Progress("parts of it are written", 0) as shown:
+        while True:
+            limit_s = min(ASKED_S, settings.give_up_s) if after is None else settings.give_up_s
+            with told_to_wait(join, limit_s):
+                answer, _ = reach(where, limit_s, ask)
+            if answer["type"] == "refused":
+                raise ValueError(answer["reason"])
+            status = of_message(answer)
+            kept = status.checkpoints
+            if kept is None:
+                raise ValueError("the coordinator that leads now keeps no checkpoints")
+            after = kept.asked if after is None else after
+            counts = after is None or kept.last_step > after
+            if (news := progress(kept, counts)) != last:
+                print(news, flush=True)
+            last = news
+            if counts or arguments.no_wait:
+                return 0
+            shown.at(kept.written, status.code.slots if kept.running else 0)
+            time.sleep(ASK_S)
 
 
 def progress(kept: CheckpointsStatus, counts: bool) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,8 +119,10 @@ class _Found:
         saves = Saves(catalog.location)
         found = _Found(catalog.listing(), saves.listing(), {} if verify else None)
         if found.faults is not None:
-            found.faults.update((one.id, _faults(catalog, one)) for one in found.listing.whole)
-            found.faults.update((f"saves/{one.id}", saves.faults(one)) for one in found.saves.whole)
+            with _told_of(catalog, "verifies checkpoints", [*found.listing.whole, *found.saves.whole]):
+                saves = Saves(catalog.location)  # which tells of its bytes, too
+                found.faults.update((one.id, _faults(catalog, one)) for one in found.listing.whole)
+                found.faults.update((f"saves/{one.id}", saves.faults(one)) for one in found.saves.whole)
             found.forget(catalog, saves)
         return found
 
@@ -146,6 +150,27 @@ class _Found:
         """Returns the prioritised saves whose checkpoint is gone: nothing can use them."""
         there = {*(one.id for one in self.listing.whole), *(one.folder for one in self.listing.broken)}
         return [one for one in self.saves.whole if one.base not in there]
+
+
+@contextlib.contextmanager
+def _told_of(catalog: Catalog, what: str, manifests: Sequence[Manifest] = (), more: int = 0) -> Iterator[None]:
+    """Says how far it is, and how long it still takes, while bytes are read or written at a catalog's place.
+
+    `manifests`: of checkpoints that are read, with all that they build on; `more`: bytes besides.
+    """
+    from torch_ecrec.errors import CheckpointError
+    from torch_ecrec.observe.progress import Progress
+    from torch_ecrec.observe.words import size
+
+    total = more
+    for one in manifests:
+        chain = [one]
+        with contextlib.suppress(CheckpointError):  # of one that is faulty
+            chain = catalog.chain(one) if one.kind != "save" else chain
+        total += sum(each.bytes for each in chain)
+    with Progress(what, total, size) as progress:
+        catalog.location.on_bytes = progress.add
+        yield
 
 
 def _remove(catalog: Catalog, arguments: argparse.Namespace) -> int:
@@ -184,15 +209,16 @@ def _export(catalog: Catalog, arguments: argparse.Namespace) -> int:
     manifest = catalog.newest() if arguments.step is None else catalog.at(arguments.step)
     what = "the tables"
     absent: tuple[str, ...] = ("the dense model, which `--format dcp` writes",)
-    if arguments.format == "dcp":
-        from torch_ecrec.checkpoint import dcp_export
+    with _told_of(catalog, f"exports step {manifest.done}", [manifest]):
+        if arguments.format == "dcp":
+            from torch_ecrec.checkpoint import dcp_export
 
-        written = dcp_export.export(catalog, manifest, arguments.export)
-        size, what, absent = written.bytes, "tables and dense model", written.absent
-    else:
-        from torch_ecrec.storage import exporting
+            written = dcp_export.export(catalog, manifest, arguments.export)
+            size, what, absent = written.bytes, "tables and dense model", written.absent
+        else:
+            from torch_ecrec.storage import exporting
 
-        size = exporting.export(catalog, manifest, arguments.export)
+            size = exporting.export(catalog, manifest, arguments.export)
     said = {"exported": str(arguments.export), "name": manifest.id, "step": manifest.done, "bytes": size}
     if arguments.json:
         print(json.dumps({**said, "absent": list(absent)}))
@@ -213,7 +239,8 @@ def _import(catalog: Catalog, arguments: argparse.Namespace) -> int:
         bool(arguments.tables_only),
         bool(arguments.fresh_optimizer_state),
     )
-    done = dcp_import.import_(catalog, arguments.source, wanted)
+    with _told_of(catalog, f"imports {arguments.source}", more=_bytes_of(arguments.source)):
+        done = dcp_import.import_(catalog, arguments.source, wanted)
     manifest = done.manifest
     said = {"imported": str(arguments.source), "name": manifest.id, "step": manifest.done, "bytes": manifest.bytes}
     if arguments.json:
@@ -223,6 +250,12 @@ def _import(catalog: Catalog, arguments: argparse.Namespace) -> int:
         print("\n".join(f"  not in it: {one}" for one in done.absent))
         print(f"  train on from it: torch-ecrec up --restore {arguments.url}, for {manifest.spec.trainers} trainers")
     return 0
+
+
+def _bytes_of(path: Path) -> int:
+    """Returns the bytes of a file, or of all in a folder: about what an import of it writes."""
+    files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+    return sum(one.stat().st_size for one in files)
 
 
 def _faults(catalog: Catalog, manifest: Manifest) -> list[str]:

@@ -135,5 +135,6 @@ def _misspelt(words: list[str]) -> str | None:
 
 def _fail(error: Exception, code: int) -> int:
     with contextlib.suppress(OSError):  # no room for it: the code says enough
-        print(f"torch-ecrec: {error}", file=sys.stderr, flush=True)
+        over = "\r\x1b[K" if sys.stderr.isatty() else ""  # a line of progress, perhaps
+        print(f"{over}torch-ecrec: {error}", file=sys.stderr, flush=True)
     return code

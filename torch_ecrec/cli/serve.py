@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs a server in this process."""
-    from torch_ecrec.processes.launch import run_server
+    from torch_ecrec.processes.launch import run_server, warm
     from torch_ecrec.transport.whereabouts import require_whereabouts
 
     settings = settings_of(arguments)
@@ -41,4 +41,6 @@ def run(arguments: argparse.Namespace) -> int:
         check_folder(Path(settings.tier))
     if settings.join is not None:
         require_whereabouts(settings.join)  # before the kernels are loaded
+    if not arguments.end_with_parent:
+        warm(tells=True)
     return run_server(settings, wanted)

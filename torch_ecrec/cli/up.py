@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_folder(Path(settings.tier))
     if arguments.logs is not None:
         prepare_logs(arguments.logs)
-    warm()
+    warm(tells=not arguments.end_with_parent)
     on_signals(lambda number, _: told.append(number))  # who waits looks there; an exception might get lost
     with Supervisor(
         code,
@@ -117,7 +117,8 @@ def run(arguments: argparse.Namespace) -> int:
             text = f"cluster at {cluster.join} (TORCH_ECREC_JOIN={cluster.join}){watched}; Ctrl-C ends it"
             print(text, flush=True)
             if not arguments.quiet:
-                Worker(lambda: _tell_changes(cluster, over), "verdict", log_error).start()
+                shows = arguments.logs is not None  # else the processes' own lines are there
+                Worker(lambda: _tell_changes(cluster, over, shows), "verdict", log_error).start()
         while cluster.ended is None and not told:
             time.sleep(0.1)
         over.set()
@@ -145,26 +146,34 @@ def _why(code: int, store: str) -> str:
     )
 
 
-def _tell_changes(cluster: Supervisor, over: threading.Event) -> None:
-    """A thread: says at the terminal what is wrong with the cluster, what to do, and when it is over."""
+def _tell_changes(cluster: Supervisor, over: threading.Event, shows: bool) -> None:
+    """A thread: says at the terminal what is wrong with the cluster, what to do, and when it is over.
+
+    `shows`: while slots get their records, how far they are, in a line that is written over.
+    """
     from torch_ecrec.errors import ClusterError
     from torch_ecrec.observe.changes import Changes
+    from torch_ecrec.observe.progress import Progress
     from torch_ecrec.observe.verdict import Finding, Verdict, verdict_of
+    from torch_ecrec.observe.words import format_filling
     from torch_ecrec.transport.whereabouts import ask_status
 
     changes, heard_s = Changes(), time.monotonic()
-    while not over.wait(LOOK_S):
-        try:
-            verdict = verdict_of(ask_status(cluster.address, SILENT_S), cluster.join)
-            heard_s = time.monotonic()
-        except ClusterError as error:  # another one is being started, perhaps
-            if time.monotonic() < heard_s + SILENT_S:
-                continue
-            remedy = "nothing, if another one is there soon: training does not need it until somebody is lost"
-            silent = Finding("ERROR", "silent", f"the coordinator does not answer: {error}", remedy)
-            verdict = Verdict("ERROR", silent.what, [silent], [])
-        for line in changes.lines(verdict, time.monotonic()):
-            if over.is_set():
-                return
-            at = "" if line.startswith(" ") else f"{time.strftime('%H:%M:%S')} "
-            print(f"{at}{line}", file=sys.stderr, flush=True)
+    with Progress("", 0) as line:
+        while not over.wait(LOOK_S):
+            try:
+                status = ask_status(cluster.address, SILENT_S)
+                verdict, heard_s = verdict_of(status, cluster.join), time.monotonic()
+                line.show(format_filling(status) if shows else "")
+            except ClusterError as error:  # another one is being started, perhaps
+                if time.monotonic() < heard_s + SILENT_S:
+                    continue
+                remedy = "nothing, if another one is there soon: training does not need it until somebody is lost"
+                silent = Finding("ERROR", "silent", f"the coordinator does not answer: {error}", remedy)
+                verdict = Verdict("ERROR", silent.what, [silent], [])
+            for text in changes.lines(verdict, time.monotonic()):
+                if over.is_set():
+                    return
+                at = "" if text.startswith(" ") else f"{time.strftime('%H:%M:%S')} "
+                line.clear()
+                print(f"{at}{text}", file=sys.stderr, flush=True)

@@ -15,5 +15,5 @@ def run(arguments: argparse.Namespace) -> int:
     """Compiles all kernels, unless the cache has them."""
     from torch_ecrec.processes import launch
 
-    launch.warm()
+    launch.warm(tells=True)
     return 0

@@ -455,6 +455,7 @@ class Checkpointing:
             failing_for_s=round(self._now_s - self.failing_since_s, 1) if self.failing else None,
             saves=self.saving.status() if self.saving.wanted else None,
             asked=self._asked,
+            written=0 if running is None else len(running.written),
         )
 
 

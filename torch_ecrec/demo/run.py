@@ -93,7 +93,7 @@ def run_demo(
     error: str | None = "interrupted"
     with sigterm_interrupts():
         try:
-            warm()
+            warm(tells=True)
             run.execute()
             if arguments.compare:
                 terminal.say("\nthe same training, undisturbed:")

@@ -12,6 +12,7 @@ from torch_ecrec.protocol.status import (
     PartialStatus,
     SavesStatus,
     SlotReport,
+    Status,
 )
 
 
@@ -105,6 +106,17 @@ def format_gathering(of_servers: Sequence[int], of_trainers: Sequence[int], join
     """
     said, hints = lacking(of_servers, of_trainers, join or "")
     return f": {said}; {'; '.join(hints) if join is not None else 'this script has started it, and waits for the rest'}"
+
+
+def format_filling(status: Status) -> str:
+    """Returns how far slots are that get their records, from parity or a checkpoint, and how long it takes, or ""."""
+    told = []
+    for place in status.slots:
+        if (one := place.filling) is not None and not place.healthy:
+            left = f", {duration(one.left_s)} left" if one.left_s is not None else ""
+            told.append(f"slot {place.slot} {one.share:.0%}{left}")
+    how = "read from a checkpoint" if status.restored is not None and not status.step else "rebuilt"
+    return f"{how}: {'; '.join(told)}" if told else ""
 
 
 def format_slow(member: MemberStatus, slow: Late, join: str) -> tuple[str, str]:

@@ -35,6 +35,7 @@ from torch_ecrec.client.client import Client
 from torch_ecrec.client.session import Beginning, Session
 from torch_ecrec.errors import ClusterError, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.layout import routing, stripes
+from torch_ecrec.observe.progress import counted
 from torch_ecrec.observe.words import format_gathering
 from torch_ecrec.processes.footprint import host_name
 from torch_ecrec.processes.member import Member, exit_code_of
@@ -68,17 +69,15 @@ LET_GO_S = 30.0  # of slots, once a membership is over: one that was taken for l
 ABORT_S = 5.0  # for which a trainer may wait for others in vain, once the cluster has ended
 
 
-def warm() -> None:
-    """Compiles the kernels, or loads them from the cache, so that the first step does not."""
-    codec.warm()
-    stripes.warm()
-    routing.warm()
-    pooling.warm()
-    records.warm()
-    row_ids.warm()
-    seen.warm()
-    byte_sums.warm()
-    unlocked.warm()
+def warm(tells: bool = False) -> None:
+    """Compiles the kernels, or loads them from the cache, so that the first step does not.
+
+    `tells`: a person waits for it at a terminal, who is told how far it is.
+    """
+    parts = [codec.warm, stripes.warm, routing.warm, pooling.warm, *records.warms(), row_ids.warm, seen.warm]
+    parts += [byte_sums.warm, unlocked.warm]
+    for part in counted("kernels are compiled or loaded", parts) if tells else parts:
+        part()
 
 
 # server -----------------------------------------------------------------------------------------------

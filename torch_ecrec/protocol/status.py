@@ -349,7 +349,7 @@ class CheckpointsStatus(Struct, frozen=True):
         url: where they are kept.
         last: the name of the last that counts; "": none yet in this run. `last_step`: that it is of.
         last_age_s: seconds since it counted; None: there is none.
-        running: the name of one that is being written; "": none is.
+        running: the name of one that is being written; "": none is. `written`: by so many slots, as to their parts.
         failing: why the last one came to nothing; "": it did not. `failing_for_s`: seconds since none has succeeded.
         saves: prioritised ones; None: none are wanted.
         asked: somebody has asked for one of a later step than this, which does not count yet; None: nobody has.
@@ -364,6 +364,7 @@ class CheckpointsStatus(Struct, frozen=True):
     failing_for_s: float | None
     saves: SavesStatus | None
     asked: int | None = None
+    written: int = 0
 
 
 class PartialStatus(Struct, frozen=True, kw_only=True):

@@ -6,13 +6,19 @@ only names or describes records (`schema`, the names of optimizers) loads no Num
 """
 
 import importlib
+from collections.abc import Callable
+
+
+def warms() -> list[Callable[[], None]]:
+    """Returns what compiles or loads every kernel, part by part. A server calls all of it before it joins."""
+    from torch_ecrec.records.optimizers import NAMES, optimizer
+
+    modules = ("halves", "quantised", "shard", "merge", "initial", "delta_log", "captured", "tiers.tiered")
+    of_modules = [importlib.import_module(f"{__name__}.{module}").warm for module in modules]
+    return [*of_modules, *(optimizer(name).warm for name in NAMES)]
 
 
 def warm() -> None:
-    """Compiles or loads every kernel. A server calls it before it joins."""
-    from torch_ecrec.records.optimizers import NAMES, optimizer
-
-    for module in ("halves", "quantised", "shard", "merge", "initial", "delta_log", "captured", "tiers.tiered"):
-        importlib.import_module(f"{__name__}.{module}").warm()
-    for name in NAMES:
-        optimizer(name).warm()
+    """Compiles or loads every kernel."""
+    for part in warms():
+        part()

@@ -462,7 +462,7 @@ def run_rehearse(arguments: argparse.Namespace) -> int:
     logging.getLogger("torch_ecrec").setLevel(logging.WARNING)  # processes are killed here, and started again
     terminal = Terminal()
     with sigterm_interrupts():
-        warm()
+        warm(tells=True)
         found = rehearse(plan, at, arguments.restarts, terminal)
     terminal.say(found.text)
     if not found.equal:

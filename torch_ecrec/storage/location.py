@@ -24,7 +24,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -98,12 +98,17 @@ class Location:
     Args:
         url: a path, or a URL that fsspec knows. The folder need not be there yet.
 
+    Attributes:
+        on_bytes: is told of bytes of files that were read or written, here and in folders that `below` gives from then
+            on; on any thread.
+
     Raises:
         CheckpointError: fsspec does not know it, or lacks the package that does.
     """
 
     def __init__(self, url: str) -> None:
         require(bool(url), "`url` of a place for checkpoints must not be empty")
+        self.on_bytes: Callable[[int], None] = lambda count: None
         self.url = url.rstrip("/") or "/"
         protocol, separator, path = url.partition("://")
         local = not separator and "::" not in url
@@ -116,6 +121,7 @@ class Location:
         """A folder of this one."""
         inner = object.__new__(Location)
         inner.url, inner._store = f"{self.url}/{folder}", self._store.below(folder)
+        inner.on_bytes = self.on_bytes
         return inner
 
     def read(self, name: str) -> bytes:
@@ -207,6 +213,7 @@ class OpenFile:
         with self._location._named(self._name, "write"):
             view = bytes_of(data)
             self._file.write(view)
+            self._location.on_bytes(view.nbytes)
             return view.nbytes
 
     def read_into(self, memory: Any) -> int:
@@ -218,6 +225,7 @@ class OpenFile:
                 if not count:
                     break
                 got += count
+                self._location.on_bytes(count)
             return got
 
     def close(self) -> None:
