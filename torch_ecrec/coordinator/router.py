@@ -180,8 +180,10 @@ class Router:
                 peer.admit()
             self._say_status(peer, now_s)
         elif isinstance(word, (messages.Drain, messages.AskCheckpoint)):
-            asks_drain = isinstance(word, messages.Drain)
-            why = self.drain(word.what, word.undo) if asks_drain else self.core.checkpoint(word.after)
+            if isinstance(word, messages.Drain):
+                why = self.drain(word.what, word.undo)
+            else:
+                why = self.core.checkpoint(word.after)
             if why:  # somebody's mistake, who is told: nothing is wrong with the cluster
                 self._say_no(peer, why)
             else:

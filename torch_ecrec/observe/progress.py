@@ -107,7 +107,7 @@ class Progress:
         self._begun_s = self._now_s()
         self._says = self._out.isatty() and _showing.acquire(blocking=False)
         if self._says:
-            self._under.enter_context(contextlib.redirect_stdout(_Above(sys.stdout, self)))  # type: ignore[type-var]
+            self._under.enter_context(contextlib.redirect_stdout(_Above(sys.stdout, self)))
             Worker(self._write, "progress", log_error).start()
         return self
 

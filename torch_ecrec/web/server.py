@@ -378,7 +378,7 @@ class WebServer:
     async def _drain(self, request: web.BaseRequest) -> web.StreamResponse:
         said, cluster = await _said(request, _Drain), self._leading()
         log.info("http: %s asks: drain %r, undo %s", request.remote, said.member, said.undo)
-        why = await self._await(lambda done: cluster.drain(said.member, said.undo, done))
+        why: str = await self._await(lambda done: cluster.drain(said.member, said.undo, done))
         return self._done(why, f"{said.member} is {'not drained any more' if said.undo else 'being drained'}")
 
     async def _checkpoint(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -393,7 +393,7 @@ class WebServer:
         if (kill := cluster.kill) is None:
             return _text(HTTPStatus.FORBIDDEN, NO_KILL)
         log.warning("http: %s asks: kill %r", request.remote, said.member)
-        why = await self._await(lambda done: kill(said.member, done))
+        why: str = await self._await(lambda done: kill(said.member, done))
         return self._done(why, f"{said.member} was killed")
 
     def _leading(self) -> Cluster:
