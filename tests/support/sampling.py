@@ -36,7 +36,9 @@ PROCESSES = (  # clusters of real processes, or many of them
     *("host_clusters", "hostile", "hosts", "ipv6", "killed_early", "lifetime", "membership", "mistakes"),
     *("oracle_model_parallel", "oracle_optim", "oracle_pipelines", "oracle_sequences", "oracle_shardings"),
     *("public_names", "quickstart", "real_loops", "reduce", "rehearsal", "run", "second_jobs", "secret", "shadows"),
-    *("progress_shown", "signals", "slow_server", "sockets", "standbys", "started_again", "status_answers", "supervisor"),
+    *("progress_shown", "signals", "slow_server", "sockets", "standbys", "started_again"),
+    *("status_answers", "supervisor"),
+    *("table_optimizers", "tensorboard", "tiers_run", "told_to_end", "torchrec", "transport", "unclosed"),
     *("unlocked", "web", "web_cluster", "web_page"),
 )
 LOOPS = ("attach", "compiled", "given_numbers", "loops", "managed", "mixed", "pipelines", "probe", "reader", "values")
