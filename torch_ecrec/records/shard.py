@@ -496,27 +496,23 @@ class Shard:
         return seals.broken(records_XB, seals_X, at_U)
 
     def broken_run(self, first: int, end: int, parity: bool = False) -> Positions:
-        """Returns the positions in [first, end) of records that do not fit their seals: (M,) int64, ascending."""
+        """Returns the positions in [first, end) of records that do not fit their seals: (M,) int64, ascending.
+
+        Those that are on a disk are looked at when they are read.
+        """
         store = self._stores[parity]
         if not store.sealed:
             return np.empty(0, np.int64)
         if not 0 <= first <= end <= store.rows:
             raise IndexError(f"rows {first}..{end} of {store.rows}")
-        if first == end:
-            return np.empty(0, np.int64)
-        records_XB, seals_X, at = store.look_run(first, end)
-        assert seals_X is not None
-        place = int(at[0])
-        return seals.broken_run(records_XB, seals_X, place, place + end - first) + (first - place)
+        return store.broken_run(first, end)
 
     def seals_at(self, positions_U: Positions, parity: bool = False) -> NDArray[np.uint32]:
         """Returns the seals of some records, (U,) uint32, fresh. Raises ValueError if this shard keeps none."""
         store = self._stores[parity]
         if not store.sealed:
             raise ValueError("this shard keeps no seals")
-        _, seals_X, at_U = store.look(check_positions(positions_U, store.rows))
-        assert seals_X is not None
-        return seals_X[at_U]
+        return store.seals_at(check_positions(positions_U, store.rows))
 
     def flip_(self, position: int, bit: int, parity: bool = False) -> None:
         """Flips one bit of a record and leaves its seal, as failing memory does: for tests and `chaos`."""

@@ -1,8 +1,8 @@
-"""The file under a tiered store: records with their seals, appended, in segments that are used again once empty.
+"""The file under a tiered store: records, appended, in segments that are used again once empty.
 
     segment 0                          segment 1                          segment 2 (open: in memory)
     | 4 KiB block | 4 KiB block | ...  | 4 KiB block | ...                | ...
-      records with their seals
+      records
 
 A *place* is the number of a cell: segment by segment, block by block. A record that is written again gets another
 place, and the cell that it had is dead. When dead cells are many, the segments that have the fewest live ones are read
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_ecrec.codec.seals import SEAL_BYTES, SealsOf
+from torch_ecrec.codec.seals import SealsOf
 from torch_ecrec.records.positions import Bytes
 from torch_ecrec.records.tiers.disk import BLOCK_BYTES, File, untouched
 from torch_ecrec.records.tiers.kernels import pack, unpack
@@ -44,8 +44,7 @@ Places = NDArray[np.int64]
 
 def bucket_of(record_bytes: int) -> int:
     """Returns the bytes of a bucket for such records: whole blocks of which at most an eighth is lost, if 4 can do."""
-    cell = record_bytes + SEAL_BYTES
-    least = -(-cell // BLOCK_BYTES)
+    cell, least = record_bytes, -(-record_bytes // BLOCK_BYTES)
     sizes = [count * BLOCK_BYTES for count in range(least, max(least + 1, 5))]
     return next((size for size in sizes if size % cell <= size // 8), min(sizes, key=lambda size: size % cell / size))
 
@@ -66,7 +65,7 @@ class SegmentLog:
 
     def __init__(self, file: File, record_bytes: int, rows: int) -> None:
         self._file = file
-        self._cell_bytes, self._bucket_bytes = record_bytes + SEAL_BYTES, bucket_of(record_bytes)
+        self._cell_bytes, self._bucket_bytes = record_bytes, bucket_of(record_bytes)
         self._per_bucket = self._bucket_bytes // self._cell_bytes
         want = min(SEGMENT_BYTES, max(LEAST_SEGMENT_BYTES, rows * self._cell_bytes // 64))
         buckets = max(1, want // self._bucket_bytes)
@@ -101,7 +100,7 @@ class SegmentLog:
 
     # writing ------------------------------------------------------------------------------------
 
-    def append(self, records_XW: Any, seals_X: SealsOf, at_U: Places) -> Places:
+    def append(self, records_XW: Any, at_U: Places) -> Places:
         """Appends records, (U,) places in some array, in their order. Returns where they are: (U,) int64.
 
         Raises:
@@ -114,7 +113,7 @@ class SegmentLog:
                 self._begin_segment()
             count = min(len(at_U) - done, self.per_segment - self._filled)
             some = at_U[done : done + count]
-            pack(records_XW, seals_X, some, self._buffer, self._filled, *self._geometry)
+            pack(records_XW, some, self._buffer, self._filled, *self._geometry)
             places_U[done : done + count] = self._open * self.per_segment + self._filled + np.arange(count)
             self._filled += count
             self._live[self._open] += count
@@ -181,24 +180,23 @@ class SegmentLog:
     # reading ------------------------------------------------------------------------------------
 
     def read(
-        self, places_U: Places, into_XB: Bytes, seals_X: SealsOf, at_U: Places, apart: bool = False
+        self, places_U: Places, seals_U: SealsOf, into_XB: Bytes, at_U: Places, apart: bool = False
     ) -> NDArray[np.bool_]:
         """Reads records, each to a place in some array.
 
         Args:
             places_U: (U,) int64.
+            seals_U: (U,) uint32, that the records should fit.
+            into_XB: (X, B) uint8. Written.
+            at_U: (U,) int64, where in it.
             apart: this is another thread than the one that writes. What it finds counts only if `versions` are the
                 same before and after.
-            into_XB: (X, B) uint8. Written.
-            seals_X: (X,) uint32. Written.
-            at_U: (U,) int64, where in these.
 
         Returns:
-            (U,) bool, which do not fit their seals, or could not be read: those are zeros, with a seal that does not
-            fit.
+            (U,) bool, which do not fit their seals, or could not be read: those are zeros.
         """
         broken_U = np.zeros(len(places_U), np.bool_)
-        target = into_XB.view(np.uint32), seals_X
+        target = into_XB.view(np.uint32), seals_U
         segments_U, cells_U = np.divmod(places_U, self.per_segment)
         buckets_U, cells_U = np.divmod(cells_U, self._per_bucket)
         offsets_U = cells_U * self._cell_bytes
@@ -227,7 +225,6 @@ class SegmentLog:
                     lost = part[bad_R[ranks]]
                     broken_U[lost] = True
                     into_XB[at_U[lost]] = 0
-                    seals_X[at_U[lost]] = 1
         return broken_U
 
     def _fill(self, numbers_R: Places, scratch: Bytes) -> NDArray[np.bool_] | None:
