@@ -34,13 +34,10 @@ def _prefetch(builder: Any, start: Any, row_bytes: Any) -> None:
     hint = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), word, word, word])
     function = tools.get_or_insert_function(builder.module, hint, "llvm.prefetch.p0")
     read, second_level, data = word(0), word(2), word(1)
-
-    def prefetch(offset: Any) -> None:
-        builder.call(function, [builder.gep(start, [offset]), read, second_level, data])
-
-    with tools.for_range_slice(builder, long(0), row_bytes, long(LINE_BYTES)) as (offset, _):
-        prefetch(offset)
-    prefetch(builder.sub(row_bytes, long(1)))  # a row may end in one line more than its length says
+    begin = builder.ptrtoint(start, long)
+    first, end = builder.and_(begin, long(-LINE_BYTES)), builder.add(begin, row_bytes)
+    with tools.for_range_slice(builder, first, end, long(LINE_BYTES)) as (line, _):
+        builder.call(function, [builder.inttoptr(line, byte.as_pointer()), read, second_level, data])
 
 
 def _type_prefetch_row(context: Any, array_NW: Any, rows_U: Any, i: Any) -> Any:
