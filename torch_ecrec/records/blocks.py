@@ -30,6 +30,50 @@ from torch_ecrec.codec.vectors import I32, I64, ir, tools
 from torch_ecrec.records.halves import load_block, store_block
 from torch_ecrec.records.merge import BLOCK, sum_block
 from torch_ecrec.runtime.kernel_cache import kernel
+from torch_ecrec.runtime.kernels import AHEAD, LINE_BYTES, prefetch_row
+from torch_ecrec.runtime.row_sums import row_address
+
+
+PAST_CACHE_WORDS = 1 << 21  # of deltas: nobody will find as many in a cache, so they are not written into one
+
+
+def _type_copy_past_cache(context: Any, target: Any, source: Any, words: Any) -> Any:
+    """The intrinsic `copy_past_cache(target, source, words)`: copies words without reading what they overwrite."""
+
+    def generate(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
+        target, source, words = args
+        line_words = LINE_BYTES // WORD_BYTES
+        past = builder.module.add_metadata([I32(1)])
+
+        def copy(offset: Any, kind: Any) -> None:
+            at = [
+                builder.inttoptr(builder.add(start, builder.shl(offset, I64(2))), kind.as_pointer())
+                for start in (target, source)
+            ]
+            value = builder.load(at[1], align=WORD_BYTES)
+            if kind is I32:
+                builder.store(value, at[0], align=WORD_BYTES)
+            else:
+                builder.store(value, at[0], align=LINE_BYTES).set_metadata("nontemporal", past)
+
+        into_line = builder.lshr(builder.and_(builder.neg(target), I64(LINE_BYTES - 1)), I64(2))
+        short = builder.icmp_signed("<", words, into_line)
+        first = builder.select(short, words, into_line)
+        whole = builder.add(first, builder.and_(builder.sub(words, first), I64(-line_words)))
+        for begin, end, step, kind in (
+            (I64(0), first, 1, I32),
+            (first, whole, line_words, ir.VectorType(I32, line_words)),
+            (whole, words, 1, I32),
+        ):
+            with tools.for_range_slice(builder, begin, end, I64(step)) as (offset, _):
+                copy(offset, kind)
+        builder.fence("seq_cst")  # such stores are not ordered with others by themselves
+        return compiler.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp), generate
+
+
+copy_past_cache: Any = intrinsic(_type_copy_past_cache)
 
 
 def _all_blocks(
@@ -37,13 +81,21 @@ def _all_blocks(
 ) -> None:
     """The template of every `blockwise` kernel, in which the kernel's own step replaces `_step`."""
     sum_ND, seen_N = np.empty((BLOCK, dim), np.float32), np.empty(BLOCK, np.bool_)
+    words = records_PW.shape[1]
+    past_cache = positions_V.shape[0] * words > PAST_CACHE_WORDS
+    delta_NW = np.empty((BLOCK if past_cache else 0, words), np.uint32)
     for first in range(0, positions_V.shape[0], BLOCK):
         last = min(first + BLOCK, positions_V.shape[0])
         sums = sum_ND[: last - first]
+        for v in range(first - AHEAD, first):  # the step of a block asks for its later rows only
+            prefetch_row(records_PW, positions_V, v)
         sum_block(gradients, first, seen_N, sums)
-        _step(records_PW, positions_V[first:last], sums, values_H, delta_VW[first:last])
+        deltas = delta_NW[: last - first] if past_cache else delta_VW[first:last]
+        _step(records_PW, positions_V[first:last], sums, values_H, deltas)
         if seals_V.shape[0]:  # while the deltas are in the cache
-            seal_rows(delta_VW[first:last], seals_V[first:last])
+            seal_rows(deltas, seals_V[first:last])
+        if past_cache:
+            copy_past_cache(row_address(delta_VW, first), row_address(deltas, 0), (last - first) * words)
 
 
 def _all_blocks_of_halves(
@@ -65,6 +117,8 @@ def _all_blocks_of_halves(
     for first in range(0, positions_V.shape[0], BLOCK):
         last = min(first + BLOCK, positions_V.shape[0])
         count, positions_N = last - first, positions_V[first:last]
+        for v in range(first - AHEAD, first):
+            prefetch_row(words_PM, positions_V, v)
         sum_block(gradients, first, seen_N, sum_ND[:count])
         load_block(halves_PH, words_PM, positions_N, bfloat16, dim, numbers_NW.view(np.uint32))
         _step(numbers_NW, every_N[:count], sum_ND[:count], values_H, scratch_NW)

@@ -36,8 +36,17 @@ def _prefetch(builder: Any, start: Any, row_bytes: Any) -> None:
     read, second_level, data = word(0), word(2), word(1)
     begin = builder.ptrtoint(start, long)
     first, end = builder.and_(begin, long(-LINE_BYTES)), builder.add(begin, row_bytes)
-    with tools.for_range_slice(builder, first, end, long(LINE_BYTES)) as (line, _):
+
+    def prefetch(line: Any) -> None:
         builder.call(function, [builder.inttoptr(line, byte.as_pointer()), read, second_level, data])
+
+    at_once = 4 * LINE_BYTES
+    whole = builder.add(first, builder.and_(builder.sub(end, first), long(-at_once)))
+    with tools.for_range_slice(builder, first, whole, long(at_once)) as (lines, _):
+        for offset in range(0, at_once, LINE_BYTES):
+            prefetch(builder.add(lines, long(offset)))
+    with tools.for_range_slice(builder, whole, end, long(LINE_BYTES)) as (line, _):
+        prefetch(line)
 
 
 def _type_prefetch_row(context: Any, array_NW: Any, rows_U: Any, i: Any) -> Any:
