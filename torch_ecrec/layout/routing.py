@@ -269,6 +269,15 @@ def _add_bags(part_MD: Any, place_M: Any, seen_G: Any, out_GD: Any) -> None:
 
 
 @kernel()
+def _clear_rest(seen_G: Any, out_GD: Any) -> None:
+    """out[g] = 0 where nothing was added."""
+    for g in range(seen_G.shape[0]):
+        if not seen_G[g]:
+            for j in range(out_GD.shape[1]):
+                out_GD[g, j] = 0
+
+
+@kernel()
 def _take_bags(source_GD: Any, place_M: Any, out_MD: Any) -> None:
     """out[m] = source[place[m]]."""
     for m in range(place_M.shape[0]):
@@ -310,9 +319,10 @@ class BagRoute:
 
         Those of empty bags are zeros.
         """
-        out_GD, seen_G = np.zeros((self.bags, dim), np.float32), np.zeros(self.bags, np.bool_)
+        out_GD, seen_G = np.empty((self.bags, dim), np.float32), np.zeros(self.bags, np.bool_)
         for part, place_M in zip(parts, self.places, strict=True):
             _add_bags(as_array(part), place_M, seen_G, out_GD)
+        _clear_rest(seen_G, out_GD)
         return torch.from_numpy(out_GD)
 
     def split(self, gradient_GD: Tensor) -> list[Tensor]:

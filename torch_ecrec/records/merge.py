@@ -9,7 +9,7 @@ Invariants. Gradients of one record are added in list (trainer) order, ((g0 + g1
 on who came first. What one part has for a record is summed before that, in the order of its ids. The first one is
 copied: 0 + (-0.0) would not be -0.0. So the bits are the same in whichever form the gradients come.
 
-Gradients of bags are summed in place, in registers: the ids of all parts are sorted by position, part and place, and
+Gradients of bags are summed in place, in registers: the ids of all parts are sorted by position, part and bag, and
 then each record's are a *run* of the sorted ids for each part that has it.
 
 Shapes: D weights, U records of a part, V records of merged parts, T parts, G bags, N ids of bags, R runs.
@@ -31,7 +31,7 @@ from torch_ecrec.records.positions import Floats, Positions, check_bags, require
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.runtime.kernel_cache import kernel
-from torch_ecrec.runtime.kernels import AHEAD, addresses, as_float, pointer, prefetch
+from torch_ecrec.runtime.kernels import addresses, as_float, pointer
 from torch_ecrec.runtime.row_sums import row_address, sum_table_rows
 from torch_ecrec.runtime.sorting import WORD_BITS, sort_by_bits
 
@@ -109,7 +109,10 @@ def _add_part(part_UD: Any, index_N: Any, seen_N: Any, sum_ND: Any) -> None:
 
 @kernel()
 def _sum_runs(places: Any, runs: Any, first: Any, sum_VD: Any) -> None:
-    """sum[v] = the gradients of the bags of record first + v, run by run. See `Merged.arguments`."""
+    """sum[v] = the gradients of the bags of record first + v, run by run. See `Merged.arguments`.
+
+    Nothing is prefetched: records of a table follow each other, so its bags are in a cache after the first few.
+    """
     address_T, bfloat16_T = places
     weighted_T, bag_N, weight_N, start_R, part_R, run_V = runs
     dim = sum_VD.shape[1]
@@ -119,8 +122,6 @@ def _sum_runs(places: Any, runs: Any, first: Any, sum_VD: Any) -> None:
         for r in range(run_V[first + v], run_V[first + v + 1]):
             begin, end, t = start_R[r], start_R[r + 1], part_R[r]
             table, row_bytes = address_T[t], 2 * dim if bfloat16_T[t] else 4 * dim
-            for i in range(begin + AHEAD, min(end + AHEAD, bag_N.shape[0])):
-                prefetch(table + bag_N[i] * row_bytes, row_bytes)
             is_first = r == run_V[first + v]
             out = row_address(sum_VD, v) if is_first else row_address(other_1D, 0)
             if bfloat16_T[t]:
@@ -405,4 +406,5 @@ def warm() -> None:
     position, gradient = np.zeros(1, np.int64), np.ones((1, 1), np.float32)
     merge([(position, gradient), (position, gradient)]).gradients()
     for dtype in (np.int32, np.int64):
-        merge([Bags(position.astype(dtype), np.ones(1, np.int32), None, gradient)]).gradients()
+        for weights in (None, np.ones(1, np.float32)):
+            merge([Bags(position.astype(dtype), np.ones(1, np.int32), weights, gradient)]).gradients()

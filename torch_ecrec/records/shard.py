@@ -32,7 +32,7 @@ from torch_ecrec.records.captured import Captured, MarksOf
 from torch_ecrec.records.halves import bfloat16_of, gather_weights
 from torch_ecrec.records.merge import Merged
 from torch_ecrec.records.optimizer import SparseOptimizer
-from torch_ecrec.records.positions import Bytes, Floats, Positions, check_bags, check_positions
+from torch_ecrec.records.positions import Bytes, Floats, Positions, check_bags, check_positions, mark
 from torch_ecrec.records.schema import Schema
 from torch_ecrec.records.store import First, MemoryStore, RecordStore, Stores, Use, View
 from torch_ecrec.records.touched import Touched
@@ -524,6 +524,7 @@ def warm() -> None:
     """Compiles or loads every kernel of this module."""
     shard = Shard(Schema.of(1), 2, 2)
     positions_U = np.zeros(1, np.int64)
+    mark(np.zeros(1, np.bool_), positions_U, True)
     shard.gather_weights(positions_U)
     shard.gather_weights(positions_U, bfloat16=True)
     shard.scatter_(positions_U, shard.gather(positions_U))
