@@ -92,7 +92,8 @@ class Scrubber:
             if looked or self._each_use:
                 self.look(slab, False, positions_U)
             if self._marks:
-                mark(self._used[slab], positions_U, not looked)  # what is whole now was whole whenever it was used before
+                # what is whole now was whole whenever it was used before
+                mark(self._used[slab], positions_U, not looked)
 
     def look(self, slab: int, parity: bool, positions_U: Positions) -> None:
         """Checks these records (or parities), (U,) int64: those that are damaged become missing, and are repaired."""

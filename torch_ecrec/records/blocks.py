@@ -33,7 +33,6 @@ from torch_ecrec.runtime.kernel_cache import kernel
 from torch_ecrec.runtime.kernels import AHEAD, LINE_BYTES, prefetch_row
 from torch_ecrec.runtime.row_sums import row_address
 
-
 PAST_CACHE_WORDS = 1 << 21  # of deltas: nobody will find as many in a cache, so they are not written into one
 
 
