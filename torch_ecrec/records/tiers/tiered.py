@@ -169,7 +169,7 @@ class TieredStore:
         if outside >= 0:
             raise IndexError(f"position {positions_U[outside]} is out of range: there are {self.rows} records")
         if count:
-            self._give_frames(absent_U[:count], use, mark + bump)
+            self._give_frames(absent_U[:count], use, int(mark + bump))
             frames_of(positions_U, self._frame_P, at_U)
         if use is not Use.REPLACE:
             self.hits += len(positions_U) - count
