@@ -59,6 +59,7 @@ class Doing:
         self.rows, self.dim = shards[0].data_rows, shards[0].schema.dim
         self.undo: list[Any] = []
         self.step = 0
+        self.coming: list[Any] = []  # readings, with what is done with each once it has run
 
     def some(self, most: int = 12) -> Any:
         count = int(self.rng.integers(0, min(most, self.rows) + 1))
@@ -81,6 +82,24 @@ class Doing:
         if self.undo:
             at, deltas = self.undo.pop()
             both(self.shards, lambda s: s.undo_(at, deltas))
+
+    def ahead(self) -> None:
+        """Records are asked for, and bases of parities, that come when others have changed and moved them."""
+        tier = self.shards[1]
+        reading, _ = tier.want(self.some())
+        if reading is not None:
+            self.coming.append((reading, lambda: tier.arrive(reading)))
+        for one, parity in tier.soon():
+            self.coming.append((one, lambda one=one, parity=parity: tier.settle(one, parity)))
+        if self.coming and self.rng.random() < 0.5:
+            at = int(self.rng.integers(len(self.coming)))
+            self.coming[at][0].run()
+            self.coming[at] = (None, self.coming[at][1])  # read long before it arrives
+        while self.coming and self.rng.random() < 0.4:
+            reading, then = self.coming.pop(int(self.rng.integers(len(self.coming))))
+            if reading is not None:
+                reading.run()
+            then()
 
     def lookup(self) -> None:
         at = self.some()
@@ -132,7 +151,12 @@ class Doing:
             assert not len(portions[0][2])
 
     def go(self, steps: int) -> None:
-        verbs = [self.apply] * 6 + [self.lookup] * 3 + [self.take_back, self.gather, self.overwrite, self.install]
+        verbs = (
+            [self.apply] * 6
+            + [self.lookup] * 3
+            + [self.ahead] * 4
+            + [self.take_back, self.gather, self.overwrite, self.install]
+        )
         verbs += [self.scrub, self.capture]
         for _ in range(steps):
             verbs[int(self.rng.integers(len(verbs)))]()

@@ -182,6 +182,15 @@ class Shard:
         """Data records were read that `want` has asked for."""
         self._stores[False].arrive(reading)
 
+    def soon(self) -> list[tuple[Any, bool]]:
+        """Returns what its stores should read before long: `RecordStore.soon`, and whether it is of parities."""
+        found = [(store.soon(), parity) for parity, store in enumerate(self._stores)]
+        return [(reading, bool(parity)) for reading, parity in found if reading is not None]
+
+    def settle(self, reading: Any, parity: bool) -> None:
+        """What `soon` has asked for was read."""
+        self._stores[parity].settle(reading)
+
     def bring(self, positions_U: Positions) -> None:
         """Sees to it that some data records are in memory; waits for the disk."""
         self._stores[False].at(positions_U, Use.READ)

@@ -101,6 +101,12 @@ class RecordStore(Protocol):
     def arrive(self, reading: Any) -> None:
         """What `want` has asked for was read: see `TieredStore.arrive`."""
 
+    def soon(self) -> Any:
+        """Returns what to read before frames are emptied the next time, a `Reading` for `settle`; None: nothing."""
+
+    def settle(self, reading: Any) -> None:
+        """What `soon` has asked for was read."""
+
     def prepare(self, begin: int, end: int) -> None:
         """All records from `begin` to `end` are about to be written: see `Memory.merge`."""
 
@@ -165,6 +171,12 @@ class MemoryStore:
         return None, False
 
     def arrive(self, reading: Any) -> None:
+        raise TypeError("nothing is read here")
+
+    def soon(self) -> None:
+        return None
+
+    def settle(self, reading: Any) -> None:
         raise TypeError("nothing is read here")
 
     def prepare(self, begin: int, end: int) -> None:

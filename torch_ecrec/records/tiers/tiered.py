@@ -16,7 +16,7 @@ then. On real rows that is within a point of exact LFU, where policies that forg
 
 *Folds.* What is folded into a record need not know it: a record that is absent gets a frame of zeros, which is marked
 *pending*, and is XORed with what is in the file before it is read or goes. So parities can be on disk, and no step
-waits for one to be read.
+waits for one to be read: `soon` names those that go next, and `settle` has them XORed before they do.
 
 *Damage.* The seals of all records are in memory, so that also a disk that gives back what was there before is found
 out. What does not fit its seal, or cannot be read, does not fit it in its frame either: whoever looks for damage finds
@@ -151,6 +151,7 @@ class TieredStore:
         self.hits = self.misses = self.damaged = 0
         self._found: list[Positions] = []  # damaged ones, since the last `take_damaged`
         self._failed: TierFailed | None = None
+        self._due = False  # frames were emptied: others will be before long
 
     # RecordStore --------------------------------------------------------------------------------
 
@@ -279,6 +280,33 @@ class TieredStore:
         if broken.any():
             self._on_broken(positions_A[some[broken]], self._seals_F, at_V[broken])
 
+    def soon(self) -> Reading | None:
+        if not self._due:
+            return None
+        self._due, hand = False, self._hand
+        frames = self._pick(max(1, int(2 * SPARE * self.frames)), self._steps[0])
+        self._hand = hand
+        positions_V = self._positions_of(frames[self._is(PENDING, frames)])
+        places_V = self._place_P[positions_V].astype(np.int64)
+        there_V = (places_V != NO_PLACE) & (places_V // self._log.per_segment != self._log.open_segment)
+        if not there_V.any():
+            return None
+        positions_A = positions_V[there_V]
+        return Reading(self._log, positions_A, places_V[there_V], self._seal_P[positions_A], self.nbytes)
+
+    def settle(self, reading: Reading) -> None:
+        positions_A, places_A = reading.positions_A, reading.places_A
+        frames_A = self._frame_P[positions_A].astype(np.int64)
+        same_A = (frames_A >= 0) & (self._place_P[positions_A] == places_A)
+        same_A &= self._log.versions(places_A) == reading.versions_A
+        same_A[same_A] = self._is(PENDING, frames_A[same_A])
+        (some,) = np.nonzero(same_A)
+        if len(some):
+            broken = reading.broken_A[some]
+            if broken.any():
+                self._on_broken(positions_A[some[broken]], reading.seals_A, some[broken])
+            self._add(reading.records_AB[some], reading.seals_A[some], frames_A[some])
+
     def _on_broken(self, positions_M: Positions, seals_X: SealsOf, at_M: Positions) -> None:
         """These came damaged: their seals stay so that they do not fit, which of zeros they could."""
         zeros_M = seals_X[at_M] == 0
@@ -379,6 +407,10 @@ class TieredStore:
         base_VB = np.empty((len(frames_V), self.nbytes), np.uint8)
         seals_V = np.empty(len(frames_V), np.uint32)
         self._bring(self._positions_of(frames_V), base_VB, seals_V, np.arange(len(frames_V)))
+        self._add(base_VB, seals_V, frames_V)
+
+    def _add(self, base_VB: Bytes, seals_V: SealsOf, frames_V: Positions) -> None:
+        """Adds what records are without what was folded into their frames."""
         xor_frames(base_VB.view(np.uint32), seals_V, self._records_FB.view(np.uint32), self._seals_F, frames_V)
         self._meta_F[frames_V, 1] = self._meta_F[frames_V, 1] & ~np.uint32(PENDING) | DIRTY
 
@@ -441,6 +473,7 @@ class TieredStore:
         self._free_F[self._free : self._free + len(frames_V)] = frames_V
         self._free += len(frames_V)
         self._in_use -= len(frames_V)
+        self._due = True
         self._clean()
 
     def _write(self, positions_V: Positions, records_XB: Bytes, seals_X: SealsOf, at_V: Positions) -> None:
