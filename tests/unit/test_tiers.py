@@ -88,13 +88,15 @@ class Doing:
         tier = self.shards[1]
         reading, _ = tier.want(self.some())
         if reading is not None:
-            self.coming.append((reading, lambda: tier.arrive(reading)))
+            self.coming.append((reading, lambda one=reading: tier.arrive(one)))
         for one, parity in tier.soon():
             self.coming.append((one, lambda one=one, parity=parity: tier.settle(one, parity)))
         if self.coming and self.rng.random() < 0.5:
             at = int(self.rng.integers(len(self.coming)))
-            self.coming[at][0].run()
-            self.coming[at] = (None, self.coming[at][1])  # read long before it arrives
+            reading, then = self.coming[at]
+            if reading is not None:
+                reading.run()
+            self.coming[at] = (None, then)  # read long before it arrives
         while self.coming and self.rng.random() < 0.4:
             reading, then = self.coming.pop(int(self.rng.integers(len(self.coming))))
             if reading is not None:
