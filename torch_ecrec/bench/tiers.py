@@ -25,7 +25,7 @@ from torch_ecrec.bench import record, workload
 from torch_ecrec.bench.experiment import Experiment, Mode, Model, Part, Running, parse_mode
 from torch_ecrec.bench.train import Blocks, summarise
 from torch_ecrec.records.tiers.budget import FOR_LOGS
-from torch_ecrec.records.tiers.disk import BLOCK_BYTES, ScratchFile, reader, untouched
+from torch_ecrec.records.tiers.disk import BLOCK_BYTES, Reader, ScratchFile, reader, untouched
 from torch_ecrec.records.tiers.log import READ_BYTES, SEGMENT_BYTES
 from torch_ecrec.records.tiers.tiered import FRAME_BYTES, ROW_BYTES
 from torch_ecrec.runtime.checks import require
@@ -41,14 +41,19 @@ PROBE_S = 2.0
 COUNTED = ("tier_hits", "tier_misses", "tier_reads", "tier_written_bytes")
 
 
-def disk_rate(folder: Path, depth: int = 32) -> float:
-    """Returns how many blocks of 4 KiB a second come from random places of a file, so many at once."""
-    reads = reader()
+def probe_file(folder: Path, reads: Reader) -> ScratchFile:
+    """Returns a file of `PROBE_BLOCKS` blocks, none of them zeros."""
     file, size = ScratchFile(folder, reads), PROBE_BLOCKS * BLOCK_BYTES
-    piece, rng = untouched(1 << 22, np.uint8), np.random.default_rng(0)
-    piece[:] = rng.integers(0, 256, len(piece), np.uint8)
+    piece = untouched(1 << 22, np.uint8)
+    piece[:] = np.random.default_rng(0).integers(0, 256, len(piece), np.uint8)
     for offset in range(0, size, len(piece)):
         file.write(offset, piece)
+    return file
+
+
+def disk_rate(folder: Path, depth: int = 32) -> float:
+    """Returns how many blocks of 4 KiB a second come from random places of a file, so many at once."""
+    file, rng, piece = probe_file(folder, reader()), np.random.default_rng(0), untouched(depth * BLOCK_BYTES, np.uint8)
     count, begin_s = 0, time.perf_counter()
     while time.perf_counter() - begin_s < PROBE_S:
         offsets_R = rng.integers(0, PROBE_BLOCKS, depth) * BLOCK_BYTES
