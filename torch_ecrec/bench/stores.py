@@ -59,6 +59,7 @@ from torch_ecrec.records.optimizers import optimizer
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.records.shard import Shard
 from torch_ecrec.records.store import First, MemoryStore, RecordStore, Use, View
+from torch_ecrec.records.tiers import tiered
 from torch_ecrec.records.tiers.disk import BLOCK_BYTES, DEPTH, Numbers, Reader, ScratchFile, Threads, reader, untouched
 from torch_ecrec.records.tiers.tiered import FRAME_BYTES, ROW_BYTES, TieredStore
 from torch_ecrec.runtime.checks import require
@@ -89,7 +90,7 @@ class Trace(NamedTuple):
 
 
 def trace_of(arguments: argparse.Namespace) -> Trace:
-    """Returns the trace of real rows, each pass of the same, or of made-up ones, each pass of others."""
+    """Returns the trace of real rows, the later passes in another order, or of made-up ones, which never come again."""
     rng = np.random.default_rng(arguments.seed)
     if arguments.data is not None:
         clicks = criteo.read(arguments.data, 2**31 - 1)
@@ -99,15 +100,17 @@ def trace_of(arguments: argparse.Namespace) -> Trace:
         ids += np.arange(ids.shape[1]) << 31
         known, which = np.unique(ids.reshape(-1), return_inverse=True)
         rows = len(known)
-        batches = list(rng.permutation(rows)[which].reshape(count, -1)) * arguments.passes
+        of_samples = rng.permutation(rows)[which].reshape(-1, ids.shape[1])
+        orders = [np.arange(len(of_samples)), *(rng.permutation(len(of_samples)) for _ in range(arguments.passes - 1))]
+        batches = [batch for order in orders for batch in of_samples[order].reshape(count, -1)]
     else:
         count, rows = arguments.steps, criteo.CATEGORIES * arguments.rows
-        orders = rng.permutation(rows).reshape(criteo.CATEGORIES, -1)
+        of_tables = rng.permutation(rows).reshape(criteo.CATEGORIES, -1)
 
         def draw() -> Positions:
             shape = criteo.CATEGORIES, arguments.batch_size
             ranks = workload.zipf_ranks(rng, math.prod(shape), arguments.rows, arguments.zipf).reshape(shape)
-            return np.take_along_axis(orders, ranks, axis=1).reshape(-1)
+            return np.take_along_axis(of_tables, ranks, axis=1).reshape(-1)
 
         batches = [draw() for _ in range(count * arguments.passes)]
     steps = [np.unique(batch) for batch in batches]
@@ -362,6 +365,7 @@ class Replay:
         most = max(AT_ONCE, max(map(len, self.steps)))
         self.gradients = np.random.default_rng(job.seed).standard_normal((most, job.dim), np.float32)
         self._number, self._known_P = 0, np.full(job.rows, job.filled)
+        tiered.warm()
         self._use(Shard(self.schema, 2, 0))  # compiles, or loads what is compiled
         self._use(Shard(self.schema, 2, 0, stores=self._tiny))
         if job.store in PACKAGES:
