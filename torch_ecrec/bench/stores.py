@@ -8,6 +8,8 @@ process of its own, and they take turns, block by block of steps, so that what t
     ours        `TieredStore`: as many frames as `--shares` says. What it takes with them is the budget of the others
     rocksdb     the block cache and two memtables are the budget. Tuned as FBGEMM tunes it for tables on SSDs: no log of
                 writes, no compression, no checksums, bloom filters, direct I/O, universal compaction
+    frames+rocksdb    our frames and policy, with such a RocksDB below in place of our file: its cache and memtables
+                are three sixteenths of the budget, on top of it
     lmdb        nothing is synced. A map takes the page cache, which has no budget: so the process is put in a cgroup of
                 the budget and `SLACK_BYTES` for its own work, where it may make one; else it is told as unbounded
 
@@ -16,8 +18,8 @@ array until they are changed, which costs them no memory of the budget.
 
 `own CPU ms` is beyond the CPU time of the same steps in memory. `reads` are of the disk: requests of ours, system calls
 of RocksDB, major faults of LMDB. `hit rate` is of those records of a step that were written before; `LRU` and `Belady`
-(which knows the future) are computed for as many frames. `CPU us/read` is of a read of ours, from when it is asked for
-until its record is in its frame.
+(which knows the future) are computed for as many frames. `CPU us/read` is of a record that
+frames lack, from when it is asked for until it is in its frame.
 
 `--reads` measures how blocks come from the disk alone: our rings of io_uring, the package `liburing`, threads.
 
@@ -73,7 +75,7 @@ LR = 0.02
 SLACK_BYTES = 48 << 20  # of a bounded process, for what is not its store's
 AT_ONCE = 1 << 13  # records that are filled or compared
 MAP_BYTES = 1 << 36  # of addresses, for LMDB: its file grows as it must
-PACKAGES = {"rocksdb": "rocksdict", "lmdb": "lmdb"}
+PACKAGES = {"rocksdb": "rocksdict", "frames+rocksdb": "rocksdict", "lmdb": "lmdb"}
 READ_BATCHES = (32, 512, 4096)  # reads that are asked for at once
 
 
@@ -187,10 +189,7 @@ class Keyed:
         """Writes what was changed since the last call."""
         if self._changed and self._held is not None and self._view.seals_X is not None:
             positions_X = self._held[self._held >= 0]
-            cells_XC = np.empty((len(positions_X), self.nbytes + SEAL_BYTES), np.uint8)
-            cells_XC[:, : self.nbytes] = self._view.records_XB
-            cells_XC[:, self.nbytes :] = self._view.seals_X.view(np.uint8).reshape(-1, SEAL_BYTES)
-            self.put(positions_X, cells_XC)
+            self.put(positions_X, cells_of(self._view.records_XB, self._view.seals_X))
         self._changed = False
 
     def look(self, positions_U: Positions) -> View:
@@ -199,19 +198,14 @@ class Keyed:
 
     def _read(self, positions_U: Positions) -> View:
         there_U, cells_VC = self.fetch(positions_U)
-        records_UB = np.empty((len(positions_U), self.nbytes), np.uint8)
+        if there_U.all():
+            return View(np.ascontiguousarray(cells_VC[:, : self.nbytes]), seals_in(cells_VC), np.arange(len(cells_VC)))
+        records_UB = np.zeros((len(positions_U), self.nbytes), np.uint8)
         seals_U: SealsOf = np.zeros(len(positions_U), np.uint32)
-        if len(cells_VC) == len(positions_U):
-            records_UB[:] = cells_VC[:, : self.nbytes]
-            seals_U[:] = np.ascontiguousarray(cells_VC[:, self.nbytes :]).view(np.uint32)[:, 0]
-        else:
-            records_UB[there_U] = cells_VC[:, : self.nbytes]
-            seals_U[there_U] = np.ascontiguousarray(cells_VC[:, self.nbytes :]).view(np.uint32)[:, 0]
-            new_U = ~there_U
-            values_VB = self._first(positions_U[new_U]) if self._first is not None else np.uint8(0)
-            records_UB[new_U] = values_VB
-            if self._first is not None:
-                seals_U[new_U] = seals.seals_of(values_VB)
+        records_UB[there_U], seals_U[there_U] = cells_VC[:, : self.nbytes], seals_in(cells_VC)
+        if self._first is not None:
+            values_VB = self._first(positions_U[~there_U])
+            records_UB[~there_U], seals_U[~there_U] = values_VB, seals.seals_of(values_VB)
         return View(records_UB, seals_U, np.arange(len(positions_U)))
 
     def look_run(self, first: int, end: int) -> View:
@@ -236,23 +230,21 @@ class Keyed:
     def figures(self) -> None:
         return None
 
-    def cells_of(self, values: Sequence[bytes]) -> Bytes:
-        """Returns values as an array (V, C) uint8."""
-        return np.frombuffer(b"".join(values), np.uint8).reshape(-1, self.nbytes + SEAL_BYTES)
 
-
-class RocksDB(Keyed):
-    """Records in RocksDB, by the package `rocksdict`.
+class Rocks:
+    """Cells by numbers, in RocksDB, by the package `rocksdict`.
 
     Args:
-        budget_bytes: of the block cache, three quarters, and of two memtables.
+        folder: where its files go; made.
+        cell_bytes: of each.
+        cache_bytes: of the cache of blocks.
+        memtables_bytes: of both memtables.
     """
 
-    def __init__(self, rows: int, nbytes: int, folder: Path, budget_bytes: int) -> None:
-        super().__init__(rows, nbytes)
+    def __init__(self, folder: Path, cell_bytes: int, cache_bytes: int, memtables_bytes: int) -> None:
         rocks: Any = importlib.import_module("rocksdict")
         table, options = rocks.BlockBasedOptions(), rocks.Options(raw_mode=True)
-        table.set_block_cache(rocks.Cache(budget_bytes * 3 // 4))
+        table.set_block_cache(rocks.Cache(cache_bytes))
         table.set_block_size(BLOCK_BYTES)
         table.set_bloom_filter(10, False)
         table.set_checksum_type(rocks.ChecksumType.no_checksum())
@@ -262,37 +254,96 @@ class RocksDB(Keyed):
         options.set_compaction_style(rocks.DBCompactionStyle.universal())
         options.set_use_direct_reads(True)
         options.set_use_direct_io_for_flush_and_compaction(True)
-        options.set_write_buffer_size(budget_bytes // 8)
+        options.set_write_buffer_size(memtables_bytes // 2)
         options.set_max_write_buffer_number(2)
         options.set_max_background_jobs(2)
         options.set_max_open_files(-1)
         options.create_if_missing(True)
-        self._new_batch = rocks.WriteBatch
+        self._cell_bytes, self._new_batch = cell_bytes, rocks.WriteBatch
         self._write_options, read_options = rocks.WriteOptions(), rocks.ReadOptions()
         self._write_options.disable_wal = True
         read_options.set_verify_checksums(False)
-        self._db = rocks.Rdict(str(folder / "rocksdb"), options)
+        self._db = rocks.Rdict(str(folder), options)
         self._db.set_read_options(read_options)
 
     @staticmethod
-    def _keys(positions_U: Positions) -> list[bytes]:
-        keys: list[bytes] = positions_U.astype(">u4").view("V4").tolist()
+    def _keys(numbers_U: Positions) -> list[bytes]:
+        keys: list[bytes] = numbers_U.astype(">u4").view("V4").tolist()
         return keys
 
-    def fetch(self, positions_U: Positions) -> tuple[Any, Bytes]:
-        values = self._db.get(self._keys(positions_U))
+    def get(self, numbers_U: Positions) -> tuple[Any, Bytes]:
+        """Returns which of some cells there are, (U,) bool, and these, in order."""
+        values = self._db.get(self._keys(numbers_U))
         found = [value for value in values if value is not None]
-        if len(found) == len(values):
-            return np.ones(len(values), np.bool_), self.cells_of(found)
-        return np.array([value is not None for value in values], np.bool_), self.cells_of(found)
+        there_U = np.array([value is not None for value in values], np.bool_)
+        return there_U, np.frombuffer(b"".join(found), np.uint8).reshape(-1, self._cell_bytes)
 
-    def put(self, positions_U: Positions, cells_UC: Bytes) -> None:
-        batch = self._new_batch(raw_mode=True)
-        for key, value in zip(
-            self._keys(positions_U), cells_UC.view(f"V{cells_UC.shape[1]}")[:, 0].tolist(), strict=True
-        ):
+    def put(self, numbers_U: Positions, cells_UC: Bytes) -> None:
+        """Writes cells."""
+        batch, values = self._new_batch(raw_mode=True), cells_UC.view(f"V{self._cell_bytes}")[:, 0].tolist()
+        for key, value in zip(self._keys(numbers_U), values, strict=True):
             batch[key] = value
         self._db.write(batch, self._write_options)
+
+
+class RocksDB(Keyed):
+    """Records in RocksDB. Three quarters of the budget are its block cache, the others its memtables."""
+
+    def __init__(self, rows: int, nbytes: int, folder: Path, budget_bytes: int) -> None:
+        super().__init__(rows, nbytes)
+        self._rocks = Rocks(folder / "rocksdb", nbytes + SEAL_BYTES, budget_bytes * 3 // 4, budget_bytes // 4)
+        self.fetch, self.put = self._rocks.get, self._rocks.put  # type: ignore[method-assign]
+
+
+class RocksLog:
+    """RocksDB in place of the `SegmentLog` of a `TieredStore`: a place is the number of a cell, and is used again.
+
+    Args:
+        rocks: where cells are.
+        nbytes: of a record.
+    """
+
+    per_segment, open_segment = 1, -1  # none is in memory
+    failed_reads = file_bytes = written_bytes = 0
+
+    def __init__(self, rocks: Rocks, nbytes: int, rows: int, memory_bytes: int) -> None:
+        self._rocks, self._nbytes, self.memory_bytes, self.reads = rocks, nbytes, memory_bytes, 0
+        self._free = np.arange(rows)[::-1].copy()
+        self._left = rows  # of `_free`
+        self._begun = np.zeros(rows, np.int64)
+
+    def append(self, records_XW: Any, seals_X: SealsOf, at_U: Positions) -> Positions:
+        places_U = self._free[self._left - len(at_U) : self._left].copy()
+        self._left -= len(at_U)
+        self._begun[places_U] += 1
+        self._rocks.put(places_U, cells_of(records_XW.view(np.uint8)[at_U], seals_X[at_U]))
+        return places_U
+
+    def versions(self, places_U: Positions) -> Positions:
+        return self._begun[places_U]
+
+    def let_go(self, places_U: Positions) -> None:
+        self._free[self._left : self._left + len(places_U)] = places_U
+        self._left += len(places_U)
+
+    def to_clean(self) -> None:
+        return None
+
+    def read(self, places_U: Positions, into_XB: Bytes, seals_X: SealsOf, at_U: Positions, apart: bool = False) -> Any:
+        there_U, cells_UC = self._rocks.get(places_U)
+        require(bool(there_U.all()), "RocksDB has lost a record")
+        into_XB[at_U], seals_X[at_U] = cells_UC[:, : self._nbytes], seals_in(cells_UC)
+        return ~there_U
+
+
+def cells_of(records_UB: Bytes, seals_U: SealsOf) -> Bytes:
+    """Returns records with their seals behind them, (U, C) uint8."""
+    return np.concatenate([records_UB, seals_U.view(np.uint8).reshape(-1, SEAL_BYTES)], axis=1)
+
+
+def seals_in(cells_UC: Bytes) -> SealsOf:
+    """Returns the seals of cells, (U,) uint32."""
+    return np.ascontiguousarray(cells_UC[:, -SEAL_BYTES:]).view(np.uint32)[:, 0]
 
 
 class LMDB(Keyed):
@@ -322,7 +373,8 @@ class LMDB(Keyed):
     def fetch(self, positions_U: Positions) -> tuple[Any, Bytes]:
         with self._env.begin(db=self._db, buffers=True) as transaction:
             found = transaction.cursor().getmulti(self._keys(positions_U))
-            cells_VC = self.cells_of([value for _, value in found])
+            cells_VC = np.frombuffer(b"".join(value for _, value in found), np.uint8)
+            cells_VC = cells_VC.reshape(-1, self.nbytes + SEAL_BYTES)
             if len(found) == len(positions_U):
                 return np.ones(len(found), np.bool_), cells_VC
             positions_V = np.frombuffer(b"".join(key for key, _ in found), np.uint32)
@@ -392,6 +444,12 @@ class Replay:
             return TieredStore(rows, nbytes, ScratchFile(folder, reader()), self.job.frames)
         if name == "rocksdb":
             return RocksDB(rows, nbytes, folder, self.job.budget_bytes)
+        if name == "frames+rocksdb":
+            part = self.job.budget_bytes // 16
+            found = TieredStore(rows, nbytes, ScratchFile(folder, reader()), self.job.frames)
+            rocks = Rocks(folder / "rocksdb", nbytes + SEAL_BYTES, part, 2 * part)
+            found._log = RocksLog(rocks, nbytes, rows, 3 * part)  # type: ignore[assignment]
+            return found
         return LMDB(rows, nbytes, folder)
 
     def _use(self, shard: Shard) -> None:
@@ -460,9 +518,9 @@ class Replay:
         }
         if isinstance(self.store, TieredStore):
             found["reads"], found["misses"] = self.store.file.reads, self.store.misses
-        elif isinstance(self.store, RocksDB):
+        if "rocksdb" in self.job.store:
             found["reads"] = disk.read_count
-        elif isinstance(self.store, LMDB):
+        elif self.job.store == "lmdb":
             found["reads"] = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
         return found
 
@@ -620,7 +678,7 @@ def rows(
     for name in blocks:
         cpu = record.spread(1e3 * block["cpu_s"] / block["steps"] for block in blocks[name])
         own = {one: per_step(one, "cpu_s") - per_step("memory", "cpu_s") for one in (name, "ours")}
-        ours, of_file = name == "ours", name not in ("memory",)
+        tiers, of_file = name in ("ours", "frames+rocksdb"), name != "memory"
         read = sum(block["read"] for block in blocks[name])
         misses, known = (sum(block[key] for block in blocks[name]) for key in ("misses", "known"))
         lines.append(
@@ -641,11 +699,11 @@ def rows(
                 "MB read": per_step(name, "read_bytes") / 1e6,
                 "MB written": per_step(name, "write_bytes") / 1e6,
                 "resident MB": (blocks[name][-1]["resident_bytes"] - running[name].hello["before_bytes"]) / 1e6,
-                "hit rate": 1 - misses / known if ours and known else None,
-                "LRU": bounds[0] if ours else None,
-                "Belady": bounds[1] if ours else None,
+                "hit rate": 1 - misses / known if tiers and known else None,
+                "LRU": bounds[0] if tiers else None,
+                "Belady": bounds[1] if tiers else None,
                 "CPU us/read": 1e6 * sum(block["read_cpu_s"] for block in blocks[name]) / read
-                if ours and read
+                if tiers and read
                 else None,
             }
         )
@@ -850,7 +908,12 @@ def _version(package: str) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `torch-ecrec bench stores`."""
     parser.add_argument("--tier", type=Path, required=True, metavar="DIR", help="a folder on the disk to measure")
-    parser.add_argument("--stores", default="rocksdb,lmdb", metavar="A,B", help="beside ours (rocksdb,lmdb)")
+    parser.add_argument(
+        "--stores",
+        default="rocksdb,frames+rocksdb,lmdb",
+        metavar="A,B",
+        help="beside ours (rocksdb,frames+rocksdb,lmdb)",
+    )
     parser.add_argument("--shares", default="0.25,0.1", metavar="A,B,...", help="of records in memory (0.25,0.1)")
     parser.add_argument("--data", type=Path, metavar="FILE", help="Criteo rows; else made-up ones, by Zipf's law")
     parser.add_argument("--passes", type=int, default=2, metavar="N", help="over the rows (default 2)")
