@@ -13,13 +13,13 @@ process of its own, and they take turns, block by block of steps, so that what t
     lmdb        nothing is synced. A map takes the page cache, which has no budget: so the process is put in a cgroup of
                 the budget and `SLACK_BYTES` for its own work, where it may make one; else it is told as unbounded
 
-Both of the others are given what they do not have: the records of a step are read once, for its lookup, and stay in an
-array until they are changed, which costs them no memory of the budget.
+RocksDB and LMDB alone are given what they do not have: the records of a step are read once, for its lookup, and stay in
+an array until they are changed, which costs them no memory of the budget.
 
 `own CPU ms` is beyond the CPU time of the same steps in memory. `reads` are of the disk: requests of ours, system calls
 of RocksDB, major faults of LMDB. `hit rate` is of those records of a step that were written before; `LRU` and `Belady`
-(which knows the future) are computed for as many frames. `CPU us/read` is of a record that
-frames lack, from when it is asked for until it is in its frame.
+(which knows the future) are computed for as many frames. `CPU us/read` is of a record that has no frame, from when it
+is asked for until it has one.
 
 `--reads` measures how blocks come from the disk alone: our rings of io_uring, the package `liburing`, threads.
 
@@ -76,6 +76,8 @@ SLACK_BYTES = 48 << 20  # of a bounded process, for what is not its store's
 AT_ONCE = 1 << 13  # records that are filled or compared
 MAP_BYTES = 1 << 36  # of addresses, for LMDB: its file grows as it must
 PACKAGES = {"rocksdb": "rocksdict", "frames+rocksdb": "rocksdict", "lmdb": "lmdb"}
+SHOWN = ("in memory", "pass", "store", "CPU ms", "own CPU ms", "own CPU / ours", "wall ms", "wall / ours", "reads")
+SHOWN += ("MB read", "MB written", "resident MB", "hit rate", "LRU", "Belady", "CPU us/read")
 READ_BATCHES = (32, 512, 4096)  # reads that are asked for at once
 
 
@@ -424,14 +426,15 @@ class Replay:
             importlib.import_module(PACKAGES[job.store])
         self.process = psutil.Process()
         self.before_bytes = self.process.memory_info().rss
-        self.bounded, self.cgroup = "its own", ""
-        if job.store == "lmdb":
-            self.bounded, self.cgroup = confine(job.budget_bytes + SLACK_BYTES)
+        self.read_cpu_s, self.read = 0.0, 0
+
+    def open(self) -> None:
+        """Makes the store."""
+        job = self.job
         self.shard = Shard(self.schema, job.rows, 0, stores=self._make)
         self.store = self.shard._stores[False]
         initial = InitialRecords(self.schema, job.seed, (0,), (-0.1,), (0.1,), (0,))
         self.shard.initialise_(initial.of)
-        self.read_cpu_s, self.read = 0.0, 0
 
     def _tiny(self, rows: int, nbytes: int, parity: bool, sealed: bool) -> RecordStore:
         return TieredStore(rows, nbytes, ScratchFile(Path(self.job.folder), reader()), 1)
@@ -561,9 +564,13 @@ def confine(limit_bytes: int) -> tuple[str, str]:
 def serve(text: str) -> None:
     """Is the process of a store: a job as JSON, then a request a line, each with an answer."""
     replay = Replay(Job(**json.loads(text)))
+    bounded, cgroup = "its own", ""
+    if replay.job.store == "lmdb":
+        bounded, cgroup = confine(replay.job.budget_bytes + SLACK_BYTES)
+    replay.open()
     if replay.job.filled:
         replay.fill()
-    hello = {"bounded": replay.bounded, "cgroup": replay.cgroup, "before_bytes": replay.before_bytes}
+    hello = {"bounded": bounded, "cgroup": cgroup, "before_bytes": replay.before_bytes}
     if replay.job.store == "ours":
         hello["budget_bytes"] = replay.budget_bytes
     print(json.dumps(hello), flush=True)
@@ -893,7 +900,7 @@ def run(arguments: argparse.Namespace) -> int:
         record.labelled("stores", arguments),
         content,
         lines,
-        shown=f"{title}, batches of {arguments.batch_size}, a step:\n{record.table(lines)}",
+        shown=f"{title}, batches of {arguments.batch_size}, a step:\n{record.table(lines, SHOWN)}",
         draw=lambda: draw(lines, title),
         copy=arguments.json,
     )
