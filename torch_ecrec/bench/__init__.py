@@ -9,7 +9,8 @@ Of real training, made of an `Experiment` each (experiment.py): modes, models, a
     exactness.py   kills in runs of the demo: is everything that follows bit-identical?
     overlap.py     what copies between the host and a GPU overlap with
     gpu.py         the GPU's share of these, each under a time limit, in one report
-Of a part alone: stores.py (records on a disk), codec.py, optimizers.py, operators.py, seals.py, messages.py, connections.py, storage.py, partial.py
+Of a part alone: stores.py, codec.py, optimizers.py, operators.py, seals.py, messages.py, connections.py, storage.py,
+partial.py
 report.py writes docs/performance.md and the tables of docs/scaling.md from what the others left
 
 worker.py: a trainer process; places.py: where processes run; faults.py: kills and outages; workload.py: models and

@@ -76,8 +76,10 @@ SLACK_BYTES = 48 << 20  # of a bounded process, for what is not its store's
 AT_ONCE = 1 << 13  # records that are filled or compared
 MAP_BYTES = 1 << 36  # of addresses, for LMDB: its file grows as it must
 PACKAGES = {"rocksdb": "rocksdict", "frames+rocksdb": "rocksdict", "lmdb": "lmdb"}
-SHOWN = ("in memory", "pass", "store", "CPU ms", "own CPU ms", "own CPU / ours", "wall ms", "wall / ours", "reads")
-SHOWN += ("MB read", "MB written", "resident MB", "hit rate", "LRU", "Belady", "CPU us/read")
+SHOWN = (
+    *("in memory", "pass", "store", "CPU ms", "own CPU ms", "own CPU / ours", "wall ms", "wall / ours", "reads"),
+    *("MB read", "MB written", "resident MB", "hit rate", "LRU", "Belady", "CPU us/read"),
+)
 READ_BATCHES = (32, 512, 4096)  # reads that are asked for at once
 
 
@@ -294,7 +296,12 @@ class RocksDB(Keyed):
     def __init__(self, rows: int, nbytes: int, folder: Path, budget_bytes: int) -> None:
         super().__init__(rows, nbytes)
         self._rocks = Rocks(folder / "rocksdb", nbytes + SEAL_BYTES, budget_bytes * 3 // 4, budget_bytes // 4)
-        self.fetch, self.put = self._rocks.get, self._rocks.put  # type: ignore[method-assign]
+
+    def fetch(self, positions_U: Positions) -> tuple[Any, Bytes]:
+        return self._rocks.get(positions_U)
+
+    def put(self, positions_U: Positions, cells_UC: Bytes) -> None:
+        self._rocks.put(positions_U, cells_UC)
 
 
 class RocksLog:
