@@ -54,7 +54,7 @@ def test_a_store_of_keys_and_values_is_as_one_in_memory(first: bool) -> None:
                 some = at_U >= 0
                 records_XB[at[some]], seals_X[at[some]] = values_UB[some], number
         every = np.arange(20)
-        (one, one_seals, one_at), (other, other_seals, other_at) = here.look(every), there.look_run(0, 20)
+        (one, one_seals, one_at), (other, other_seals, other_at) = here.look(every), there.look(every)
         assert one_seals is not None and other_seals is not None
         assert (one[one_at] == other[other_at]).all() and (one_seals[one_at] == other_seals[other_at]).all()
 

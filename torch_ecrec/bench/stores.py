@@ -212,8 +212,13 @@ class Keyed:
             records_UB[~there_U], seals_U[~there_U] = values_VB, seals.seals_of(values_VB)
         return View(records_UB, seals_U, np.arange(len(positions_U)))
 
-    def look_run(self, first: int, end: int) -> View:
-        return self.look(np.arange(first, end))
+    def seals_at(self, positions_U: Positions) -> SealsOf:
+        found = self.look(positions_U).seals_X
+        assert found is not None
+        return found
+
+    def broken_run(self, first: int, end: int) -> Positions:
+        return np.empty(0, np.int64)  # none is in memory
 
     def take_damaged(self) -> Positions:
         return np.empty(0, np.int64)
@@ -222,6 +227,12 @@ class Keyed:
         return None, False
 
     def arrive(self, reading: Any) -> None:
+        raise TypeError("nothing is read ahead here")
+
+    def soon(self) -> None:
+        return None
+
+    def settle(self, reading: Any) -> None:
         raise TypeError("nothing is read ahead here")
 
     def prepare(self, begin: int, end: int) -> None:
@@ -308,24 +319,25 @@ class RocksLog:
     """RocksDB in place of the `SegmentLog` of a `TieredStore`: a place is the number of a cell, and is used again.
 
     Args:
-        rocks: where cells are.
-        nbytes: of a record.
+        rocks: where records are.
+        rows: how many there may be.
+        memory_bytes: it takes.
     """
 
     per_segment, open_segment = 1, -1  # none is in memory
     failed_reads = file_bytes = written_bytes = 0
 
-    def __init__(self, rocks: Rocks, nbytes: int, rows: int, memory_bytes: int) -> None:
-        self._rocks, self._nbytes, self.memory_bytes, self.reads = rocks, nbytes, memory_bytes, 0
+    def __init__(self, rocks: Rocks, rows: int, memory_bytes: int) -> None:
+        self._rocks, self.memory_bytes, self.reads = rocks, memory_bytes, 0
         self._free = np.arange(rows)[::-1].copy()
         self._left = rows  # of `_free`
         self._begun = np.zeros(rows, np.int64)
 
-    def append(self, records_XW: Any, seals_X: SealsOf, at_U: Positions) -> Positions:
+    def append(self, records_XW: Any, at_U: Positions) -> Positions:
         places_U = self._free[self._left - len(at_U) : self._left].copy()
         self._left -= len(at_U)
         self._begun[places_U] += 1
-        self._rocks.put(places_U, cells_of(records_XW.view(np.uint8)[at_U], seals_X[at_U]))
+        self._rocks.put(places_U, records_XW.view(np.uint8)[at_U])
         return places_U
 
     def versions(self, places_U: Positions) -> Positions:
@@ -338,10 +350,9 @@ class RocksLog:
     def to_clean(self) -> None:
         return None
 
-    def read(self, places_U: Positions, into_XB: Bytes, seals_X: SealsOf, at_U: Positions, apart: bool = False) -> Any:
-        there_U, cells_UC = self._rocks.get(places_U)
+    def read(self, places_U: Positions, seals_U: SealsOf, into_XB: Bytes, at_U: Positions, apart: bool = False) -> Any:
+        there_U, into_XB[at_U] = self._rocks.get(places_U)
         require(bool(there_U.all()), "RocksDB has lost a record")
-        into_XB[at_U], seals_X[at_U] = cells_UC[:, : self._nbytes], seals_in(cells_UC)
         return ~there_U
 
 
@@ -457,8 +468,8 @@ class Replay:
         if name == "frames+rocksdb":
             part = self.job.budget_bytes // 16
             found = TieredStore(rows, nbytes, ScratchFile(folder, reader()), self.job.frames)
-            rocks = Rocks(folder / "rocksdb", nbytes + SEAL_BYTES, part, 2 * part)
-            found._log = RocksLog(rocks, nbytes, rows, 3 * part)  # type: ignore[assignment]
+            rocks = Rocks(folder / "rocksdb", nbytes, part, 2 * part)
+            found._log = RocksLog(rocks, rows, 3 * part)  # type: ignore[assignment]
             return found
         return LMDB(rows, nbytes, folder)
 
