@@ -124,7 +124,10 @@ def trace_of(arguments: argparse.Namespace) -> Trace:
 
 
 def hit_rates(trace: Trace, frames: int, foresees: bool) -> list[float]:
-    """Returns the hit rate of each pass of LRU, or of Belady's policy, with so many frames, all empty at first."""
+    """Returns the hit rate of each pass of LRU, or of Belady's policy, with so many frames.
+
+    They are empty at first, or, where all records were written before, have any.
+    """
     known_P, held_P = np.full(trace.rows, trace.filled), np.zeros(trace.rows, np.bool_)
     keep_P = np.zeros(trace.rows, np.int64)  # what has the least goes first
     never = len(trace.steps)
@@ -133,6 +136,9 @@ def hit_rates(trace: Trace, frames: int, foresees: bool) -> list[float]:
         rows = trace.steps[number]
         soon.append(next_P[rows])
         next_P[rows] = number
+    if trace.filled:
+        held_P[np.random.default_rng(0).permutation(trace.rows)[:frames]] = True
+        keep_P[:] = -next_P if foresees else -1
     hits, asked = np.zeros(never), np.zeros(never)
     for number, rows in enumerate(trace.steps):
         hits[number], asked[number] = held_P[rows].sum(), known_P[rows].sum()
