@@ -46,6 +46,7 @@ from torch_ecrec.processes.supervisor import Supervisor, await_trainers
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.membership import join_of
 from torch_ecrec.protocol.status import Gathering, Report
+from torch_ecrec.records.tiers.trouble import trouble_signals
 from torch_ecrec.runtime import allocator, byte_sums, unlocked
 from torch_ecrec.runtime.lifetime import end_at_once, end_if_it_hangs, ends_within, freeze, on_signals
 from torch_ecrec.server.service import Host
@@ -119,7 +120,9 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
         def run(action: Callable[[], None]) -> None:
             hosts[0].run(action)
 
-        hosts.append(Host(name, member, settings, FileScribe(run), FileReader(run)))
+        hosts.append(host := Host(name, member, settings, FileScribe(run), FileReader(run)))
+        if host.tier is not None:
+            host.tier.on_error = member.on_error
         return hosts[0]
 
     def on_control(word: messages.FromCoordinator) -> None:
@@ -150,6 +153,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
     if settings.flip_on_signal:
         signal.signal(signal.SIGUSR1, lambda *_: hosts[0].flip(parity=False))
         signal.signal(signal.SIGUSR2, lambda *_: hosts[0].flip(parity=True))
+        _trouble_on_signals(hosts[0])
     reason = _first_of(ends)
     if isinstance(reason, KeyboardInterrupt) and reason.args == (signal.SIGTERM,):
         join = settings.join or ""  # `Member` has seen that it is there
@@ -164,6 +168,14 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
     if not isinstance(reason, KeyboardInterrupt):
         log.info("%s ends: %s", member.name, reason)
     return reason
+
+
+def _trouble_on_signals(host: Host) -> None:
+    """Has signals bring the disk of its tier into trouble, where it has one."""
+    if host.tier is not None and (trouble := host.tier.trouble) is not None:
+        for kind, number in trouble_signals().items():
+            flips = kind == "flip"
+            signal.signal(number, lambda *_, k=kind, f=flips: host.flip_below() if f else trouble.begin(k))
 
 
 def _first_of(ends: queue.SimpleQueue[BaseException]) -> BaseException:

@@ -173,14 +173,14 @@ class Slot(SlotContext):
         if self.expect(positions):
             if self._vain_arrivals < VAIN_ARRIVALS:
                 return True
-            for shard, positions_U in zip(self.shards, positions, strict=True):
-                shard.bring(positions_U)
         self._vain_arrivals = 0
-        for slab, shard in enumerate(self.shards):
+        # Also where nothing is on its way: what need not be read now (it was only just written) may have to be once
+        # there is room for the others. Who comes after this reads no disk, and uses nothing that was not looked at.
+        for shard, positions_U in zip(self.shards, positions, strict=True):
+            shard.bring(positions_U)
+        for slab in range(len(self.shards)):
             for parity in (False, True):
-                damaged_M = shard.take_damaged(parity)
-                if len(damaged_M):
-                    self.scrubber.look(slab, parity, damaged_M)
+                self.scrubber.came_whole(slab, parity)
         return False
 
     def expect(self, positions: list[np.ndarray]) -> bool:

@@ -220,7 +220,7 @@ class Settings:
         scrub_bytes_per_s: how much of its records and parities a server looks at in the background; 0: nothing, and
             damage is found where something is read for a repair or a checkpoint only.
         flip_on_signal: of a server; for `torch-ecrec chaos`. 1: a bit of a record flips at SIGUSR1, and of a parity at
-            SIGUSR2.
+            SIGUSR2; and with a tier its disk gets into trouble at real-time signals (`records/tiers/trouble.py`).
         spoil: of a server; for `torch-ecrec chaos --check-power`. How the step `spoil_step` is made wrongly, of which
             nobody is told: "drop", without one push; "twice"; "back", with one record as it was before; or "look",
             rightly, and it is said what it changes.

@@ -140,9 +140,17 @@ def sweep(position_F: Any, meta_F: Any, before: Any, hand: Any, threshold: Any, 
 
 @kernel()
 def pack(
-    records_XW: Any, seals_X: Any, at_U: Any, into: Any, first: Any, per_bucket: Any, bucket_bytes: Any, cell_bytes: Any
+    records_XW: Any,
+    seals_X: Any,
+    at_U: Any,
+    tags_U: Any,
+    into: Any,
+    first: Any,
+    per_bucket: Any,
+    bucket_bytes: Any,
+    cell_bytes: Any,
 ) -> None:
-    """Copies records with their seals to cells `first` and the following ones of `into`."""
+    """Copies records with their seals, each XOR its tag, to cells `first` and the following ones of `into`."""
     words, source, start = records_XW.shape[1], records_XW.ctypes.data, into.ctypes.data
     for i in range(at_U.shape[0]):
         if i + AHEAD < at_U.shape[0]:
@@ -152,11 +160,13 @@ def pack(
         into_W = carray(pointer(place), words + 1, np.uint32)
         for j in range(words):
             into_W[j] = records_XW[at_U[i], j]
-        into_W[words] = seals_X[at_U[i]]
+        into_W[words] = seals_X[at_U[i]] ^ tags_U[i]
 
 
 @kernel()
-def unpack(source: Any, starts_V: Any, into_XW: Any, seals_X: Any, at_U: Any, some_V: Any, broken_U: Any) -> None:
+def unpack(
+    source: Any, starts_V: Any, into_XW: Any, seals_X: Any, at_U: Any, tags_U: Any, some_V: Any, broken_U: Any
+) -> None:
     """Copies cells, each from where it starts in `source`, to records and seals.
 
     Args:
@@ -169,8 +179,9 @@ def unpack(source: Any, starts_V: Any, into_XW: Any, seals_X: Any, at_U: Any, so
         from_W = carray(pointer(start + starts_V[v]), words + 1, np.uint32)
         for j in range(words):
             into_XW[at, j] = from_W[j]
-        seals_X[at] = from_W[words]
-        broken_U[some_V[v]] = seal_at(into + at * words * WORD_BYTES, words) != from_W[words]
+        seal = from_W[words] ^ tags_U[some_V[v]]
+        seals_X[at] = seal
+        broken_U[some_V[v]] = seal_at(into + at * words * WORD_BYTES, words) != seal
 
 
 @kernel()

@@ -8,6 +8,9 @@ A *place* is the number of a cell: segment by segment, block by block. A record 
 place, and the cell that it had is dead. When dead cells are many, the segments that have the fewest live ones are read
 and what is live in them is appended again, *in order of position*: so scans by position read long runs.
 
+In the file a seal is XORed with a *tag*, which is of the place and of how often its segment was begun. So what a write
+has left out, and what was read from somewhere else, does not fit, be it zeros or other records with their seals.
+
 A record that is larger than a block has a *bucket* of several blocks; no record lies in two buckets.
 
 Nothing in the file need survive, since a slot that is lost is decoded from others; so nothing is ever synced.
@@ -114,8 +117,9 @@ class SegmentLog:
                 self._begin_segment()
             count = min(len(at_U) - done, self.per_segment - self._filled)
             some = at_U[done : done + count]
-            pack(records_XW, seals_X, some, self._buffer, self._filled, *self._geometry)
-            places_U[done : done + count] = self._open * self.per_segment + self._filled + np.arange(count)
+            places = self._open * self.per_segment + self._filled + np.arange(count)
+            pack(records_XW, seals_X, some, self._tags(places), self._buffer, self._filled, *self._geometry)
+            places_U[done : done + count] = places
             self._filled += count
             self._live[self._open] += count
             done += count
@@ -153,6 +157,19 @@ class SegmentLog:
         """Returns what changes when other records may be at some places: (U,) int64."""
         versions: Places = self._begun[places_U // self.per_segment]
         return versions
+
+    def _tags(self, places_U: Places) -> NDArray[np.uint32]:
+        """(U,) uint32, none of them 0: what the seals of records at these places are XORed with."""
+        mixed_U = places_U.astype(np.uint64) * np.uint64(0x9E3779B1)
+        mixed_U += self.versions(places_U).astype(np.uint64) * np.uint64(0x85EBCA77)
+        return mixed_U.astype(np.uint32) | np.uint32(1)
+
+    def flip_(self, place: int, bit: int) -> None:
+        """Flips one bit of the record at a place in the file, and leaves its seal: for tests and `chaos`."""
+        segment, cell = divmod(place, self.per_segment)
+        bucket, cell = divmod(cell, self._per_bucket)
+        at = segment * self._segment_bytes + bucket * self._bucket_bytes + cell * self._cell_bytes + bit // 8
+        self._file.flip_(at // BLOCK_BYTES * BLOCK_BYTES, at % BLOCK_BYTES * 8 + bit % 8)
 
     def let_go(self, places_U: Places) -> None:
         """What is at these places, (U,) int64, does not count any more."""
@@ -198,7 +215,7 @@ class SegmentLog:
             fit.
         """
         broken_U = np.zeros(len(places_U), np.bool_)
-        target = into_XB.view(np.uint32), seals_X
+        target, tags_U = (into_XB.view(np.uint32), seals_X), self._tags(places_U)
         segments_U, cells_U = np.divmod(places_U, self.per_segment)
         buckets_U, cells_U = np.divmod(cells_U, self._per_bucket)
         offsets_U = cells_U * self._cell_bytes
@@ -206,7 +223,7 @@ class SegmentLog:
         if in_open_U.any():
             (some,) = np.nonzero(in_open_U)
             starts = buckets_U[some] * self._bucket_bytes + offsets_U[some]
-            unpack(self._buffer, starts, *target, at_U, some, broken_U)
+            unpack(self._buffer, starts, *target, at_U, tags_U, some, broken_U)
         (some,) = np.nonzero(~in_open_U)
         if len(some):
             numbers_U = segments_U * (self._segment_bytes // self._bucket_bytes) + buckets_U
@@ -222,7 +239,8 @@ class SegmentLog:
                 here = slice(first[begin], first[end] if end < len(first) else len(numbers))
                 bad_R = self._fill(numbers[first[begin:end]], scratch)
                 part, ranks = some[here], rank[here] - begin
-                unpack(scratch, ranks * self._bucket_bytes + offsets_U[part], *target, at_U, part, broken_U)
+                starts = ranks * self._bucket_bytes + offsets_U[part]
+                unpack(scratch, starts, *target, at_U, tags_U, part, broken_U)
                 if bad_R is not None:
                     lost = part[bad_R[ranks]]
                     broken_U[lost] = True

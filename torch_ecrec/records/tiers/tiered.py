@@ -243,6 +243,7 @@ class TieredStore:
 
     def arrive(self, reading: Reading) -> None:
         """Records were read: those that are still where they were, and that nobody has brought, get frames."""
+        self._require_whole()
         positions_A, places_A = reading.positions_A, reading.places_A
         coming_A = self._frame_P[positions_A] == COMING
         same_A = self._place_P[positions_A] == places_A
@@ -263,6 +264,13 @@ class TieredStore:
     def _on_broken(self, positions_M: Positions) -> None:
         self.damaged += len(positions_M)
         self._found.append(positions_M)
+
+    def below(self) -> Positions:
+        written_P = (self._frame_P < 0) & (self._place_P != NO_PLACE)
+        return np.flatnonzero(written_P & (self._place_P // self._log.per_segment != self._log.open_segment))
+
+    def flip_below_(self, position: int, bit: int) -> None:
+        self._log.flip_(int(self._place_P[position]), bit)
 
     def prepare(self, begin: int, end: int) -> None:
         pass  # frames are filled in turn
@@ -444,8 +452,19 @@ class TieredStore:
             positions_V = out[begin : min(count, begin + CLEANED_AT_ONCE)]
             records_VB = np.empty((len(positions_V), self.nbytes), np.uint8)
             seals_V, every_V = np.empty(len(positions_V), np.uint32), np.arange(len(positions_V))
-            self._log.read(self._place_P[positions_V].astype(np.int64), records_VB, seals_V, every_V)
+            broken = self._log.read(self._place_P[positions_V].astype(np.int64), records_VB, seals_V, every_V)
             self._write(positions_V, records_VB, seals_V, every_V)
+            if broken.any():
+                self._on_unclean(positions_V[broken])
+
+    def _on_unclean(self, positions_M: Positions) -> None:
+        """The file has these no more: a frame that has the whole record must write it."""
+        frames_M = self._frame_P[positions_M].astype(np.int64)
+        have_M = frames_M >= 0
+        have_M[have_M] = ~self._is(PENDING, frames_M[have_M])
+        self._meta_F[frames_M[have_M], 1] |= np.uint32(DIRTY)
+        if not have_M.all():
+            self._on_broken(positions_M[~have_M])
 
 
 def warm() -> None:
