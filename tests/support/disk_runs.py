@@ -90,4 +90,6 @@ class OnDisks(Flipped):
 def calm(scenario: Scenario) -> Scenario:
     """The same training without losses, in memory."""
     undo: dict[str, Any] = {"random_kills": 0, "random_trainer_kills": 0, "random_coordinator_kills": 0, "kills": ()}
-    return dataclasses.replace(scenario, network_seed=0, trainer_kills=(), noise=0.0, reborn=False, tier_frames=0, **undo)
+    return dataclasses.replace(
+        scenario, network_seed=0, trainer_kills=(), noise=0.0, reborn=False, tier_frames=0, **undo
+    )

@@ -29,6 +29,7 @@ TRANSPORTS = ("sockets", "rpc")  # what carries messages between trainers and se
 CHAOS_EVENTS = ("kill-server", "kill-trainer", "kill-coordinator", "stop-server", "stop-trainer")
 SPOILS = ("look", "drop", "twice", "back")  # what is done to a step on purpose; see `server/spoiling.py`
 FLIP_EVENTS = ("flip-record", "flip-parity")  # bits that flip in servers' memory
+TIER_EVENTS = ("disk-error", "disk-full", "disk-slow", "flip-tier")  # of the disks under servers' records
 BEYOND_EVENTS = ("kill-all", "kill-beyond-r")  # more than parity repairs: all go back to a checkpoint
 STORE_EVENTS = ("full-disk", "slow-store", "failing-store")  # of where checkpoints are kept
 HOST_EVENTS = ("kill-host", "cut", "cut-trainers", "slow-link", "lossy-link")  # of hosts and of what is between them
