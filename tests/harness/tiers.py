@@ -23,7 +23,7 @@ from torch_ecrec.records.tiers.tiered import TieredStore
 
 FRAMES = 0  # no tier
 BLOCK_BYTES, SEGMENT_BYTES = 64, 128
-LATE_S = 0.4  # for a read that is late; a message takes a hundredth of it
+LATE_S = 0.05  # for a read that is late: longer than messages take
 READS = ("error", "short", "torn", "flip", "rot", "bad", "zeros", "other")
 """What can be wrong with a read: it fails; ends early; is half of it zeros; has another bit; has it in the file, too;
 fails until it is written again; is zeros; or is of another place."""
@@ -77,7 +77,7 @@ class Disks:
     def later(self, action: Callable[[], None]) -> None:
         """Now and then much later: what was asked for first is not answered first."""
         assert self.clock is not None
-        most_s = LATE_S if self._chance.random() < 0.1 else LATE_S / 100
+        most_s = LATE_S if self._chance.random() < 0.1 else LATE_S / 50
         self.clock.later(self._chance.uniform(0.0, most_s), action)
 
 
