@@ -65,13 +65,14 @@ def sweep(scenario: Scenario, kind: str, points: int, **about: Any) -> Counter[s
     became: Counter[str] = Counter()
     first, every = random.Random(kind).random(), count / points
     for number in sorted({int((first + i) * every) for i in range(points)}):
-        wrong = {"writes" if kind in WRITES else "reads": {number: kind}}
+        twice = range(number, number + (kind not in WRITES) + 1)  # it is tried again
+        wrong = {"writes" if kind in WRITES else "reads": dict.fromkeys(twice, kind)}
         cluster = OnDisks(scenario, **wrong, **about)
         try:
             became[check(cluster)] += 1
         except Exception as error:
             raise AssertionError(f"{kind} at {number} of {count}: {type(error).__name__}: {error}") from error
-        assert cluster.disks.fired == [kind]
+        assert set(cluster.disks.fired) == {kind}
         became["named"] += bool(cluster.told("damaged"))
         became["ended"] += bool(cluster.failed)
     print(kind, dict(became))
@@ -101,25 +102,31 @@ def test_whichever_write_goes_wrong_the_run_is_the_same(kind: str, points: int) 
     assert became["equal"] >= became["beyond"]
 
 
+def many(rate: float, seed: int, kinds: tuple[str, ...] = READS) -> dict[int, str]:
+    """Reads that go wrong, each with the next one, by which it is tried again."""
+    chance, reads = random.Random(seed), dict[int, str]()
+    for number in range(20_000):
+        if chance.random() < rate:
+            reads |= dict.fromkeys((number, number + 1), chance.choice(kinds))
+    return reads
+
+
 @pytest.mark.parametrize("checks", ["use", "background"])
 @pytest.mark.parametrize("seed", range(4))
 def test_many_reads_go_wrong_while_others_are_lost(seed: int, checks: str) -> None:
-    """Those that are wrong once: what is wrong for good may meet another of its stripe, and be too much."""
-    chance = random.Random(seed)
-    once = [kind for kind in READS if kind not in ("rot", "bad")]
-    reads = {number: chance.choice(once) for number in range(20_000) if chance.random() < 0.02}
+    """Two of a stripe at once may be too much for one parity: then it stops and says so."""
     code = CodeSpec(6, 2, 2) if seed % 2 else CodeSpec(3, 2, 1)
     scenario = dataclasses.replace(
         PLAIN, code=code, network_seed=seed, random_kills=1, random_trainer_kills=1, noise=0.01, tier_frames=1 + seed
     )
-    cluster = OnDisks(scenario, reads, late=bool(seed % 3), checks=checks)
-    assert check(cluster) == "equal" and len(cluster.disks.fired) > 10
+    cluster = OnDisks(scenario, many(0.005, seed), late=bool(seed % 3), checks=checks)
+    assert check(cluster) == "equal" or code.parities == 1
+    assert cluster.disks.fired
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_loads_and_steps_of_records_on_disks(late: bool) -> None:
-    chance = random.Random(7)
-    reads = {number: chance.choice(("error", "zeros", "flip")) for number in range(20_000) if chance.random() < 0.02}
+    reads = many(0.01, 7, ("error", "zeros", "flip"))
     scenario = Scenario(steps=4, loads=LOADS, tier_frames=1, touch=0.1, reborn=True)
     cluster = OnDisks(scenario, reads, late=late)
     assert check(cluster) == "equal" and cluster.disks.fired

@@ -40,7 +40,7 @@ SCHEDULES: dict[str, Callable[[], object]] = {
     **{f"doing {seed}": lambda seed=seed: do(seed) for seed in range(12)},  # type: ignore[misc]
     "place": pairs.check_a_place_that_others_had_meanwhile,
     "cleaning": pairs.check_cleaning_that_cannot_read,
-    "zeros": pairs.check_zeros_and_other_records,
+    "places": pairs.check_zeros_and_other_records,
     **{kind: lambda kind=kind: lies(kind) for kind in ("flip", "error", "zeros", "lost")},  # type: ignore[misc]
     **{
         f"many {seed}": lambda seed=seed: runs.test_many_reads_go_wrong_while_others_are_lost(seed, "background")  # type: ignore[misc]

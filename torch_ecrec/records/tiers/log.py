@@ -200,7 +200,9 @@ class SegmentLog:
     def read(
         self, places_U: Places, into_XB: Bytes, seals_X: SealsOf, at_U: Places, apart: bool = False
     ) -> NDArray[np.bool_]:
-        """Reads records, each to a place in some array.
+        """Reads records, each to a place in some array; twice, where they do not fit at first.
+
+        A read may end early, or fail, and be right when it is asked for again: that costs no repair.
 
         Args:
             places_U: (U,) int64.
@@ -214,6 +216,13 @@ class SegmentLog:
             (U,) bool, which do not fit their seals, or could not be read: those are zeros, with a seal that does not
             fit.
         """
+        broken_U = self._read(places_U, into_XB, seals_X, at_U, apart)
+        if broken_U.any():
+            (again,) = np.nonzero(broken_U)
+            broken_U[again] = self._read(places_U[again], into_XB, seals_X, at_U[again], apart)
+        return broken_U
+
+    def _read(self, places_U: Places, into_XB: Bytes, seals_X: SealsOf, at_U: Places, apart: bool) -> NDArray[np.bool_]:
         broken_U = np.zeros(len(places_U), np.bool_)
         target, tags_U = (into_XB.view(np.uint32), seals_X), self._tags(places_U)
         segments_U, cells_U = np.divmod(places_U, self.per_segment)
