@@ -108,16 +108,12 @@ def what_comes_late_is_taken(patch: pytest.MonkeyPatch) -> None:
 def seals_are_not_checked(patch: pytest.MonkeyPatch) -> None:
     before = SegmentLog.read
 
-    def read(self: SegmentLog, places_U: Any, into_XB: Any, seals_X: Any, at_U: Any, apart: bool = False) -> Any:
-        before(self, places_U, into_XB, seals_X, at_U, apart)
-        seals_X[at_U] = seals.seals_of(into_XB[at_U])
+    def read(self: SegmentLog, places_U: Any, seals_U: Any, into_XB: Any, at_U: Any, apart: bool = False) -> Any:
+        before(self, places_U, seals_U, into_XB, at_U, apart)
+        seals_U[:] = seals.seals_of(into_XB[at_U])
         return np.zeros(len(places_U), np.bool_)
 
     patch.setattr(SegmentLog, "read", read)
-
-
-def seals_are_of_no_place(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SegmentLog, "_tags", lambda self, places_U: np.zeros(len(places_U), np.uint32))
 
 
 def who_was_given_damage_is_not_told(patch: pytest.MonkeyPatch) -> None:
@@ -129,7 +125,7 @@ def nothing_is_brought_before_it_is_used(patch: pytest.MonkeyPatch) -> None:
 
 
 def cleaning_loses_what_it_cannot_read(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TieredStore, "_on_unclean", lambda self, positions_M: None)
+    patch.setattr(TieredStore, "_on_unclean", lambda self, *_: None)
 
 
 MUTATIONS: tuple[Patch, ...] = (
@@ -141,7 +137,6 @@ MUTATIONS: tuple[Patch, ...] = (
     cleaning_forgets_what_has_a_frame,
     what_comes_late_is_taken,
     seals_are_not_checked,
-    seals_are_of_no_place,
     who_was_given_damage_is_not_told,
     nothing_is_brought_before_it_is_used,
     cleaning_loses_what_it_cannot_read,

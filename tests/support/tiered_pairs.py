@@ -68,7 +68,7 @@ class Doing:
         self.shards, self.rng = shards, np.random.default_rng(seed)
         self.rows, self.dim = shards[0].data_rows, shards[0].schema.dim
         self.undo: list[Any] = []
-        self.readings: list[Any] = []  # asked for, and whether they were read
+        self.coming: list[Any] = []  # readings, with what is done with each once it has run
         self.step = 0
 
     def some(self, most: int = 12) -> Any:
@@ -100,20 +100,25 @@ class Doing:
         lengths = np.ones(len(at), np.int32)
         both(self.shards, lambda s: s.pool(at.astype(np.int32), lengths))
 
-    def want(self) -> None:
-        """Records are asked for ahead; they are read at once, or when they arrive, after whatever is done meanwhile."""
-        reading, _ = self.shards[1].want(self.some())
+    def ahead(self) -> None:
+        """Records are asked for, and bases of parities, that come when others have changed and moved them."""
+        tier = self.shards[1]
+        reading, _ = tier.want(self.some())
         if reading is not None:
-            self.readings.append(reading)
-            if self.rng.random() < 0.5:
+            self.coming.append((reading, lambda one=reading: tier.arrive(one)))
+        for one, parity in tier.soon():
+            self.coming.append((one, lambda one=one, parity=parity: tier.settle(one, parity)))
+        if self.coming and self.rng.random() < 0.5:
+            at = int(self.rng.integers(len(self.coming)))
+            reading, then = self.coming[at]
+            if reading is not None:
                 reading.run()
-                reading.run = lambda: None
-
-    def arrive(self) -> None:
-        if self.readings:
-            reading = self.readings.pop(int(self.rng.integers(len(self.readings))))
-            reading.run()
-            self.shards[1].arrive(reading)
+            self.coming[at] = (None, then)  # read long before it arrives
+        while self.coming and self.rng.random() < 0.4:
+            reading, then = self.coming.pop(int(self.rng.integers(len(self.coming))))
+            if reading is not None:
+                reading.run()
+            then()
 
     def gather(self) -> None:
         parity, at = bool(self.rng.integers(2)), self.some()
@@ -159,7 +164,7 @@ class Doing:
 
     def go(self, steps: int) -> None:
         verbs = [self.apply] * 6 + [self.lookup] * 3 + [self.take_back, self.gather, self.overwrite, self.install]
-        verbs += [self.scrub, self.capture, *[self.want, self.arrive] * 3]
+        verbs += [self.scrub, self.capture, *[self.ahead] * 4]
         for _ in range(steps):
             verbs[int(self.rng.integers(len(verbs)))]()
         every = np.arange(self.rows)

@@ -322,7 +322,7 @@ def finished(tmp_path: Path) -> tuple[argparse.Namespace, DemoRun, DemoRun]:
 def test_the_result_has_the_documented_keys(tmp_path: Path) -> None:
     arguments, disturbed, calm = finished(tmp_path)
     result = json.loads(json.dumps(assemble(arguments, disturbed, calm, None), allow_nan=False))
-    document = (ROOT / "docs" / "demo.md").read_text(encoding="utf-8")
+    document = (ROOT / "docs" / "contributing" / "demo-result.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(\w+)`", document))
     keys = {*result, *result["undisturbed"], *result["kills"][0], *result["throughput"], *result["bytes_sent"]}
     keys |= {*result["kills"][0]["times"], *result["kills"][0]["after_kill_s"]}
@@ -397,7 +397,7 @@ def test_the_way_back_to_a_checkpoint_is_drawn(tmp_path: Path) -> None:
         said = format_summary(result)
         assert "all go back to the checkpoint of step 10: 5 again" in said
         assert "checkpoints: 1, the last of step 10; 1 came to nothing" in said
-        document = (ROOT / "docs" / "demo.md").read_text(encoding="utf-8")
+        document = (ROOT / "docs" / "contributing" / "demo-result.md").read_text(encoding="utf-8")
         keys = {*result["checkpoints"][0], *result["checkpoints_void"][0], *result["went_back"][0]}
         assert keys <= set(re.findall(r"`(\w+)`", document))
 
@@ -418,7 +418,7 @@ def test_what_was_lost_for_good_is_told_and_is_no_equality(tmp_path: Path) -> No
     assert disturbed.record.unexpected == [] and disturbed.record.whole
     draw(result, tmp_path / "recovery.png")
     assert (tmp_path / "recovery.png").stat().st_size > 10_000
-    document = (ROOT / "docs" / "demo.md").read_text(encoding="utf-8")
+    document = (ROOT / "docs" / "contributing" / "demo-result.md").read_text(encoding="utf-8")
     assert set(partly) <= set(re.findall(r"`(\w+)`", document))
 
 

@@ -1,5 +1,6 @@
 """Ids to slots and back, against torch.unique and the layout."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -177,6 +178,15 @@ def test_bags_of_whole_tables_go_where_those_of_any_do(case, weighted, ids_are, 
     factors = torch.from_numpy(factors_N[mine_N]) if weighted and len(ids) else None
     lengths_G = torch.from_numpy(lengths_FB[whole].reshape(-1).astype(np.int32))
     same(there, route_bags(layout, rows_N, lengths_G, factors))
+    by_slot_P, batch, dim = np.argsort(slot_P, kind="stable"), lengths_FB.shape[1], 3
+    homes_P = (home_P[by_slot_P] for home_P in (feature_P, slot_P, first_P, rows_P))
+    moved = Homes(*homes_P).route(layout.slots, ids_N, lengths_FB.astype(lengths_are), factors_N)
+    bag_G = (by_slot_P[:, None] * batch + np.arange(batch)).reshape(-1)  # which bag of the other route each of these is
+    same(there, dataclasses.replace(moved, places=[bag_G[place_M] for place_M in moved.places]))
+    values_GD = torch.arange(there.bags * dim, dtype=torch.float32).view(-1, dim) * (lengths_G[:, None] > 0)
+    parts, moved_parts = there.split(values_GD), moved.split(values_GD[bag_G])
+    assert all(map(torch.equal, parts, moved_parts))
+    assert torch.equal(there.join(parts, dim), values_GD) and torch.equal(moved.join(parts, dim), values_GD[bag_G])
     for at in np.flatnonzero(mine_N)[:1].tolist():
         for bad in (-1, layout.pieces[of_feature_N[at]].rows):
             ids_N[at] = bad

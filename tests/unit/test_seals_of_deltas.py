@@ -10,6 +10,7 @@ import pytest
 from torch_ecrec.codec import LinearCode, seals
 from torch_ecrec.codec.field import PRODUCT
 from torch_ecrec.errors import MemoryDamaged
+from torch_ecrec.records.blocks import PAST_CACHE_WORDS
 from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.records.initial import InitialRecords
 from torch_ecrec.records.merge import BLOCK, merge
@@ -103,3 +104,29 @@ def test_seals_that_do_not_fit_a_step_are_refused_and_the_log_is_as_it_was() -> 
     log.check(1)
     log.append(2, [at, at[:0]], [deltas, deltas[:0]])
     assert len(log.pop()) == len(log.pop()) == 2
+
+
+def test_a_step_that_is_too_large_for_caches_is_those_of_its_halves() -> None:
+    """Its deltas are written past the cache, those of the halves are not: wherever the first of them lies."""
+    adagrad, dim = optimizer("rowwise_adagrad"), 13
+    words = adagrad.schema(dim).nbytes // 4
+    count = PAST_CACHE_WORDS // words + BLOCK + 3
+    records_PW, gradients_UD = (RNG.standard_normal((count, width)).astype(np.float32) for width in (words, dim))
+    records_PW = np.abs(records_PW)
+    positions_U = np.arange(count)
+
+    def step(records_PW: Any, some: slice, out: Any) -> Any:
+        seals_V = np.empty(len(positions_U[some]), np.uint32)
+        merged = merge([(positions_U[some], gradients_UD[some])])
+        return adagrad.update_(records_PW, merged, 0.1, 1, out=out, seals_V=seals_V), seals_V
+
+    halves, half = records_PW.copy(), count // 2
+    parts = [step(halves, some, None) for some in (slice(0, half), slice(half, count))]
+    deltas_UB, seals_U = (np.concatenate(both) for both in zip(*parts, strict=True))
+    for skipped in (0, 1, 15):  # words before the first delta, in a line of the cache
+        whole, memory = records_PW.copy(), np.zeros(count * words + 32, np.uint32)
+        start = -memory.ctypes.data // 4 % 16 + skipped
+        out = memory[start : start + count * words].view(np.uint8).reshape(count, 4 * words)
+        found, found_seals = step(whole, slice(0, count), out)
+        assert (found == deltas_UB).all() and (found_seals == seals_U).all() and (whole == halves).all()
+        assert not memory[:start].any() and not memory[start + count * words :].any(), "written beside"

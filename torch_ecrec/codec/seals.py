@@ -36,10 +36,11 @@ from torch_ecrec.codec import vectors
 from torch_ecrec.codec.field import FACTORS, POLYNOMIAL, PRODUCT, WORD_BYTES, as_words, checked_fold, fold_row
 from torch_ecrec.codec.vectors import I8, I32, I64, ir, tools
 from torch_ecrec.runtime.kernel_cache import kernel
-from torch_ecrec.runtime.kernels import first_outside, prefetch_row
+from torch_ecrec.runtime.kernels import first_outside, prefetch, prefetch_row
 
 SEAL_BYTES = 4
 LANES = 16  # words at a time: 64 bytes
+SEALS_AHEAD = 64  # are prefetched: there is little to do for each, and it takes as long to come as a record
 
 Bytes = NDArray[np.uint8]
 Rows = NDArray[np.int64]
@@ -194,11 +195,13 @@ def _fold_rows(
 
 
 @kernel()
-def _xor(seals_N1: Any, rows_U: Any, seals_U: Any) -> None:
-    for i in range(rows_U.shape[0]):
-        prefetch_row(seals_N1, rows_U, i)
+def _xor(seals_N: Any, rows_U: Any, seals_U: Any) -> None:
+    start, count = seals_N.ctypes.data, rows_U.shape[0]
+    for i in range(count):
+        if i + SEALS_AHEAD < count:
+            prefetch(start + rows_U[i + SEALS_AHEAD] * SEAL_BYTES, SEAL_BYTES)
         if rows_U[i] >= 0:
-            seals_N1[rows_U[i], 0] ^= seals_U[i]
+            seals_N[rows_U[i]] ^= seals_U[i]
 
 
 @kernel()
@@ -281,7 +284,7 @@ def xor_(seals_N: SealsOf, rows_U: Rows, seals_U: SealsOf) -> None:
     _check_seals(seals_U, len(rows_U))
     rows_U = _check_rows("rows_U", rows_U, -1, len(seals_N))
     if len(rows_U):
-        _xor(seals_N.reshape(-1, 1), rows_U, seals_U)
+        _xor(seals_N, rows_U, seals_U)
 
 
 def fold_rows_(target_NB: Bytes, rows_U: Rows, deltas_UB: Bytes, coefficients_U: Bytes, seals_N: SealsOf) -> SealsOf:

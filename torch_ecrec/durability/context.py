@@ -152,6 +152,10 @@ class SlotContext(ABC):
         """
 
     @abstractmethod
+    def tend_tiers(self) -> None:
+        """Records have changed: what disks should read before memory is needed begins to be read."""
+
+    @abstractmethod
     def is_missing(self, positions: list[np.ndarray], looked: bool = False) -> bool:
         """Whether any of these data records is missing (with `looked`, or damaged); if so, they are brought back next.
 

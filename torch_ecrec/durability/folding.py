@@ -100,6 +100,7 @@ class Folds:
         log.append(request.step, positions, deltas, of_deltas)
         log.forget(request.floor)
         self.held.rule.on_folded(source, request.step)
+        self.slot.tend_tiers()
 
     def _fold_in(self, source: int, positions: list[np.ndarray], deltas: list[np.ndarray]) -> list[SealsOf | None]:
         """XORs a source's deltas, times their coefficients, into the parities that are there. Its own inverse.

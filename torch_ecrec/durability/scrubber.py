@@ -27,7 +27,7 @@ import numpy as np
 from torch_ecrec.durability.context import SlotContext
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.bounds import PLACES_MOST, TEXT_MOST
-from torch_ecrec.records.positions import Positions
+from torch_ecrec.records.positions import Positions, mark
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,8 @@ class Scrubber:
             if looked or self._each_use:
                 self.look(slab, False, positions_U)
             if self._marks:
-                self._used[slab][positions_U] = not looked  # what is whole now was whole whenever it was used before
+                # what is whole now was whole whenever it was used before
+                mark(self._used[slab], positions_U, not looked)
 
     def look(self, slab: int, parity: bool, positions_U: Positions) -> None:
         """Checks these records (or parities), (U,) int64: those that are damaged become missing, and are repaired."""

@@ -269,6 +269,15 @@ def _add_bags(part_MD: Any, place_M: Any, seen_G: Any, out_GD: Any) -> None:
 
 
 @kernel()
+def _clear_rest(seen_G: Any, out_GD: Any) -> None:
+    """out[g] = 0 where nothing was added."""
+    for g in range(seen_G.shape[0]):
+        if not seen_G[g]:
+            for j in range(out_GD.shape[1]):
+                out_GD[g, j] = 0
+
+
+@kernel()
 def _take_bags(source_GD: Any, place_M: Any, out_MD: Any) -> None:
     """out[m] = source[place[m]]."""
     for m in range(place_M.shape[0]):
@@ -305,20 +314,40 @@ class BagRoute:
             return self.factors[slot]
         return torch.ones(len(self.positions[slot]), dtype=torch.float32, device="cpu")
 
+    def _in_order(self) -> list[int] | None:
+        """Returns where each slot's bags begin, if these are all bags, those of one slot behind the other's."""
+        starts = [0]
+        for place_M in self.places:
+            first, end = starts[-1], starts[-1] + len(place_M)
+            if end > first and (place_M[0] != first or place_M[-1] != end - 1):  # they ascend
+                return None
+            starts.append(end)
+        return starts if starts[-1] == self.bags else None
+
     def join(self, parts: list[Tensor], dim: int) -> Tensor:
         """Returns the bags (G, D) float32 of the sums that slots have made, (g, D) each, added in the order of slots.
 
         Those of empty bags are zeros.
         """
-        out_GD, seen_G = np.zeros((self.bags, dim), np.float32), np.zeros(self.bags, np.bool_)
-        for part, place_M in zip(parts, self.places, strict=True):
-            _add_bags(as_array(part), place_M, seen_G, out_GD)
+        arrays = [as_array(part) for part in parts]
+        if self._in_order() is not None and all(array.dtype == np.float32 for array in arrays):
+            return torch.from_numpy(np.concatenate(arrays))
+        out_GD, seen_G = np.empty((self.bags, dim), np.float32), np.zeros(self.bags, np.bool_)
+        for array, place_M in zip(arrays, self.places, strict=True):
+            _add_bags(array, place_M, seen_G, out_GD)
+        _clear_rest(seen_G, out_GD)
         return torch.from_numpy(out_GD)
 
     def split(self, gradient_GD: Tensor) -> list[Tensor]:
-        """Returns the gradients of each slot's bags, (g, D), from those of all, (G, D) float32."""
+        """Returns the gradients of each slot's bags, (g, D), from those of all, (G, D) float32.
+
+        They are views if each bag is on one slot, and bags are in the order of slots.
+        """
         if len(gradient_GD) != self.bags:  # the kernel reads where it is told
             raise ValueError(f"{len(gradient_GD)} gradients for {self.bags} bags")
+        starts = self._in_order()
+        if starts is not None:
+            return _parts(gradient_GD.contiguous(), starts)
         place_M = np.concatenate(self.places)
         out_MD = shared.empty((len(place_M), gradient_GD.shape[1]), np.float32)  # sent
         _take_bags(as_array(gradient_GD.contiguous()), place_M, out_MD)
@@ -423,6 +452,7 @@ def _route_whole(
     slot_P: Any,
     first_P: Any,
     rows_P: Any,
+    order_P: Any,
     factors_N: Any,
     next_id_S: Any,
     next_bag_S: Any,
@@ -433,16 +463,20 @@ def _route_whole(
 ) -> Any:
     """Writes positions, lengths and bags of each slot as `_split_bags` does, for tables that are whole on one.
 
+    Args:
+        order_P: indices that sort `feature_P`.
+
     Returns:
         The index of the first id that is no row of its table, or -1.
     """
     features, batch = lengths_FB.shape
-    n, p = 0, 0
+    n, q = 0, 0
     for f in range(features):
         count = 0
         for b in range(batch):
             count += lengths_FB[f, b]
-        if p < feature_P.shape[0] and feature_P[p] == f:
+        if q < feature_P.shape[0] and feature_P[order_P[q]] == f:
+            p = order_P[q]
             slot, first, rows = slot_P[p], first_P[p], rows_P[p]
             least, most = 0, 0
             for i in range(n, n + count):
@@ -463,7 +497,7 @@ def _route_whole(
                     place_M[m] = p * batch + b
                     m += 1
             next_id_S[slot], next_bag_S[slot] = at + count, m
-            p += 1
+            q += 1
         n += count
     return -1
 
@@ -473,7 +507,7 @@ class Homes:
     """Where those of a slice's features live whose tables are whole on one slot.
 
     Args:
-        feature_P: which of the features these are, ascending.
+        feature_P: which of the features these are, those of a slot ascending.
         slot_P, first_P: the slot of each, and the position there of its table's first row. The others follow it.
         rows_P: how many rows the table has.
     """
@@ -507,7 +541,7 @@ class Homes:
         np.add.at(ids_S, self.slot_P, lengths_PB.sum(axis=1))
         np.add.at(bags_S, self.slot_P, np.count_nonzero(lengths_PB, axis=1))
         made = _BagsBySlot(ids_S, bags_S, len(factors_N) > 0)
-        homes = self.feature_P, self.slot_P, self.first_P, self.rows_P
+        homes = self.feature_P, self.slot_P, self.first_P, self.rows_P, np.argsort(self.feature_P)
         bad = _route_whole(ids_N, lengths_FB, *homes, factors_N, *made.starts(), *made.outs)
         return int(bad) if bad >= 0 else made.route(lengths_PB.size)
 

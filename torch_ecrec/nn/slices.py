@@ -81,6 +81,7 @@ class Slice:
         self.rows_F = np.array([table.rows for table in self.tables], np.int64)
         self.mean_F = np.array([table.pooling is PoolingType.MEAN for table in self.tables])
         whole = [(f, *table.home, table.rows) for f, table in enumerate(self.tables) if table.home is not None]
+        whole.sort(key=lambda home: home[1])  # by slot: what is pooled there comes, and goes, in a piece
         self.homes = Homes(*np.array(whole, np.int64).reshape(-1, 4).T.copy())
 
     def bags(
@@ -173,7 +174,7 @@ class PooledBags:
 
     Args:
         tables: of each feature.
-        feature_P: which of the slice's features these are, ascending.
+        feature_P: which of the slice's features these are: slot by slot, ascending on each.
         lengths_PB: int32, ids per bag.
         there: where the rows live.
     """
@@ -276,7 +277,7 @@ class Bags:
         assert pooled is not None, "slots have pooled"
         if self.limit < math.inf:
             gradient_BFD, divisor = (gradient_BFD / divisor).clamp_(-self.limit, self.limit), 1
-        out_GD = torch.empty((pooled.there.bags, self.dim), dtype=torch.float32, device="cpu")
+        out_GD = torch.from_numpy(shared.empty((pooled.there.bags, self.dim), np.float32))  # sent
         of_bags = pooled.feature_P, pooled.lengths_PB, self.mean_F
         most = pooling.bags_backward(gradient_BFD.numpy(), *of_bags, np.float32(divisor), out_GD.numpy())
         factors = pooled.there.factors

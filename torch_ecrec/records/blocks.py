@@ -16,15 +16,63 @@ on another host, to the same bits.
 
 from __future__ import annotations
 
-import types
+from types import FunctionType
 from typing import Any
 
 import numpy as np
+from numba import types
+from numba.extending import intrinsic
 
+from torch_ecrec.codec import vectors
+from torch_ecrec.codec.field import WORD_BYTES
 from torch_ecrec.codec.seals import seal_rows
+from torch_ecrec.codec.vectors import I32, I64, ir, tools
 from torch_ecrec.records.halves import load_block, store_block
 from torch_ecrec.records.merge import BLOCK, sum_block
 from torch_ecrec.runtime.kernel_cache import kernel
+from torch_ecrec.runtime.kernels import AHEAD, LINE_BYTES, prefetch_row
+from torch_ecrec.runtime.row_sums import row_address
+
+PAST_CACHE_WORDS = 1 << 21  # of deltas: nobody will find as many in a cache, so they are not written into one
+
+
+def _type_copy_past_cache(context: Any, target: Any, source: Any, words: Any) -> Any:
+    """The intrinsic `copy_past_cache(target, source, words)`: copies words without reading what they overwrite."""
+
+    def generate(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
+        target, source, words = args
+        line_words = LINE_BYTES // WORD_BYTES
+        past = builder.module.add_metadata([I32(1)])
+
+        def copy(offset: Any, kind: Any) -> None:
+            at = [
+                builder.inttoptr(builder.add(start, builder.shl(offset, I64(2))), kind.as_pointer())
+                for start in (target, source)
+            ]
+            value = builder.load(at[1], align=WORD_BYTES)
+            if kind is I32:
+                builder.store(value, at[0], align=WORD_BYTES)
+            else:
+                builder.store(value, at[0], align=LINE_BYTES).set_metadata("nontemporal", past)
+
+        into_line = builder.lshr(builder.and_(builder.neg(target), I64(LINE_BYTES - 1)), I64(2))
+        short = builder.icmp_signed("<", words, into_line)
+        first = builder.select(short, words, into_line)
+        whole = builder.add(first, builder.and_(builder.sub(words, first), I64(-line_words)))
+        for begin, end, step, kind in (
+            (I64(0), first, 1, I32),
+            (first, whole, line_words, ir.VectorType(I32, line_words)),
+            (whole, words, 1, I32),
+        ):
+            with tools.for_range_slice(builder, begin, end, I64(step)) as (offset, _):
+                copy(offset, kind)
+        builder.fence("seq_cst")  # such stores are not ordered with others by themselves
+        return compiler.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp), generate
+
+
+copy_past_cache: Any = intrinsic(_type_copy_past_cache)
 
 
 def _all_blocks(
@@ -32,13 +80,21 @@ def _all_blocks(
 ) -> None:
     """The template of every `blockwise` kernel, in which the kernel's own step replaces `_step`."""
     sum_ND, seen_N = np.empty((BLOCK, dim), np.float32), np.empty(BLOCK, np.bool_)
+    words = records_PW.shape[1]
+    past_cache = positions_V.shape[0] * words > PAST_CACHE_WORDS
+    delta_NW = np.empty((BLOCK if past_cache else 0, words), np.uint32)
     for first in range(0, positions_V.shape[0], BLOCK):
         last = min(first + BLOCK, positions_V.shape[0])
         sums = sum_ND[: last - first]
+        for v in range(first - AHEAD, first):  # the step of a block asks for its later rows only
+            prefetch_row(records_PW, positions_V, v)
         sum_block(gradients, first, seen_N, sums)
-        _step(records_PW, positions_V[first:last], sums, values_H, delta_VW[first:last])
+        deltas = delta_NW[: last - first] if past_cache else delta_VW[first:last]
+        _step(records_PW, positions_V[first:last], sums, values_H, deltas)
         if seals_V.shape[0]:  # while the deltas are in the cache
-            seal_rows(delta_VW[first:last], seals_V[first:last])
+            seal_rows(deltas, seals_V[first:last])
+        if past_cache:
+            copy_past_cache(row_address(delta_VW, first), row_address(deltas, 0), (last - first) * words)
 
 
 def _all_blocks_of_halves(
@@ -60,6 +116,8 @@ def _all_blocks_of_halves(
     for first in range(0, positions_V.shape[0], BLOCK):
         last = min(first + BLOCK, positions_V.shape[0])
         count, positions_N = last - first, positions_V[first:last]
+        for v in range(first - AHEAD, first):
+            prefetch_row(words_PM, positions_V, v)
         sum_block(gradients, first, seen_N, sum_ND[:count])
         load_block(halves_PH, words_PM, positions_N, bfloat16, dim, numbers_NW.view(np.uint32))
         _step(numbers_NW, every_N[:count], sum_ND[:count], values_H, scratch_NW)
@@ -90,44 +148,51 @@ def blockwise(step: Any, halves: bool = False) -> Any:
     of, code = step.py_func, (_all_blocks_of_halves if halves else _all_blocks).__code__
     name = f"{'halves' if halves else 'blocks'}_of{of.__name__}"
     code = code.replace(co_filename=of.__code__.co_filename, co_firstlineno=of.__code__.co_firstlineno)
-    loop = types.FunctionType(code, {**globals(), "_step": step, "__name__": of.__module__}, name)
+    loop = FunctionType(code, {**globals(), "_step": step, "__name__": of.__module__}, name)
     loop.__qualname__, loop.__module__ = name, of.__module__
     return kernel()(loop)
 
 
-@kernel(error_model="numpy")
-def sum_of_squares(values_UD: Any, i: Any, dim: Any) -> Any:
-    """Returns the sum of squares of the first `dim` values of row i, in a fixed order.
+SQUARE_LANES = 8
+_FLOAT, _LANES = ir.FloatType(), ir.VectorType(ir.FloatType(), SQUARE_LANES)
+
+
+def _type_sum_of_squares(context: Any, values_UD: Any, i: Any, dim: Any) -> Any:
+    """The intrinsic `sum_of_squares(values_UD, i, dim)`: of the first `dim` float32 of row i, in a fixed order.
 
     Lane l of 8 adds the elements l, l + 8, l + 16, ... in order. The lanes are added as ((0 + 4) + (2 + 6)) + ((1 + 5)
-    + (3 + 7)).
+    + (3 + 7)). The array is contiguous. Written in LLVM's code: a Numba function adds in 8 scalars, and is called.
     """
-    v = values_UD
-    zero = np.float32(0)
-    a, b, c, d, e, f, g, h = zero, zero, zero, zero, zero, zero, zero, zero
-    whole = dim // 8 * 8
-    for j in range(0, whole, 8):
-        a += v[i, j] * v[i, j]
-        b += v[i, j + 1] * v[i, j + 1]
-        c += v[i, j + 2] * v[i, j + 2]
-        d += v[i, j + 3] * v[i, j + 3]
-        e += v[i, j + 4] * v[i, j + 4]
-        f += v[i, j + 5] * v[i, j + 5]
-        g += v[i, j + 6] * v[i, j + 6]
-        h += v[i, j + 7] * v[i, j + 7]
-    rest = dim - whole
-    if rest > 0:
-        a += v[i, whole] * v[i, whole]
-    if rest > 1:
-        b += v[i, whole + 1] * v[i, whole + 1]
-    if rest > 2:
-        c += v[i, whole + 2] * v[i, whole + 2]
-    if rest > 3:
-        d += v[i, whole + 3] * v[i, whole + 3]
-    if rest > 4:
-        e += v[i, whole + 4] * v[i, whole + 4]
-    if rest > 5:
-        f += v[i, whole + 5] * v[i, whole + 5]
-    if rest > 6:
-        g += v[i, whole + 6] * v[i, whole + 6]
-    return ((a + e) + (c + g)) + ((b + f) + (d + h))
+
+    def generate(target: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = target.make_array(signature.args[0])(target, builder, args[0])
+        width = tools.unpack_tuple(builder, array.shape, 2)[1]
+        row, dim = builder.gep(array.data, [builder.mul(args[1], width)]), args[2]
+        zero, total = ir.Constant(_LANES, [_FLOAT(0.0)] * SQUARE_LANES), tools.alloca_once(builder, _LANES)
+        builder.store(zero, total)
+
+        def add(values: Any) -> None:
+            builder.store(builder.fadd(builder.load(total), builder.fmul(values, values)), total)
+
+        def at(offset: Any) -> Any:
+            return builder.bitcast(builder.gep(row, [offset]), _LANES.as_pointer())
+
+        whole = builder.and_(dim, I64(-SQUARE_LANES))
+        with tools.for_range_slice(builder, I64(0), whole, I64(SQUARE_LANES)) as (offset, _):
+            add(builder.load(at(offset), align=WORD_BYTES))
+        rest = builder.trunc(builder.sub(dim, whole), I32)
+        with builder.if_then(builder.icmp_signed("!=", rest, I32(0))):  # to the other lanes this adds 0, no change
+            places = ir.Constant(ir.VectorType(I32, SQUARE_LANES), [I32(lane) for lane in range(SQUARE_LANES)])
+            are_left = builder.icmp_signed("<", places, vectors.spread(builder, rest, SQUARE_LANES))
+            kind = ir.FunctionType(_LANES, [_LANES.as_pointer(), I32, are_left.type, _LANES])
+            load = tools.get_or_insert_function(builder.module, kind, f"llvm.masked.load.v{SQUARE_LANES}f32.p0")
+            add(builder.call(load, [at(whole), I32(WORD_BYTES), are_left, zero]))
+        sums = builder.load(total)
+        a, b, c, d, e, f, g, h = (builder.extract_element(sums, I32(lane)) for lane in range(SQUARE_LANES))
+        even = builder.fadd(builder.fadd(a, e), builder.fadd(c, g))
+        return builder.fadd(even, builder.fadd(builder.fadd(b, f), builder.fadd(d, h)))
+
+    return types.float32(values_UD, types.intp, types.intp), generate
+
+
+sum_of_squares: Any = intrinsic(_type_sum_of_squares)

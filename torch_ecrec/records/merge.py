@@ -9,7 +9,7 @@ Invariants. Gradients of one record are added in list (trainer) order, ((g0 + g1
 on who came first. What one part has for a record is summed before that, in the order of its ids. The first one is
 copied: 0 + (-0.0) would not be -0.0. So the bits are the same in whichever form the gradients come.
 
-Gradients of bags are summed in place, in registers: the ids of all parts are sorted by position, part and place, and
+Gradients of bags are summed in place, in registers: the ids of all parts are sorted by position, part and bag, and
 then each record's are a *run* of the sorted ids for each part that has it.
 
 Shapes: D weights, U records of a part, V records of merged parts, T parts, G bags, N ids of bags, R runs.
@@ -31,7 +31,7 @@ from torch_ecrec.records.positions import Floats, Positions, check_bags, require
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.runtime.kernel_cache import kernel
-from torch_ecrec.runtime.kernels import AHEAD, addresses, as_float, pointer, prefetch
+from torch_ecrec.runtime.kernels import addresses, as_float, pointer
 from torch_ecrec.runtime.row_sums import row_address, sum_table_rows
 from torch_ecrec.runtime.sorting import WORD_BITS, sort_by_bits
 
@@ -109,7 +109,10 @@ def _add_part(part_UD: Any, index_N: Any, seen_N: Any, sum_ND: Any) -> None:
 
 @kernel()
 def _sum_runs(places: Any, runs: Any, first: Any, sum_VD: Any) -> None:
-    """sum[v] = the gradients of the bags of record first + v, run by run. See `Merged.arguments`."""
+    """sum[v] = the gradients of the bags of record first + v, run by run. See `Merged.arguments`.
+
+    Nothing is prefetched: records of a table follow each other, so its bags are in a cache after the first few.
+    """
     address_T, bfloat16_T = places
     weighted_T, bag_N, weight_N, start_R, part_R, run_V = runs
     dim = sum_VD.shape[1]
@@ -119,8 +122,6 @@ def _sum_runs(places: Any, runs: Any, first: Any, sum_VD: Any) -> None:
         for r in range(run_V[first + v], run_V[first + v + 1]):
             begin, end, t = start_R[r], start_R[r + 1], part_R[r]
             table, row_bytes = address_T[t], 2 * dim if bfloat16_T[t] else 4 * dim
-            for i in range(begin + AHEAD, min(end + AHEAD, bag_N.shape[0])):
-                prefetch(table + bag_N[i] * row_bytes, row_bytes)
             is_first = r == run_V[first + v]
             out = row_address(sum_VD, v) if is_first else row_address(other_1D, 0)
             if bfloat16_T[t]:
@@ -157,25 +158,31 @@ def sum_block(gradients: Any, first: Any, seen_V: Any, sum_VD: Any) -> None:
 
 
 @kernel()
-def _words(positions_N: Any, lengths_G: Any, first: Any, bits: Any, word_N: Any, bag_N: Any) -> None:
-    """Writes the words of one part's ids to be sorted, position << bits | place, and the bag of each.
-
-    Places are counted through all parts, `first` is that of this part's first id.
-    """
+def _words(positions_N: Any, lengths_G: Any, part: Any, bag_bits: Any, bits: Any, word_N: Any) -> None:
+    """Writes the words of one part's ids to be sorted: position, part and bag, these two in the lowest `bits` bits."""
     n = 0
     for g in range(lengths_G.shape[0]):
+        low = np.uint64(part << bag_bits | g)
         for _ in range(lengths_G[g]):
-            word_N[n] = np.uint64(positions_N[n]) << np.uint64(bits) | np.uint64(first + n)
-            bag_N[n] = g
+            word_N[n] = np.uint64(positions_N[n]) << np.uint64(bits) | low
             n += 1
+
+
+@kernel()
+def _places(word_N: Any, low_N: Any, bits: Any) -> None:
+    """Puts the place of each word into its lowest `bits` bits, and what was there into `low_N`."""
+    mask = np.uint64((1 << bits) - 1)
+    for n in range(word_N.shape[0]):
+        low_N[n] = word_N[n] & mask
+        word_N[n] = word_N[n] & ~mask | np.uint64(n)
 
 
 @kernel()
 def _count_positions(word_N: Any, bits: Any) -> Any:
     """Returns how many different positions sorted words have."""
-    count = 0
-    for n in range(word_N.shape[0]):
-        count += n == 0 or word_N[n] >> np.uint64(bits) != word_N[n - 1] >> np.uint64(bits)
+    count = min(1, word_N.shape[0])
+    for n in range(1, word_N.shape[0]):
+        count += (word_N[n] ^ word_N[n - 1]) >> np.uint64(bits) != 0
     return count
 
 
@@ -183,8 +190,8 @@ def _count_positions(word_N: Any, bits: Any) -> Any:
 def _cut(
     word_N: Any,
     bits: Any,
-    first_T: Any,
-    bag_of_N: Any,
+    bag_bits: Any,
+    low_of_N: Any,
     weight_of_N: Any,
     position_V: Any,
     bag_N: Any,
@@ -195,32 +202,32 @@ def _cut(
 ) -> Any:
     """Cuts sorted words into records and runs, and writes the bag and the weight of each; returns the number of runs.
 
+    Whether an id begins a record or a run cannot be foretold, so each writes what would be true if it did.
+
     Args:
-        first_T: (T + 1,), the place of each part's first id, and the number of all.
-        bag_of_N, weight_of_N: by place. Without weights both arrays of them are empty.
+        low_of_N, weight_of_N: part and bag, and weight, by place; empty without weights, if words have part and bag.
+        start_R: has room for a run more than there are ids.
     """
-    mask = np.uint64((1 << bits) - 1)
-    v, r, part = -1, -1, 0
+    mask, bag_mask = np.uint64((1 << bits) - 1), np.uint64((1 << bag_bits) - 1)
+    one = np.uint64(1)
+    v, r, before, part_before = np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(0)  # v and r: counted from 1
+    start_R[0] = run_V[0] = 0
     for n in range(word_N.shape[0]):
-        position, place = np.int64(word_N[n] >> np.uint64(bits)), np.int64(word_N[n] & mask)
-        begins = v < 0 or position != position_V[v]
-        if begins:
-            v += 1
-            position_V[v] = position
-            run_V[v] = r + 1
-            part = 0
-        if begins or place >= first_T[part + 1]:
-            while place >= first_T[part + 1]:
-                part += 1
-            r += 1
-            start_R[r] = n
-            part_R[r] = part
-        bag_N[n] = bag_of_N[place]
+        position, low = word_N[n] >> np.uint64(bits), word_N[n] & mask
         if weight_of_N.shape[0]:
-            weight_N[n] = weight_of_N[place]
-    run_V[v + 1] = r + 1
-    start_R[r + 1] = word_N.shape[0]
-    return r + 1
+            weight_N[n] = weight_of_N[low]
+            low = low_of_N[low]
+        part = low >> np.uint64(bag_bits)
+        begins = (n == 0) | (position != before)
+        v += np.uint64(begins)
+        r += np.uint64(begins | (part != part_before))
+        before, part_before = position, part
+        position_V[v - one] = position
+        run_V[v] = r
+        part_R[r - one] = part
+        start_R[r] = n + 1
+        bag_N[n] = low & bag_mask
+    return np.int64(r)
 
 
 @dataclass(frozen=True)
@@ -354,27 +361,33 @@ def _as_bags(positions_U: Positions, gradients_UD: NDArray[Any]) -> Bags:
 
 def _merge_bags(parts: Sequence[Bags]) -> Merged:
     """Merges parts that were checked. All of a record are found by one sort of the ids of all."""
-    first_T1 = np.cumsum([0, *(len(part.positions) for part in parts)])
-    count = int(first_T1[-1])
+    count, bag_bits = sum(len(part.positions) for part in parts), max(len(part.lengths) for part in parts).bit_length()
     limit = 1 + max((int(part.positions.max()) for part in parts if len(part.positions)), default=0)
-    bits = max(1, count.bit_length())
+    weighted_T = np.array([part.weights is not None for part in parts])
+    weighted, bits = bool(weighted_T.any()), bag_bits + len(parts).bit_length()
+    if weighted:
+        bits = max(bits, count.bit_length())
     if limit.bit_length() + bits > WORD_BITS:
         raise IndexError(f"position {limit - 1} is out of range: no slot has as many records")
-    word_N, bag_of_N = np.empty(count, np.uint64), np.empty(count, np.int32)
-    weighted_T = np.array([part.weights is not None for part in parts])
-    weight_of_N = np.empty(count if weighted_T.any() else 0, np.float32)
-    for first, part in zip(first_T1[:-1].tolist(), parts, strict=True):
+    word_N, low_of_N = np.empty(count, np.uint64), np.empty(count if weighted else 0, np.uint64)
+    weight_of_N = np.empty(len(low_of_N), np.float32)
+    first = 0
+    for t, part in enumerate(parts):
         ids = slice(first, first + len(part.positions))
         positions, lengths = np.ascontiguousarray(part.positions), np.ascontiguousarray(part.lengths)
-        _words(positions, lengths, first, bits, word_N[ids], bag_of_N[ids])
+        _words(positions, lengths, t, bag_bits, bits, word_N[ids])
         if part.weights is not None:
             weight_of_N[ids] = part.weights
+        first = ids.stop
+    if weighted:
+        _places(word_N, low_of_N, bits)
     word_N = sort_by_bits(word_N, np.empty_like(word_N), bits, bits + limit.bit_length())
     position_V = shared.empty((_count_positions(word_N, bits),), np.int64)
-    bag_N, weight_N = np.empty_like(bag_of_N), np.empty_like(weight_of_N)
+    bag_N, weight_N = np.empty(count, np.int32), np.empty_like(weight_of_N)
     start_R, part_R = np.empty(count + 1, np.int64), np.empty(count, np.int32)
     run_V = np.empty(len(position_V) + 1, np.int64)
-    runs = _cut(word_N, bits, first_T1, bag_of_N, weight_of_N, position_V, bag_N, weight_N, start_R, part_R, run_V)
+    of_places = low_of_N, weight_of_N
+    runs = _cut(word_N, bits, bag_bits, *of_places, position_V, bag_N, weight_N, start_R, part_R, run_V)
     found = Runs(weighted_T, bag_N, weight_N, start_R[: runs + 1], part_R[:runs], run_V)
     gradients = [np.ascontiguousarray(part.gradients) for part in parts]
     return Merged(position_V, gradients, np.empty((len(parts), 0), np.int64), found)
@@ -393,4 +406,5 @@ def warm() -> None:
     position, gradient = np.zeros(1, np.int64), np.ones((1, 1), np.float32)
     merge([(position, gradient), (position, gradient)]).gradients()
     for dtype in (np.int32, np.int64):
-        merge([Bags(position.astype(dtype), np.ones(1, np.int32), None, gradient)]).gradients()
+        for weights in (None, np.ones(1, np.float32)):
+            merge([Bags(position.astype(dtype), np.ones(1, np.int32), weights, gradient)]).gradients()

@@ -24,6 +24,13 @@ def _ascending(positions_U: Any) -> Any:
     return True
 
 
+@kernel()
+def mark(flags_P: Any, positions_U: Any, value: Any) -> None:
+    """flags[positions[i]] = value. Not checked: that the positions are in 0..P-1."""
+    for i in range(positions_U.shape[0]):
+        flags_P[positions_U[i]] = value
+
+
 def require_ascending(name: str, positions_U: Positions) -> None:
     """Raises `ValueError` unless the positions are 1-D int64, ascending and without duplicates."""
     if positions_U.ndim != 1 or positions_U.dtype != np.int64:

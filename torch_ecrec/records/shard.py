@@ -32,7 +32,7 @@ from torch_ecrec.records.captured import Captured, MarksOf
 from torch_ecrec.records.halves import bfloat16_of, gather_weights
 from torch_ecrec.records.merge import Merged
 from torch_ecrec.records.optimizer import SparseOptimizer
-from torch_ecrec.records.positions import Bytes, Floats, Positions, check_bags, check_positions
+from torch_ecrec.records.positions import Bytes, Floats, Positions, check_bags, check_positions, mark
 from torch_ecrec.records.schema import Schema
 from torch_ecrec.records.store import First, MemoryStore, RecordStore, Stores, Use, View
 from torch_ecrec.records.touched import Touched
@@ -181,6 +181,15 @@ class Shard:
     def arrive(self, reading: Any) -> None:
         """Data records were read that `want` has asked for."""
         self._stores[False].arrive(reading)
+
+    def soon(self) -> list[tuple[Any, bool]]:
+        """Returns what its stores should read before long: `RecordStore.soon`, and whether it is of parities."""
+        found = [(store.soon(), parity) for parity, store in enumerate(self._stores)]
+        return [(reading, bool(parity)) for reading, parity in found if reading is not None]
+
+    def settle(self, reading: Any, parity: bool) -> None:
+        """What `soon` has asked for was read."""
+        self._stores[parity].settle(reading)
 
     def bring(self, positions_U: Positions) -> None:
         """Sees to it that some data records are in memory; waits for the disk."""
@@ -496,27 +505,23 @@ class Shard:
         return seals.broken(records_XB, seals_X, at_U)
 
     def broken_run(self, first: int, end: int, parity: bool = False) -> Positions:
-        """Returns the positions in [first, end) of records that do not fit their seals: (M,) int64, ascending."""
+        """Returns the positions in [first, end) of records that do not fit their seals: (M,) int64, ascending.
+
+        Those that are on a disk are looked at when they are read.
+        """
         store = self._stores[parity]
         if not store.sealed:
             return np.empty(0, np.int64)
         if not 0 <= first <= end <= store.rows:
             raise IndexError(f"rows {first}..{end} of {store.rows}")
-        if first == end:
-            return np.empty(0, np.int64)
-        records_XB, seals_X, at = store.look_run(first, end)
-        assert seals_X is not None
-        place = int(at[0])
-        return seals.broken_run(records_XB, seals_X, place, place + end - first) + (first - place)
+        return store.broken_run(first, end)
 
     def seals_at(self, positions_U: Positions, parity: bool = False) -> NDArray[np.uint32]:
         """Returns the seals of some records, (U,) uint32, fresh. Raises ValueError if this shard keeps none."""
         store = self._stores[parity]
         if not store.sealed:
             raise ValueError("this shard keeps no seals")
-        _, seals_X, at_U = store.look(check_positions(positions_U, store.rows))
-        assert seals_X is not None
-        return seals_X[at_U]
+        return store.seals_at(check_positions(positions_U, store.rows))
 
     def flip_(self, position: int, bit: int, parity: bool = False) -> None:
         """Flips one bit of a record and leaves its seal, as failing memory does: for tests and `chaos`."""
@@ -536,6 +541,7 @@ def warm() -> None:
     """Compiles or loads every kernel of this module."""
     shard = Shard(Schema.of(1), 2, 2)
     positions_U = np.zeros(1, np.int64)
+    mark(np.zeros(1, np.bool_), positions_U, True)
     shard.gather_weights(positions_U)
     shard.gather_weights(positions_U, bfloat16=True)
     shard.scatter_(positions_U, shard.gather(positions_U))

@@ -83,8 +83,14 @@ class RecordStore(Protocol):
     def look(self, positions_U: Positions) -> View:
         """As `at` to read, for one who passes by (a rebuild, a checkpoint): others stay where they are for training."""
 
-    def look_run(self, first: int, end: int) -> View:
-        """As `look`, of all from `first` to `end`: `at_U` is the place of the first, those of the others follow."""
+    def seals_at(self, positions_U: Positions) -> SealsOf:
+        """Returns the seals of some records, (U,) uint32 fresh, wherever these are. Only where seals are kept."""
+
+    def broken_run(self, first: int, end: int) -> Positions:
+        """Returns which from `first` to `end` do not fit their seals, of those in memory: (M,) int64, ascending.
+
+        What is on a disk is looked at when it is read. Only where seals are kept.
+        """
 
     def take_damaged(self) -> Positions:
         """Returns those that came from a disk since the last call and do not fit their seals: (M,) int64, ascending."""
@@ -95,11 +101,17 @@ class RecordStore(Protocol):
     def arrive(self, reading: Any) -> None:
         """What `want` has asked for was read: see `TieredStore.arrive`."""
 
+    def soon(self) -> Any:
+        """Returns what to read before frames are emptied the next time, a `Reading` for `settle`; None: nothing."""
+
+    def settle(self, reading: Any) -> None:
+        """What `soon` has asked for was read."""
+
     def below(self) -> Positions:
         """Returns those that are on a disk and not in memory, (M,) int64: for tests and `chaos`."""
 
     def flip_below_(self, position: int, bit: int) -> None:
-        """Flips a bit of such a one on the disk, and leaves its seal."""
+        """Flips a bit of such a one on the disk."""
 
     def prepare(self, begin: int, end: int) -> None:
         """All records from `begin` to `end` are about to be written: see `Memory.merge`."""
@@ -149,8 +161,14 @@ class MemoryStore:
     def look(self, positions_U: Positions) -> View:
         return View(self.records_PB, self.seals_P, positions_U)
 
-    def look_run(self, first: int, end: int) -> View:
-        return View(self.records_PB, self.seals_P, np.array([first]))
+    def seals_at(self, positions_U: Positions) -> SealsOf:
+        assert self.seals_P is not None
+        found: SealsOf = self.seals_P[positions_U]
+        return found
+
+    def broken_run(self, first: int, end: int) -> Positions:
+        assert self.seals_P is not None
+        return seals.broken_run(self.records_PB, self.seals_P, first, end)
 
     def take_damaged(self) -> Positions:
         return np.empty(0, np.int64)
@@ -159,6 +177,12 @@ class MemoryStore:
         return None, False
 
     def arrive(self, reading: Any) -> None:
+        raise TypeError("nothing is read here")
+
+    def soon(self) -> None:
+        return None
+
+    def settle(self, reading: Any) -> None:
         raise TypeError("nothing is read here")
 
     def below(self) -> Positions:

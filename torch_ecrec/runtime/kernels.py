@@ -34,13 +34,19 @@ def _prefetch(builder: Any, start: Any, row_bytes: Any) -> None:
     hint = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), word, word, word])
     function = tools.get_or_insert_function(builder.module, hint, "llvm.prefetch.p0")
     read, second_level, data = word(0), word(2), word(1)
+    begin = builder.ptrtoint(start, long)
+    first, end = builder.and_(begin, long(-LINE_BYTES)), builder.add(begin, row_bytes)
 
-    def prefetch(offset: Any) -> None:
-        builder.call(function, [builder.gep(start, [offset]), read, second_level, data])
+    def prefetch(line: Any) -> None:
+        builder.call(function, [builder.inttoptr(line, byte.as_pointer()), read, second_level, data])
 
-    with tools.for_range_slice(builder, long(0), row_bytes, long(LINE_BYTES)) as (offset, _):
-        prefetch(offset)
-    prefetch(builder.sub(row_bytes, long(1)))  # a row may end in one line more than its length says
+    at_once = 4 * LINE_BYTES
+    whole = builder.add(first, builder.and_(builder.sub(end, first), long(-at_once)))
+    with tools.for_range_slice(builder, first, whole, long(at_once)) as (lines, _):
+        for offset in range(0, at_once, LINE_BYTES):
+            prefetch(builder.add(lines, long(offset)))
+    with tools.for_range_slice(builder, whole, end, long(LINE_BYTES)) as (line, _):
+        prefetch(line)
 
 
 def _type_prefetch_row(context: Any, array_NW: Any, rows_U: Any, i: Any) -> Any:

@@ -34,22 +34,31 @@ def sort_by_bits(words_N: Any, spare_N: Any, first_bit: Any, end_bit: Any) -> An
     """
     bits = end_bit - first_bit
     passes = max(1, -(-bits // _DIGIT_BITS_MOST))
-    digit_bits = -(-bits // passes)
-    for shift in range(first_bit, end_bit, max(1, digit_bits)):
-        below, mask = np.uint64(shift), np.uint64((1 << min(digit_bits, end_bit - shift)) - 1)
-        next_D = np.zeros(1 << digit_bits, np.int64)  # how many words have each digit, then where its next word goes
-        for i in range(words_N.shape[0]):
-            next_D[words_N[i] >> below & mask] += 1
-        place = 0
-        for d in range(next_D.shape[0]):
+    digit_bits = max(1, -(-bits // passes))
+    one = np.uint64(1)
+    next_D, later_D = np.zeros((2, 1 << digit_bits), np.uint64)  # how many words have each digit; that of the next pass
+    below, mask = np.uint64(first_bit), np.uint64((1 << min(digit_bits, bits)) - 1)
+    for i in range(words_N.shape[0]):
+        next_D[words_N[i] >> below & mask] += one
+    for shift in range(first_bit, end_bit, digit_bits):
+        left = end_bit - shift - digit_bits  # bits of later passes
+        later_below, later_mask = np.uint64(0), np.uint64(0)
+        if left > 0:
+            later_below, later_mask = np.uint64(shift + digit_bits), np.uint64((1 << min(digit_bits, left)) - 1)
+        place = np.uint64(0)
+        for d in range(next_D.shape[0]):  # from here on: where the next word of each digit goes
             count = next_D[d]
             next_D[d] = place
             place += count
+            later_D[d] = 0
         for i in range(words_N.shape[0]):
             word = words_N[i]
             digit = word >> below & mask
             place = next_D[digit]
-            next_D[digit] = place + 1
+            next_D[digit] = place + one
             spare_N[place] = word
+            later_D[word >> later_below & later_mask] += one
         words_N, spare_N = spare_N, words_N
+        next_D, later_D = later_D, next_D
+        below, mask = later_below, later_mask
     return words_N

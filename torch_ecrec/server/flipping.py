@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 
@@ -41,8 +42,12 @@ def flip(slots: Iterable[Slot], parity: bool, chance: random.Random) -> bool:
     return True
 
 
-def flip_below(slots: Iterable[Slot], chance: random.Random) -> bool:
-    """As `flip`, of a record or parity that is on the disk of the tier, and not in memory."""
+def flip_below(slots: Iterable[Slot], chance: random.Random) -> Callable[[], None] | None:
+    """As `flip`, of a record or parity that is on the disk of the tier, and not in memory.
+
+    Returns:
+        What reads it: nobody else may for long. None: there was none to choose from.
+    """
     found = [
         (slot, slab, parity, below_M)
         for slot in slots
@@ -53,12 +58,12 @@ def flip_below(slots: Iterable[Slot], chance: random.Random) -> bool:
     ]
     if not found:
         log.warning("no bit is flipped: nothing of a slot that is whole is on a disk")
-        return False
+        return None
     ((slot, slab, parity, below_M),) = chance.choices(found, [len(below_M) for *_, below_M in found])
     position, bit = int(chance.choice(below_M)), chance.randrange(8 * slot.shards[slab].schema.nbytes)
     slot.shards[slab].flip_below_(position, bit, parity)
     _say(slot, slab, parity, position, " on the disk")
-    return True
+    return partial(slot.scrubber.look, slab, parity, np.array([position]))
 
 
 def _say(slot: Slot, slab: int, parity: bool, position: int, where: str) -> None:

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 # Each time that it looks has a price, in messages about parities above all; and the node is busy for 0.1 ms per MB.
 SCRUB_BYTES = 4e6
 SCRUB_LEAST_S, SCRUB_MOST_S = 0.05, 0.5
+FLIPPED_READ_S = 0.5  # after a bit was flipped on a disk
 FOLDED = (wire.Folded, wire.Attached)  # they say how far a holder is
 TRAINERS_ONLY = (
     wire.Lookup,
@@ -341,8 +342,14 @@ class Host(ServerProcess):
         self.run(flip, list(self.slots.values()), parity, random.Random())
 
     def flip_below(self) -> None:
-        """Likewise, of a record or parity that is on the disk of its tier."""
-        self.run(flip_below, list(self.slots.values()), random.Random())
+        """Likewise, of a record or parity that is on the disk of its tier; it is read a little later."""
+
+        def flip() -> None:
+            look = flip_below(list(self.slots.values()), random.Random())
+            if look is not None:
+                self.later(FLIPPED_READ_S, look)
+
+        self.run(flip)
 
     def stalled(self) -> ClusterError | None:
         unanswered_s = self.tier.unanswered_s if self.tier is not None else 0.0

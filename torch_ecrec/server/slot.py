@@ -194,6 +194,11 @@ class Slot(SlotContext):
                 self.host.read_tier(reading.run, partial(self._arrived, shard, reading))
         return away
 
+    def tend_tiers(self) -> None:
+        for shard in self.shards:
+            for reading, parity in shard.soon():
+                self.host.read_tier(reading.run, partial(shard.settle, reading, parity))
+
     def _arrived(self, shard: Shard, reading: Any) -> None:
         if not self.dead:
             shard.arrive(reading)
@@ -292,6 +297,8 @@ class Slot(SlotContext):
         """Lets go of what nobody can ask for any more."""
         self.log.forget(self.checkpoints.keeps(self.rule.may_forget()))
         self.snapshots.forget(self.checkpoints.keeps(self.rule.watermark))
+        if self.host.tier is not None:
+            self.tend_tiers()
 
     # its life -----------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """One server's memory and disk, shared among the stores of its slots.
 
-The budget is for what grows with tables: frames, 9 bytes a record, buffers, and the logs of recent steps, for which an
+The budget is for what grows with tables: frames, 13 bytes a record, buffers, and the logs of recent steps, for which an
 eighth is left. What a server without rows takes (the interpreter, torch, compiled kernels: some 300 MB, most of it
 shared with other processes of the host) comes on top.
 
@@ -99,7 +99,7 @@ class Tier:
             self._share()
             return found
         cells = bucket_of(nbytes)
-        needed = int(GARBAGE * rows * cells / (cells // (nbytes + 4))) + 8 * LEAST_SEGMENT_BYTES
+        needed = int(GARBAGE * rows * cells / (cells // nbytes)) + 8 * LEAST_SEGMENT_BYTES
         with self._watch.waiting():
             disk = os.statvfs(self.folder)
         free = disk.f_bavail * disk.f_frsize

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 4096  # reads and writes past the page cache begin and end with one
 THREADS = 16
-DEPTH = 128  # reads that the kernel has at once
+DEPTH = 256  # reads that the kernel has at once
 
 _SETUP, _ENTER = 425, 426  # system calls, the same numbers on every architecture
 _SQ_RING, _CQ_RING, _SQES = 0, 0x8000000, 0x10000000  # offsets at which the rings are mapped
@@ -156,7 +156,8 @@ class Uring:
                 self._requests[at] = made
                 self._tail[0] = (tail + count) & 0xFFFFFFFF
                 begun += count
-            done += self._take(into_R, count, min(begun - done, max(1, self._entries // 4)))
+            waits = begun - done if begun == len(into_R) else max(1, self._entries // 2)
+            done += self._take(into_R, count, waits)
 
     def _take(self, into_R: Numbers, submit: int, least: int) -> int:
         """Hands so many requests over, waits until so many results are there, and takes all that are."""

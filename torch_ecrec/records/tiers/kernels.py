@@ -140,48 +140,36 @@ def sweep(position_F: Any, meta_F: Any, before: Any, hand: Any, threshold: Any, 
 
 @kernel()
 def pack(
-    records_XW: Any,
-    seals_X: Any,
-    at_U: Any,
-    tags_U: Any,
-    into: Any,
-    first: Any,
-    per_bucket: Any,
-    bucket_bytes: Any,
-    cell_bytes: Any,
+    records_XW: Any, at_U: Any, into: Any, first: Any, per_bucket: Any, bucket_bytes: Any, cell_bytes: Any
 ) -> None:
-    """Copies records with their seals, each XOR its tag, to cells `first` and the following ones of `into`."""
+    """Copies records to cells `first` and the following ones of `into`."""
     words, source, start = records_XW.shape[1], records_XW.ctypes.data, into.ctypes.data
     for i in range(at_U.shape[0]):
         if i + AHEAD < at_U.shape[0]:
             prefetch(source + at_U[i + AHEAD] * words * WORD_BYTES, words * WORD_BYTES)
         cell = first + i
         place = start + cell // per_bucket * bucket_bytes + cell % per_bucket * cell_bytes
-        into_W = carray(pointer(place), words + 1, np.uint32)
+        into_W = carray(pointer(place), words, np.uint32)
         for j in range(words):
             into_W[j] = records_XW[at_U[i], j]
-        into_W[words] = seals_X[at_U[i]] ^ tags_U[i]
 
 
 @kernel()
-def unpack(
-    source: Any, starts_V: Any, into_XW: Any, seals_X: Any, at_U: Any, tags_U: Any, some_V: Any, broken_U: Any
-) -> None:
-    """Copies cells, each from where it starts in `source`, to records and seals.
+def unpack(source: Any, starts_V: Any, into_XW: Any, seals_U: Any, at_U: Any, some_V: Any, broken_U: Any) -> None:
+    """Copies cells, each from where it starts in `source`, to records.
 
     Args:
+        seals_U: that they should fit.
         some_V: which of the U each is.
         broken_U: written for these: whether the record does not fit its seal.
     """
     words, start, into = into_XW.shape[1], source.ctypes.data, into_XW.ctypes.data
     for v in range(some_V.shape[0]):
         at = at_U[some_V[v]]
-        from_W = carray(pointer(start + starts_V[v]), words + 1, np.uint32)
+        from_W = carray(pointer(start + starts_V[v]), words, np.uint32)
         for j in range(words):
             into_XW[at, j] = from_W[j]
-        seal = from_W[words] ^ tags_U[some_V[v]]
-        seals_X[at] = seal
-        broken_U[some_V[v]] = seal_at(into + at * words * WORD_BYTES, words) != seal
+        broken_U[some_V[v]] = seal_at(into + at * words * WORD_BYTES, words) != seals_U[some_V[v]]
 
 
 @kernel()

@@ -1,15 +1,12 @@
-"""The file under a tiered store: records with their seals, appended, in segments that are used again once empty.
+"""The file under a tiered store: records, appended, in segments that are used again once empty.
 
     segment 0                          segment 1                          segment 2 (open: in memory)
     | 4 KiB block | 4 KiB block | ...  | 4 KiB block | ...                | ...
-      records with their seals
+      records
 
 A *place* is the number of a cell: segment by segment, block by block. A record that is written again gets another
 place, and the cell that it had is dead. When dead cells are many, the segments that have the fewest live ones are read
 and what is live in them is appended again, *in order of position*: so scans by position read long runs.
-
-In the file a seal is XORed with a *tag*, which is of the place and of how often its segment was begun. So what a write
-has left out, and what was read from somewhere else, does not fit, be it zeros or other records with their seals.
 
 A record that is larger than a block has a *bucket* of several blocks; no record lies in two buckets.
 
@@ -29,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_ecrec.codec.seals import SEAL_BYTES, SealsOf
+from torch_ecrec.codec.seals import SealsOf
 from torch_ecrec.records.positions import Bytes
 from torch_ecrec.records.tiers.disk import BLOCK_BYTES, File, untouched
 from torch_ecrec.records.tiers.kernels import pack, unpack
@@ -47,8 +44,7 @@ Places = NDArray[np.int64]
 
 def bucket_of(record_bytes: int) -> int:
     """Returns the bytes of a bucket for such records: whole blocks of which at most an eighth is lost, if 4 can do."""
-    cell = record_bytes + SEAL_BYTES
-    least = -(-cell // BLOCK_BYTES)
+    cell, least = record_bytes, -(-record_bytes // BLOCK_BYTES)
     sizes = [count * BLOCK_BYTES for count in range(least, max(least + 1, 5))]
     return next((size for size in sizes if size % cell <= size // 8), min(sizes, key=lambda size: size % cell / size))
 
@@ -69,7 +65,7 @@ class SegmentLog:
 
     def __init__(self, file: File, record_bytes: int, rows: int) -> None:
         self._file = file
-        self._cell_bytes, self._bucket_bytes = record_bytes + SEAL_BYTES, bucket_of(record_bytes)
+        self._cell_bytes, self._bucket_bytes = record_bytes, bucket_of(record_bytes)
         self._per_bucket = self._bucket_bytes // self._cell_bytes
         want = min(SEGMENT_BYTES, max(LEAST_SEGMENT_BYTES, rows * self._cell_bytes // 64))
         buckets = max(1, want // self._bucket_bytes)
@@ -104,7 +100,7 @@ class SegmentLog:
 
     # writing ------------------------------------------------------------------------------------
 
-    def append(self, records_XW: Any, seals_X: SealsOf, at_U: Places) -> Places:
+    def append(self, records_XW: Any, at_U: Places) -> Places:
         """Appends records, (U,) places in some array, in their order. Returns where they are: (U,) int64.
 
         Raises:
@@ -117,9 +113,8 @@ class SegmentLog:
                 self._begin_segment()
             count = min(len(at_U) - done, self.per_segment - self._filled)
             some = at_U[done : done + count]
-            places = self._open * self.per_segment + self._filled + np.arange(count)
-            pack(records_XW, seals_X, some, self._tags(places), self._buffer, self._filled, *self._geometry)
-            places_U[done : done + count] = places
+            pack(records_XW, some, self._buffer, self._filled, *self._geometry)
+            places_U[done : done + count] = self._open * self.per_segment + self._filled + np.arange(count)
             self._filled += count
             self._live[self._open] += count
             done += count
@@ -158,14 +153,8 @@ class SegmentLog:
         versions: Places = self._begun[places_U // self.per_segment]
         return versions
 
-    def _tags(self, places_U: Places) -> NDArray[np.uint32]:
-        """(U,) uint32, none of them 0: what the seals of records at these places are XORed with."""
-        mixed_U = places_U.astype(np.uint64) * np.uint64(0x9E3779B1)
-        mixed_U += self.versions(places_U).astype(np.uint64) * np.uint64(0x85EBCA77)
-        return mixed_U.astype(np.uint32) | np.uint32(1)
-
     def flip_(self, place: int, bit: int) -> None:
-        """Flips one bit of the record at a place in the file, and leaves its seal: for tests and `chaos`."""
+        """Flips one bit of the record at a place in the file: for tests and `chaos`."""
         segment, cell = divmod(place, self.per_segment)
         bucket, cell = divmod(cell, self._per_bucket)
         at = segment * self._segment_bytes + bucket * self._bucket_bytes + cell * self._cell_bytes + bit // 8
@@ -198,7 +187,7 @@ class SegmentLog:
     # reading ------------------------------------------------------------------------------------
 
     def read(
-        self, places_U: Places, into_XB: Bytes, seals_X: SealsOf, at_U: Places, apart: bool = False
+        self, places_U: Places, seals_U: SealsOf, into_XB: Bytes, at_U: Places, apart: bool = False
     ) -> NDArray[np.bool_]:
         """Reads records, each to a place in some array; twice, where they do not fit at first.
 
@@ -206,25 +195,24 @@ class SegmentLog:
 
         Args:
             places_U: (U,) int64.
+            seals_U: (U,) uint32, that the records should fit.
+            into_XB: (X, B) uint8. Written.
+            at_U: (U,) int64, where in it.
             apart: this is another thread than the one that writes. What it finds counts only if `versions` are the
                 same before and after.
-            into_XB: (X, B) uint8. Written.
-            seals_X: (X,) uint32. Written.
-            at_U: (U,) int64, where in these.
 
         Returns:
-            (U,) bool, which do not fit their seals, or could not be read: those are zeros, with a seal that does not
-            fit.
+            (U,) bool, which do not fit their seals, or could not be read: those are zeros.
         """
-        broken_U = self._read(places_U, into_XB, seals_X, at_U, apart)
+        broken_U = self._read(places_U, seals_U, into_XB, at_U, apart)
         if broken_U.any():
             (again,) = np.nonzero(broken_U)
-            broken_U[again] = self._read(places_U[again], into_XB, seals_X, at_U[again], apart)
+            broken_U[again] = self._read(places_U[again], seals_U[again], into_XB, at_U[again], apart)
         return broken_U
 
-    def _read(self, places_U: Places, into_XB: Bytes, seals_X: SealsOf, at_U: Places, apart: bool) -> NDArray[np.bool_]:
+    def _read(self, places_U: Places, seals_U: SealsOf, into_XB: Bytes, at_U: Places, apart: bool) -> NDArray[np.bool_]:
         broken_U = np.zeros(len(places_U), np.bool_)
-        target, tags_U = (into_XB.view(np.uint32), seals_X), self._tags(places_U)
+        target = into_XB.view(np.uint32), seals_U
         segments_U, cells_U = np.divmod(places_U, self.per_segment)
         buckets_U, cells_U = np.divmod(cells_U, self._per_bucket)
         offsets_U = cells_U * self._cell_bytes
@@ -232,7 +220,7 @@ class SegmentLog:
         if in_open_U.any():
             (some,) = np.nonzero(in_open_U)
             starts = buckets_U[some] * self._bucket_bytes + offsets_U[some]
-            unpack(self._buffer, starts, *target, at_U, tags_U, some, broken_U)
+            unpack(self._buffer, starts, *target, at_U, some, broken_U)
         (some,) = np.nonzero(~in_open_U)
         if len(some):
             numbers_U = segments_U * (self._segment_bytes // self._bucket_bytes) + buckets_U
@@ -248,13 +236,11 @@ class SegmentLog:
                 here = slice(first[begin], first[end] if end < len(first) else len(numbers))
                 bad_R = self._fill(numbers[first[begin:end]], scratch)
                 part, ranks = some[here], rank[here] - begin
-                starts = ranks * self._bucket_bytes + offsets_U[part]
-                unpack(scratch, starts, *target, at_U, tags_U, part, broken_U)
+                unpack(scratch, ranks * self._bucket_bytes + offsets_U[part], *target, at_U, part, broken_U)
                 if bad_R is not None:
                     lost = part[bad_R[ranks]]
                     broken_U[lost] = True
                     into_XB[at_U[lost]] = 0
-                    seals_X[at_U[lost]] = 1
         return broken_U
 
     def _fill(self, numbers_R: Places, scratch: Bytes) -> NDArray[np.bool_] | None:

@@ -1,8 +1,8 @@
 """A store of which some records are in memory, in frames, and the others in a file: `RecordStore` with a disk below.
 
-For each record there are 9 bytes: its frame, if it has one; its place in the file, if it was ever put there; and how
-often it was changed. What was never written has neither: it is what `begin_` says, and is computed when it is asked
-for.
+For each record there are 13 bytes: its frame, if it has one; its place in the file, if it was ever put there, and the
+seal that it had then; and how often it was changed. What was never written has neither: it is what `begin_` says, and
+is computed when it is asked for.
 
     position    frame    place    count
     0           12       -        3       in memory only: changed since it was computed
@@ -16,10 +16,11 @@ then. On real rows that is within a point of exact LFU, where policies that forg
 
 *Folds.* What is folded into a record need not know it: a record that is absent gets a frame of zeros, which is marked
 *pending*, and is XORed with what is in the file before it is read or goes. So parities can be on disk, and no step
-waits for one to be read.
+waits for one to be read: `soon` names those that go next, and `settle` has them XORed before they do.
 
-*Damage.* A record has its seal in the file, too. One that does not fit it, or cannot be read, has a seal that does not
-fit in its frame either, so that whoever looks for damage finds it; `take_damaged` says so at once.
+*Damage.* The seals of all records are in memory, so that also a disk that gives back what was there before is found
+out. What does not fit its seal, or cannot be read, does not fit it in its frame either: whoever looks for damage finds
+it. `take_damaged` says so at once.
 
 Where more is used at once than there are frames, there are more for a while: nothing ever fails for the budget.
 
@@ -61,7 +62,7 @@ from torch_ecrec.records.tiers.log import SegmentLog
 from torch_ecrec.runtime.checks import require
 
 NO_PLACE = (1 << 32) - 1
-ROW_BYTES = 4 + 4 + 1  # of memory for a record, wherever it is
+ROW_BYTES = 4 + 4 + SEAL_BYTES + 1  # of memory for a record, wherever it is
 FRAME_BYTES = SEAL_BYTES + 4 + 8 + 4  # of memory for a frame, beside its record
 HALVE_AFTER = 1024  # steps
 SPARE = 1 / 32  # of the frames are emptied at once, at least
@@ -92,23 +93,24 @@ class Reading:
 
     Args:
         file: that has them.
-        positions_A, places_A, versions_A: (A,) int64, which, where, and `SegmentLog.versions` of these places.
+        positions_A, places_A: (A,) int64, which, and where.
+        seals_A: (A,) uint32, that they should fit.
         nbytes: of a record.
     """
 
     def __init__(
-        self, file: SegmentLog, positions_A: Positions, places_A: Positions, versions_A: Positions, nbytes: int
+        self, file: SegmentLog, positions_A: Positions, places_A: Positions, seals_A: SealsOf, nbytes: int
     ) -> None:
         self._file = file
-        self.positions_A, self.places_A, self.versions_A = positions_A, places_A, versions_A
+        self.positions_A, self.places_A, self.seals_A = positions_A, places_A, seals_A
+        self.versions_A = file.versions(places_A)
         self.records_AB: Bytes = np.empty((len(positions_A), nbytes), np.uint8)
-        self.seals_A: SealsOf = np.empty(len(positions_A), np.uint32)
         self.broken_A = np.ones(len(positions_A), np.bool_)
 
     def run(self) -> None:
         """Reads them: waits for the disk. On any thread."""
         every_A = np.arange(len(self.positions_A))
-        self.broken_A = self._file.read(self.places_A, self.records_AB, self.seals_A, every_A, apart=True)
+        self.broken_A = self._file.read(self.places_A, self.seals_A, self.records_AB, every_A, apart=True)
 
 
 class TieredStore:
@@ -139,7 +141,7 @@ class TieredStore:
         self._position_F = untouched(rows, np.int32)  # plus 1; see `_positions_of`
         self._meta_F = untouched(2 * rows, np.uint32).reshape(-1, 2)  # the call of its last use, and its state
         self._frame_P, self._place_P = np.full(rows, ABSENT, np.int32), np.full(rows, NO_PLACE, np.uint32)
-        self._count_P = np.zeros(rows, np.uint8)
+        self._count_P, self._seal_P = np.zeros(rows, np.uint8), np.zeros(rows, np.uint32)  # where it has no frame
         self._free_F, self._free = untouched(rows, np.int32), 0  # a stack, and how many there are on it
         self._top = 0  # frames below it were given out at least once
         self._in_use = self._hand = 0
@@ -149,6 +151,7 @@ class TieredStore:
         self.hits = self.misses = self.damaged = 0
         self._found: list[Positions] = []  # damaged ones, since the last `take_damaged`
         self._failed: TierFailed | None = None
+        self._due = False  # frames were emptied: others will be before long
 
     # RecordStore --------------------------------------------------------------------------------
 
@@ -167,7 +170,7 @@ class TieredStore:
         if outside >= 0:
             raise IndexError(f"position {positions_U[outside]} is out of range: there are {self.rows} records")
         if count:
-            self._give_frames(absent_U[:count], use, mark + bump)
+            self._give_frames(absent_U[:count], use, int(mark + bump))
             frames_of(positions_U, self._frame_P, at_U)
         if use is not Use.REPLACE:
             self.hits += len(positions_U) - count
@@ -204,8 +207,25 @@ class TieredStore:
             self._bring(positions_U[absent_U], records_UB, seals_U, absent_U)
         return View(records_UB, seals_U, at_U)
 
-    def look_run(self, first: int, end: int) -> View:
-        return self.look(np.arange(first, end))
+    def seals_at(self, positions_U: Positions) -> SealsOf:
+        frame_U, place_U = self._frame_P[positions_U].astype(np.int64), self._place_P[positions_U]
+        seals_U = np.where(place_U == NO_PLACE, 0, self._seal_P[positions_U]).astype(np.uint32)
+        there_U = frame_U >= 0
+        whole_U = there_U.copy()
+        whole_U[there_U] = ~self._is(PENDING, frame_U[there_U])
+        new_U = (place_U == NO_PLACE) & ~whole_U
+        if self._first is not None and new_U.any():
+            seals_U[new_U] = seals.seals_of(self._first(positions_U[new_U]))
+        seals_U[whole_U] = 0
+        seals_U[there_U] ^= self._seals_F[frame_U[there_U]]  # linear: of what was folded, and of the record
+        return seals_U
+
+    def broken_run(self, first: int, end: int) -> Positions:
+        frame_U = self._frame_P[first:end].astype(np.int64)
+        (some,) = np.nonzero(frame_U >= 0)
+        some = some[~self._is(PENDING, frame_U[some])]
+        found: Positions = first + some[seals.broken(self._records_FB, self._seals_F, frame_U[some])]
+        return found
 
     def take_damaged(self) -> Positions:
         found, self._found = self._found, []
@@ -239,7 +259,7 @@ class TieredStore:
             return None, coming > 0
         positions_A = new_U[:count]
         places_A = self._place_P[positions_A].astype(np.int64)
-        return Reading(file, positions_A, places_A, file.versions(places_A), self.nbytes), True
+        return Reading(file, positions_A, places_A, self._seal_P[positions_A], self.nbytes), True
 
     def arrive(self, reading: Reading) -> None:
         """Records were read: those that are still where they were, and that nobody has brought, get frames."""
@@ -259,9 +279,39 @@ class TieredStore:
         self.misses += len(some)
         broken = reading.broken_A[some]
         if broken.any():
-            self._on_broken(positions_A[some[broken]])
+            self._on_broken(positions_A[some[broken]], self._seals_F, at_V[broken])
 
-    def _on_broken(self, positions_M: Positions) -> None:
+    def soon(self) -> Reading | None:
+        if not self._due:
+            return None
+        self._due, hand = False, self._hand
+        frames = self._pick(max(1, int(2 * SPARE * self.frames)), self._steps[0])
+        self._hand = hand
+        positions_V = self._positions_of(frames[self._is(PENDING, frames)])
+        places_V = self._place_P[positions_V].astype(np.int64)
+        there_V = (places_V != NO_PLACE) & (places_V // self._log.per_segment != self._log.open_segment)
+        if not there_V.any():
+            return None
+        positions_A = positions_V[there_V]
+        return Reading(self._log, positions_A, places_V[there_V], self._seal_P[positions_A], self.nbytes)
+
+    def settle(self, reading: Reading) -> None:
+        positions_A, places_A = reading.positions_A, reading.places_A
+        frames_A = self._frame_P[positions_A].astype(np.int64)
+        same_A = (frames_A >= 0) & (self._place_P[positions_A] == places_A)
+        same_A &= self._log.versions(places_A) == reading.versions_A
+        same_A[same_A] = self._is(PENDING, frames_A[same_A])
+        (some,) = np.nonzero(same_A)
+        if len(some):
+            broken = reading.broken_A[some]
+            if broken.any():
+                self._on_broken(positions_A[some[broken]], reading.seals_A, some[broken])
+            self._add(reading.records_AB[some], reading.seals_A[some], frames_A[some])
+
+    def _on_broken(self, positions_M: Positions, seals_X: SealsOf, at_M: Positions) -> None:
+        """These came damaged: their seals stay so that they do not fit, which of zeros they could."""
+        zeros_M = seals_X[at_M] == 0
+        seals_X[at_M[zeros_M]] = 1
         self.damaged += len(positions_M)
         self._found.append(positions_M)
 
@@ -354,15 +404,21 @@ class TieredStore:
                 seals_X[at_V] = seals.seals_of(values_VB)
         if not new_A.all():
             (some,) = np.nonzero(~new_A)
-            broken = self._log.read(places_A[some].astype(np.int64), into_XB, seals_X, at_A[some])
+            seals_V = self._seal_P[positions_A[some]]
+            seals_X[at_A[some]] = seals_V
+            broken = self._log.read(places_A[some].astype(np.int64), seals_V, into_XB, at_A[some])
             if broken.any():
-                self._on_broken(positions_A[some[broken]])
+                self._on_broken(positions_A[some[broken]], seals_X, at_A[some[broken]])
 
     def _settle(self, frames_V: Positions) -> None:
         """These frames have what was folded only: from now on they have the records."""
         base_VB = np.empty((len(frames_V), self.nbytes), np.uint8)
         seals_V = np.empty(len(frames_V), np.uint32)
         self._bring(self._positions_of(frames_V), base_VB, seals_V, np.arange(len(frames_V)))
+        self._add(base_VB, seals_V, frames_V)
+
+    def _add(self, base_VB: Bytes, seals_V: SealsOf, frames_V: Positions) -> None:
+        """Adds what records are without what was folded into their frames."""
         xor_frames(base_VB.view(np.uint32), seals_V, self._records_FB.view(np.uint32), self._seals_F, frames_V)
         self._meta_F[frames_V, 1] = self._meta_F[frames_V, 1] & ~np.uint32(PENDING) | DIRTY
 
@@ -425,6 +481,7 @@ class TieredStore:
         self._free_F[self._free : self._free + len(frames_V)] = frames_V
         self._free += len(frames_V)
         self._in_use -= len(frames_V)
+        self._due = True
         self._clean()
 
     def _write(self, positions_V: Positions, records_XB: Bytes, seals_X: SealsOf, at_V: Positions) -> None:
@@ -434,10 +491,11 @@ class TieredStore:
         if had_V.any():
             self._log.let_go(before_V[had_V].astype(np.int64))
         try:
-            self._place_P[positions_V] = self._log.append(records_XB.view(np.uint32), seals_X, at_V)
+            self._place_P[positions_V] = self._log.append(records_XB.view(np.uint32), at_V)
         except TierFailed as error:
             self._failed = error
             raise
+        self._seal_P[positions_V] = seals_X[at_V]
 
     # the file -----------------------------------------------------------------------------------
 
@@ -451,20 +509,20 @@ class TieredStore:
         for begin in range(0, count, CLEANED_AT_ONCE):
             positions_V = out[begin : min(count, begin + CLEANED_AT_ONCE)]
             records_VB = np.empty((len(positions_V), self.nbytes), np.uint8)
-            seals_V, every_V = np.empty(len(positions_V), np.uint32), np.arange(len(positions_V))
-            broken = self._log.read(self._place_P[positions_V].astype(np.int64), records_VB, seals_V, every_V)
-            self._write(positions_V, records_VB, seals_V, every_V)
+            seals_V, every_V = self._seal_P[positions_V], np.arange(len(positions_V))
+            broken = self._log.read(self._place_P[positions_V].astype(np.int64), seals_V, records_VB, every_V)
             if broken.any():
-                self._on_unclean(positions_V[broken])
+                self._on_unclean(positions_V[broken], seals_V, every_V[broken])
+            self._write(positions_V, records_VB, seals_V, every_V)
 
-    def _on_unclean(self, positions_M: Positions) -> None:
+    def _on_unclean(self, positions_M: Positions, seals_X: SealsOf, at_M: Positions) -> None:
         """The file has these no more: a frame that has the whole record must write it."""
         frames_M = self._frame_P[positions_M].astype(np.int64)
         have_M = frames_M >= 0
         have_M[have_M] = ~self._is(PENDING, frames_M[have_M])
         self._meta_F[frames_M[have_M], 1] |= np.uint32(DIRTY)
         if not have_M.all():
-            self._on_broken(positions_M[~have_M])
+            self._on_broken(positions_M[~have_M], seals_X, at_M[~have_M])
 
 
 def warm() -> None:
