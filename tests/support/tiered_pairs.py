@@ -236,11 +236,31 @@ def check_cleaning_that_cannot_read() -> None:
         assert value_of(store, position) == position
 
 
+def check_frames_that_were_needed_once_are_given_back() -> None:
+    store, _ = store_of(9000, 100)
+    for position in range(0, 9000, 1000):
+        view = store.at(np.arange(position, position + 1000), Use.REPLACE)
+        view.records_XB[view.at_U] = position // 1000
+        view.seals_X[view.at_U] = seals.seals_of(view.records_XB[view.at_U])
+    store.at(np.arange(9000), Use.READ)
+    held = store.memory_bytes
+    assert store.in_memory == 9000
+    at = np.array([3, 4567, 8999])
+    for _ in range(4):  # steps: what the last but one has used stays
+        store.at(at, Use.CHANGE)
+    assert store.in_memory <= 200 and store.memory_bytes < held - 7000 * 16
+    for position in range(0, 9000, 100):
+        assert value_of(store, position) == position // 1000
+    assert all(value_of(store, int(position)) == position // 1000 for position in at)
+    store.at(np.arange(9000), Use.READ)
+    assert not len(store.take_damaged()) and not len(store.broken_run(0, 9000))
+
+
 def check_zeros_and_other_records() -> None:
-    """A write that never came, or a read from somewhere else: their seals are whole, and not of that place."""
+    """A write that never came, or a read from somewhere else: it is not what the store knows the seal of."""
     store, file = store_of(64, 1)
     for position in range(64):
-        put(store, position, 0 if position % 2 else position)  # zeros fit a seal of zeros
+        put(store, position, position + 1)
     below = store.below()
     assert len(below) > 40
     content = file._content.copy()

@@ -14,6 +14,7 @@ from tiered_pairs import (
     Doing,
     check_a_place_that_others_had_meanwhile,
     check_cleaning_that_cannot_read,
+    check_frames_that_were_needed_once_are_given_back,
     check_zeros_and_other_records,
     pair,
     store_of,
@@ -70,6 +71,10 @@ def test_cleaning_that_cannot_read_a_record_leaves_the_one_in_memory_to_be_writt
 
 def test_zeros_and_other_records_in_place_of_one_do_not_fit() -> None:
     check_zeros_and_other_records()
+
+
+def test_frames_that_were_needed_once_are_given_back() -> None:
+    check_frames_that_were_needed_once_are_given_back()
 
 
 def test_a_bit_that_flips_in_the_file_is_found(tmp_path: Path) -> None:

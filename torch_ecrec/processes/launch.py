@@ -67,6 +67,7 @@ WAITS_S = 5.0  # before it is told that other trainers are waited for
 LOGS = "torch-ecrec-logs-"  # folders with logs of local clusters, where temporary files are; then who has made it
 LOGS_KEPT = 3  # of trainers that were interrupted
 LET_GO_S = 30.0  # of slots, once a membership is over: one that was taken for lost may hang, and its memory is wanted
+KEPT_SHARE, KEPT_LEAST_BYTES = 16, 8 << 20  # of a tier's memory, what is freed and kept for the next step
 ABORT_S = 5.0  # for which a trainer may wait for others in vain, once the cluster has ended
 
 
@@ -96,7 +97,10 @@ def run_server(settings: Settings, code: dict[str, int | None] | None = None) ->
     Raises:
         JoinRefused, ClusterUnavailable: see `Member`.
     """
-    allocator.keep_freed(settings.keep_freed_bytes)
+    most_bytes = settings.keep_freed_bytes
+    if settings.tier:  # what is freed and kept is memory that nobody has counted
+        most_bytes = min(most_bytes, max(KEPT_LEAST_BYTES, settings.tier_memory_bytes // KEPT_SHARE))
+    allocator.keep_freed(most_bytes)
     warm()
     freeze()
     if settings.experiment:
