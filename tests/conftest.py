@@ -26,7 +26,7 @@ import psutil
 import pytest
 from harness import tiers
 from places import ROOT
-from sampling import SLOW_LIMIT_S, SLOW_TURNS, TAKE_TURNS, kept
+from sampling import SLOW_LIMIT_S, SLOW_TURNS, TAKE_TURNS, TIER_FRAMES, frames_of, kept
 
 from torch_ecrec.processes.fork_server import ForkServer
 from torch_ecrec.spec.settings import ask_name_servers_briefly
@@ -49,9 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Workers of pytest-xdist are told the turn: to them all tests are named.
     """
-    tiers.FRAMES = config.getoption("--tier-frames")
+    turn, frames = _turn(config), config.getoption("--tier-frames")
+    tiers.FRAMES = frames_of(turn or 0) if frames is None else frames
     if not hasattr(config, "workerinput"):
-        turn = _turn(config)
         config.option.turn = "all" if turn is None else str(turn)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -63,7 +63,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     `--default-dtype float64`: tests run as if their script had set it; processes that they start have their own.
     """
     parser.addoption("--turn", help="which tests run of those that take turns: a number, or all")
-    parser.addoption("--tier-frames", type=int, default=0, help="simulated servers have tiers, of so many frames")
+    parser.addoption(
+        "--tier-frames",
+        type=int,
+        help=f"simulated servers have tiers, of so many frames, 0: none (default: one of {TIER_FRAMES}, by the turn)",
+    )
     parser.addoption("--default-dtype", default="float32", help="torch's, while a test runs; float64, say")
 
 
@@ -118,6 +122,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     )
     return [
         f"hypothesis: profile {profile!r}, {drawn}, max_examples={settings.max_examples}, deadline={settings.deadline}",
+        f"simulated servers: {f'{tiers.FRAMES} frames, the rest in tiers' if tiers.FRAMES else 'all in memory'}",
         f"criteo rows: {CRITEO if CRITEO.is_file() else f'absent ({CRITEO}); the tests that need them skip'}",
     ]
 

@@ -38,6 +38,7 @@ from torch_ecrec.errors import Fenced, TrainersLost
 from torch_ecrec.layout import repair
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import SlotPlace
+from torch_ecrec.records.tiers.budget import Tier
 from torch_ecrec.server.service import Host
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.spec.settings import Settings
@@ -161,13 +162,17 @@ class SimulatedCluster:
         port = self.network.port(name, lambda word: self.plane.tell(process, word))
         if process.role == "server":
             host = self.hosts[name] = Host(name, port, self.settings)
-            host.tier = tier_of(self.scenario.tier_frames)
+            host.tier = self.tier_of(name)
             host.reader = self.shelf.reader(host, lambda: name not in self.network.dead)
             host.scribe = self.shelf.scribe(host, lambda: name not in self.network.dead)
             self.network.handlers[name] = host.handle
             return
         self.clients[name] = Client(name, port, self.scenario.job, rank, self.settings, self.scenario.snapshot_every)
         self.scripts.on_welcome(rank, self.clients[name])
+
+    def tier_of(self, name: str) -> Tier | None:
+        """The tier of a server; None: it has none."""
+        return tier_of(self.scenario.tier_frames)
 
     def on_control(self, process: VirtualProcess, word: messages.FromCoordinator) -> None:
         """The coordinator says something to a node."""

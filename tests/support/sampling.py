@@ -22,12 +22,18 @@ TURNS = 10
 SLOW_TURNS = 48
 """So many visit all slow tests but those that may take longer than `SLOW_LIMIT_S` each."""
 SLOW_LIMIT_S = 1800.0
+TIER_FRAMES = (0, 2, 0, 3, 7)
+"""In turn N all simulated servers have the N-th of these frames, and the rest of their records in tiers; 0: no tiers.
+
+Round and round, and every `TURNS` one further, so that a test whose turn comes again meets others. So the sweeps meet
+tiers, and no turn has more tests for it.
+"""
 
 SWEEPS = (  # runs of the simulated cluster, hundreds of them
     *("captures", "cuts", "damaged_captures", "damaged_memory", "early_loads", "exploration", "fuzz", "identities"),
     *("import_restores", "leaders", "links", "lives", "loading", "lost_hosts", "models", "moves", "mutations"),
     *("optimizers_cluster", "overwrites", "partial", "partial_saves", "power", "random_kills", "restores"),
-    *("restores_early", "scrubbing", "silence", "simulation", "slow", "warmed"),
+    *("restores_early", "scrubbing", "silence", "simulation", "slow", "troubled_tiers", "warmed"),
 )
 PROCESSES = (  # clusters of real processes, or many of them
     *("bench_gpu", "bench_runs", "chaos_hosts", "checkpointing", "checkpoints", "clean_end", "cli"),
@@ -60,6 +66,11 @@ TAKE_TURNS = {
 """Below `tests`: the files whose tests take more than a few seconds of a core together, and those of tools."""
 
 T = TypeVar("T")
+
+
+def frames_of(turn: int) -> int:
+    """Returns how many frames simulated servers have in a turn; 0: all is in memory."""
+    return TIER_FRAMES[(turn + turn // TURNS) % len(TIER_FRAMES)]
 
 
 def kept(tests: Sequence[T], turn: int, name: Callable[[T], str], takes_turns: Callable[[T], bool]) -> list[T]:

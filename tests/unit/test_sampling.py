@@ -1,7 +1,7 @@
 """Tests take turns, and nothing is forgotten."""
 
 from places import ROOT
-from sampling import TAKE_TURNS, TURNS, kept
+from sampling import TAKE_TURNS, TIER_FRAMES, TURNS, frames_of, kept
 
 
 def test_some_turns_visit_everything_and_each_has_about_as_much() -> None:
@@ -17,3 +17,9 @@ def test_some_turns_visit_everything_and_each_has_about_as_much() -> None:
 
 def test_what_takes_turns_is_there() -> None:
     assert not [name for name in sorted(TAKE_TURNS) if not (ROOT / "tests" / name).exists()]
+
+
+def test_each_turn_has_its_tiers_and_the_first_none() -> None:
+    assert frames_of(0) == 0 and {frames_of(turn) for turn in range(TURNS)} == set(TIER_FRAMES)
+    for turn in range(TURNS):
+        assert {frames_of(turn + TURNS * i) for i in range(len(TIER_FRAMES))} == set(TIER_FRAMES)

@@ -6,7 +6,15 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from torch_ecrec.cli.arguments import add_code, add_data, add_training, checkpoint_arguments, interval
+from torch_ecrec.cli.arguments import (
+    add_code,
+    add_data,
+    add_tier,
+    add_training,
+    checkpoint_arguments,
+    interval,
+    tier_environment,
+)
 from torch_ecrec.runtime.installed import require_torchrec
 from torch_ecrec.spec.settings import (
     ALONE_EVENTS,
@@ -17,6 +25,7 @@ from torch_ecrec.spec.settings import (
     JOB_EVENTS,
     LEADER_EVENTS,
     STORE_EVENTS,
+    TIER_EVENTS,
     WORLD_EVENTS,
     CheckpointPolicy,
 )
@@ -52,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="EVENT,...",
         help=f"of {', '.join(CHAOS_EVENTS)} (default: all of these); with --hosts, of {', '.join(HOST_EVENTS)}"
         f" (and all of these), with --elect, of {', '.join(LEADER_EVENTS)} (likewise); of"
-        f" {', '.join(FLIP_EVENTS)}, bits that change in servers' memory; of {', '.join(JOB_EVENTS)}, and with --hosts"
+        f" {', '.join(FLIP_EVENTS)}, bits that change in servers' memory; with --tier, of"
+        f" {', '.join(TIER_EVENTS)}; of {', '.join(JOB_EVENTS)}, and with --hosts"
         f" {', '.join(WORLD_EVENTS)}, for which nobody may be lost; {', '.join(ALONE_EVENTS)} alone, of a job with a"
         " cluster of its own, that saves and goes on; and of"
         f" {', '.join(BEYOND_EVENTS + STORE_EVENTS)},"
@@ -82,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=128, metavar="B", help="samples per trainer and step")
     parser.add_argument("--trainers", type=int, default=2, metavar="T", help="processes that train (default 2)")
     add_training(parser)
+    add_tier(parser)
     parser.add_argument("--out", type=Path, default=Path("chaos"), metavar="DIR", help="of the report (default chaos)")
 
 
@@ -91,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     from torch_ecrec.demo.chaos.command import check, run_chaos
     from torch_ecrec.demo.chaos.power import run_check
 
-    code = check(arguments)
+    code, servers = check(arguments), tier_environment(arguments)
     if arguments.check_power is not None:
         return run_check(arguments, code)
 
@@ -99,4 +110,4 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.checkpoint, arguments.beyond = url, "checkpoint"
         return checkpoint_arguments(arguments)
 
-    return run_chaos(arguments, code, words)
+    return run_chaos(arguments, code, words, servers)

@@ -51,6 +51,8 @@ class ParityAudit:
             return
         known = self.host.history, {source: rule.incarnations[source] for source in sources}
         left_U = held.shards[slab].seals_at(positions_U, parity=True)  # of these: what no member accounts for yet
+        if not self.scrubber.came_whole(slab, True):
+            return  # in the next round
         answers: dict[int, wire.Seals] = {}
 
         def done(member: int, answer: wire.Seals | None) -> None:
@@ -91,6 +93,9 @@ class ParityAudit:
             reply(Refused("cannot present this step"))
             return
         seals_U = held.shards[request.slab].seals_at(positions_U)
+        if not self.scrubber.came_whole(request.slab, False):
+            reply(Refused("read wrongly from a disk"))
+            return
         for rows_M, deltas_MB, _ in changes:
             seals_U[rows_M] ^= seals.seals_of(deltas_MB)
         reply(wire.Seals(torch.from_numpy(seals_U.view(np.int32))))

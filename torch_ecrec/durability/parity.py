@@ -219,6 +219,9 @@ class Parity(Durability):
             reply(Refused("cannot present these steps"))
             return
         records_UB = held.shards[slab].gather(positions, parity=is_parity)
+        if not self.scrubber.came_whole(slab, is_parity):
+            reply(Refused("read wrongly from a disk"))
+            return
         for rows_M, deltas_MB, coefficients_M in changes:
             held.code.fold_(records_UB, rows_M, deltas_MB, coefficients_M)
         reply(wire.Records(torch.from_numpy(records_UB)))

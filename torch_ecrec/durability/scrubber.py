@@ -101,6 +101,17 @@ class Scrubber:
         if len(places_M):
             self._on_found(slab, parity, np.unique(positions_U[places_M]))
 
+    def came_whole(self, slab: int, parity: bool) -> bool:
+        """Returns whether all records (or parities) that came from a disk since this was asked last fit their seals.
+
+        Those that did not are looked at: they become missing, and are repaired, unless the disk gives them now. Who was
+        given them must ask again in both cases.
+        """
+        damaged_M = self._held.shards[slab].take_damaged(parity)
+        if len(damaged_M):
+            self.look(slab, parity, damaged_M)
+        return not len(damaged_M)
+
     def scrub(self, most_bytes: int) -> int:
         """Looks at the next records or parities: so many bytes at most, but at least one.
 

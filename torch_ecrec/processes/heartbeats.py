@@ -4,7 +4,8 @@ They have a thread of their own, since what else is done later waits for the nod
 minute. So their coming says nothing of the node by itself. Before each, a *pulse* that was sent through the timers and
 the node must be back; one that is not, while neither of the two computes, says that they hang: a deadlock, or a call
 that never returns. After a lease others go on without it. It cannot always hear that, as what the coordinator says
-waits for the node, too; so a while later its process ends: somebody starts another, who has the memory.
+waits for the node, too; so a while later its process ends: somebody starts another, who has the memory. A node that
+knows why (`Node.stalled`: its disk does not answer) ends at once.
 
 No thread of Python's runs while a call in C holds the interpreter's lock. Then the coordinator asks, and one answers
 that needs no lock (`runtime/unlocked.py`); each turn of the heartbeats tells that one what it needs to know.
@@ -81,7 +82,7 @@ class Heartbeats:
         self.pause_s = min(settings.heartbeat_s, BEAT_MOST_S)
         self._heartbeat_s, self._ends_s = settings.heartbeat_s, settings.lease_s + ENDS_S
         self._due_s, self._next_s = 0.0, math.inf
-        self._pulse, self._silent = Pulse(timers, node, self.pause_s), False
+        self._node, self._pulse, self._silent = node, Pulse(timers, node, self.pause_s), False
 
     def begin(
         self,
@@ -119,6 +120,8 @@ class Heartbeats:
             log.warning("nothing ran here for %.1f s: a call held the interpreter's lock, or it was stopped", late_s)
 
     def _is_silent(self) -> bool:
+        if (stalled := self._node().stalled()) is not None:
+            end_with_stacks(f"torch-ecrec: {stalled}", stalled.exit_code)
         silent = not self._pulse.beats()
         if silent != self._silent:
             self._silent = silent

@@ -46,6 +46,7 @@ from torch_ecrec.processes.supervisor import Supervisor, await_trainers
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.membership import join_of
 from torch_ecrec.protocol.status import Gathering, Report
+from torch_ecrec.records.tiers.trouble import trouble_signals
 from torch_ecrec.runtime import allocator, byte_sums, unlocked
 from torch_ecrec.runtime.lifetime import end_at_once, end_if_it_hangs, ends_within, freeze, on_signals
 from torch_ecrec.server.service import Host
@@ -66,6 +67,7 @@ WAITS_S = 5.0  # before it is told that other trainers are waited for
 LOGS = "torch-ecrec-logs-"  # folders with logs of local clusters, where temporary files are; then who has made it
 LOGS_KEPT = 3  # of trainers that were interrupted
 LET_GO_S = 30.0  # of slots, once a membership is over: one that was taken for lost may hang, and its memory is wanted
+KEPT_SHARE, KEPT_LEAST_BYTES = 16, 8 << 20  # of a tier's memory, what is freed and kept for the next step
 ABORT_S = 5.0  # for which a trainer may wait for others in vain, once the cluster has ended
 
 
@@ -95,7 +97,10 @@ def run_server(settings: Settings, code: dict[str, int | None] | None = None) ->
     Raises:
         JoinRefused, ClusterUnavailable: see `Member`.
     """
-    allocator.keep_freed(settings.keep_freed_bytes)
+    most_bytes = settings.keep_freed_bytes
+    if settings.tier:  # what is freed and kept is memory that nobody has counted
+        most_bytes = min(most_bytes, max(KEPT_LEAST_BYTES, settings.tier_memory_bytes // KEPT_SHARE))
+    allocator.keep_freed(most_bytes)
     warm()
     freeze()
     if settings.experiment:
@@ -119,7 +124,9 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
         def run(action: Callable[[], None]) -> None:
             hosts[0].run(action)
 
-        hosts.append(Host(name, member, settings, FileScribe(run), FileReader(run)))
+        hosts.append(host := Host(name, member, settings, FileScribe(run), FileReader(run)))
+        if host.tier is not None:
+            host.tier.on_error = member.on_error
         return hosts[0]
 
     def on_control(word: messages.FromCoordinator) -> None:
@@ -150,6 +157,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
     if settings.flip_on_signal:
         signal.signal(signal.SIGUSR1, lambda *_: hosts[0].flip(parity=False))
         signal.signal(signal.SIGUSR2, lambda *_: hosts[0].flip(parity=True))
+        _trouble_on_signals(hosts[0])
     reason = _first_of(ends)
     if isinstance(reason, KeyboardInterrupt) and reason.args == (signal.SIGTERM,):
         join = settings.join or ""  # `Member` has seen that it is there
@@ -164,6 +172,14 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
     if not isinstance(reason, KeyboardInterrupt):
         log.info("%s ends: %s", member.name, reason)
     return reason
+
+
+def _trouble_on_signals(host: Host) -> None:
+    """Has signals bring the disk of its tier into trouble, where it has one."""
+    if host.tier is not None and (trouble := host.tier.trouble) is not None:
+        for kind, number in trouble_signals().items():
+            flips = kind == "flip"
+            signal.signal(number, lambda *_, k=kind, f=flips: host.flip_below() if f else trouble.begin(k))
 
 
 def _first_of(ends: queue.SimpleQueue[BaseException]) -> BaseException:

@@ -528,6 +528,14 @@ class Shard:
         records_XB, _, at = self._stores[parity].at(np.array([position]), Use.CHANGE)
         records_XB[at[0], bit // 8] ^= np.uint8(1 << (bit % 8))
 
+    def below(self, parity: bool = False) -> Positions:
+        """Returns the records that are on a disk and not in memory, (M,) int64 ascending."""
+        return self._stores[parity].below()
+
+    def flip_below_(self, position: int, bit: int, parity: bool = False) -> None:
+        """Flips one bit of such a record, as a failing disk does: for tests and `chaos`."""
+        self._stores[parity].flip_below_(position, bit)
+
 
 def warm() -> None:
     """Compiles or loads every kernel of this module."""

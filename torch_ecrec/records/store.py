@@ -107,6 +107,12 @@ class RecordStore(Protocol):
     def settle(self, reading: Any) -> None:
         """What `soon` has asked for was read."""
 
+    def below(self) -> Positions:
+        """Returns those that are on a disk and not in memory, (M,) int64: for tests and `chaos`."""
+
+    def flip_below_(self, position: int, bit: int) -> None:
+        """Flips a bit of such a one on the disk."""
+
     def prepare(self, begin: int, end: int) -> None:
         """All records from `begin` to `end` are about to be written: see `Memory.merge`."""
 
@@ -178,6 +184,12 @@ class MemoryStore:
 
     def settle(self, reading: Any) -> None:
         raise TypeError("nothing is read here")
+
+    def below(self) -> Positions:
+        return np.empty(0, np.int64)
+
+    def flip_below_(self, position: int, bit: int) -> None:
+        raise TypeError("nothing is on a disk here")
 
     def prepare(self, begin: int, end: int) -> None:
         self.memory.merge(begin * self.nbytes, end * self.nbytes)

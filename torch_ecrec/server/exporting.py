@@ -107,8 +107,12 @@ class SlotExport:
         self.scrubber.look(request.slab, request.parity, positions_U)
         if self.held.missing.lacks(request.slab, request.parity, positions_U):
             reply(Refused("missing, or damaged and being repaired"))
+            return
+        records_UB = self.held.shards[request.slab].gather(positions_U, request.parity)
+        if self.scrubber.came_whole(request.slab, request.parity):
+            reply(wire.Records(torch.from_numpy(records_UB)))
         else:
-            reply(wire.Records(torch.from_numpy(self.held.shards[request.slab].gather(positions_U, request.parity))))
+            reply(Refused("read wrongly from a disk"))
 
     def _on_hand_over(self, reply: Reply[wire.Handed]) -> None:
         slot = self.slot
@@ -119,12 +123,23 @@ class SlotExport:
         if not slot.whole or slot.going_back_to is not None or not self.snapshots.complete:
             reply(Refused("something of it is missing, or not durable yet"))
             return
+        records = self._records(False, data), self._records(True, parities)
+        kinds = [(slab, parity) for slab in range(len(data)) for parity in (False, True)]
+        if not all([self.scrubber.came_whole(*kind) for kind in kinds]):
+            reply(Refused("read wrongly from a disk"))
+            return
         if not self.stopped:
             self.stopped = True
             self.durability.stop()
-        reply(self._all(data, parities))
+        reply(self._all(data, parities, *records))
 
-    def _all(self, data: list[Positions], parities: list[Positions]) -> wire.Handed:
+    def _all(
+        self,
+        data: list[Positions],
+        parities: list[Positions],
+        data_records: list[torch.Tensor],
+        parity_records: list[torch.Tensor],
+    ) -> wire.Handed:
         slot, held, rule = self.slot, self.held, self.held.rule
         kept = self.durability.kept()
         logs = {held.index: held.log, **dict(sorted(kept.logs.items()))}
@@ -145,9 +160,9 @@ class SlotExport:
             positions=[_tensors([positions_U for positions_U, _ in entry]) for entry in entries],
             deltas=[[torch.from_numpy(deltas_UB) for _, deltas_UB in entry] for entry in entries],
             data=_tensors(data),
-            data_records=self._records(False, data),
+            data_records=data_records,
             parities=_tensors(parities),
-            parity_records=self._records(True, parities),
+            parity_records=parity_records,
         )
 
     def take_over(self, arrival: SlotImport) -> None:

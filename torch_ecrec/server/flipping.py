@@ -1,10 +1,11 @@
-"""Flips a bit in a server's memory, as failing memory does: for `torch-ecrec chaos` and tests."""
+"""Flips a bit in a server's memory, or on its disk, as failing ones do: for `torch-ecrec chaos` and tests."""
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 
@@ -37,7 +38,36 @@ def flip(slots: Iterable[Slot], parity: bool, chance: random.Random) -> bool:
     (slot, slab, rows), *_ = chance.choices(shards, [rows for _, _, rows in shards])
     position, bit = chance.randrange(rows), chance.randrange(8 * slot.shards[slab].schema.nbytes)
     slot.shards[slab].flip_(position, bit, parity)
+    _say(slot, slab, parity, position, "")
+    return True
+
+
+def flip_below(slots: Iterable[Slot], chance: random.Random) -> Callable[[], None] | None:
+    """As `flip`, of a record or parity that is on the disk of the tier, and not in memory.
+
+    Returns:
+        What reads it: nobody else may for long. None: there was none to choose from.
+    """
+    found = [
+        (slot, slab, parity, below_M)
+        for slot in slots
+        if slot.whole
+        for slab, shard in enumerate(slot.shards)
+        for parity in (False, True)
+        if len(below_M := shard.below(parity))
+    ]
+    if not found:
+        log.warning("no bit is flipped: nothing of a slot that is whole is on a disk")
+        return None
+    ((slot, slab, parity, below_M),) = chance.choices(found, [len(below_M) for *_, below_M in found])
+    position, bit = int(chance.choice(below_M)), chance.randrange(8 * slot.shards[slab].schema.nbytes)
+    slot.shards[slab].flip_below_(position, bit, parity)
+    _say(slot, slab, parity, position, " on the disk")
+    return partial(slot.scrubber.look, slab, parity, np.array([position]))
+
+
+def _say(slot: Slot, slab: int, parity: bool, position: int, where: str) -> None:
     ((table, row, member),) = slot.scrubber.places(slab, parity, np.array([position]))
     what = "parity" if parity else "record"
-    log.warning("a bit is flipped: slot %d, %s, table %s, row %d, member %d", slot.index, what, table, row, member)
-    return True
+    place = slot.index, what, table, row, member
+    log.warning("a bit is flipped%s: slot %d, %s, table %s, row %d, member %d", where, *place)

@@ -16,6 +16,7 @@ from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.protocol.waits import SlotWaits
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.records.tiers.budget import Tier
+from torch_ecrec.records.tiers.trouble import Trouble
 from torch_ecrec.server.capture import Portion
 from torch_ecrec.spec.job import JobSpec, SlabSpec
 from torch_ecrec.spec.settings import Settings, check_folder
@@ -85,7 +86,8 @@ def tier_of(settings: Settings) -> Tier | None:
     if not settings.tier:
         return None
     check_folder(Path(settings.tier))
-    return Tier(Path(settings.tier), settings.tier_memory_bytes, settings.tier_for == "parities")
+    trouble = Trouble() if settings.flip_on_signal else None
+    return Tier(Path(settings.tier), settings.tier_memory_bytes, settings.tier_for == "parities", trouble)
 
 
 class ServerProcess(Node, HostContext):

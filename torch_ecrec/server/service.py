@@ -14,7 +14,7 @@ from typing import Any
 from torch_ecrec.codec.linear import LinearCode
 from torch_ecrec.durability import policy_of
 from torch_ecrec.durability.holdings import Holdings
-from torch_ecrec.errors import TierFailed
+from torch_ecrec.errors import ClusterError, TierFailed
 from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.bounds import TEXT_MOST
@@ -23,7 +23,7 @@ from torch_ecrec.protocol.status import Report
 from torch_ecrec.protocol.wellformed import MessageValidator
 from torch_ecrec.protocol.wire import Answer, Malformed, Refused
 from torch_ecrec.records.tiers.budget import stores_of
-from torch_ecrec.server.flipping import flip
+from torch_ecrec.server.flipping import flip, flip_below
 from torch_ecrec.server.importing import SlotImport
 from torch_ecrec.server.process import CheckpointReader, Scribe, ServerProcess
 from torch_ecrec.server.slot import Slot
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 # Each time that it looks has a price, in messages about parities above all; and the node is busy for 0.1 ms per MB.
 SCRUB_BYTES = 4e6
 SCRUB_LEAST_S, SCRUB_MOST_S = 0.05, 0.5
+FLIPPED_READ_S = 0.5  # after a bit was flipped on a disk
 FOLDED = (wire.Folded, wire.Attached)  # they say how far a holder is
 TRAINERS_ONLY = (
     wire.Lookup,
@@ -284,11 +285,7 @@ class Host(ServerProcess):
         tier = self.tier
         assert tier is not None, "who reads has a tier"
 
-        def work() -> None:
-            read()
-            self.run(done)
-
-        self.emit(lambda: tier.run(work))
+        self.emit(lambda: tier.run(read, lambda: self.run(done)))
 
     # from other processes -----------------------------------------------------------------------
 
@@ -343,6 +340,22 @@ class Host(ServerProcess):
     def flip(self, parity: bool) -> None:
         """A bit of a record, or of a parity, changes by itself: for `torch-ecrec chaos`."""
         self.run(flip, list(self.slots.values()), parity, random.Random())
+
+    def flip_below(self) -> None:
+        """Likewise, of a record or parity that is on the disk of its tier; it is read a little later."""
+
+        def flip() -> None:
+            look = flip_below(list(self.slots.values()), random.Random())
+            if look is not None:
+                self.later(FLIPPED_READ_S, look)
+
+        self.run(flip)
+
+    def stalled(self) -> ClusterError | None:
+        unanswered_s = self.tier.unanswered_s if self.tier is not None else 0.0
+        if self.tier is None or unanswered_s < self.settings.lease_s:
+            return None
+        return TierFailed(f"the disk of {self.tier.folder} has not answered for {unanswered_s:.1f} s: it hangs")
 
     def _scrub_later(self) -> None:
         self.later(self._scrub_every_s, self._scrub)

@@ -91,7 +91,7 @@ class Slot(SlotContext):
         self.inbox = Inbox(self.job.trainers)
         self.push_replies: dict[int, list[Reply[wire.Acknowledged]]] = {}
         self.waiting: list[tuple[Callable[[], Any], Reply[Any]]] = []
-        self._vain_arrivals = 0  # of records from the disk, since somebody had all that he needs
+        self._vain_arrivals = 0  # of records from the disk, since anybody had all that he needs
         self.scrubber = Scrubber(self, settings.record_checks == "use", self._mend, self._compare)
         self.durability = policy(self, host, self.scrubber, settings)
         self.snapshots = SnapshotStore(self, host, self.scrubber)
@@ -150,6 +150,7 @@ class Slot(SlotContext):
         if answer is None:
             self.waiting.append((attempt, reply))
         else:
+            self._vain_arrivals = 0
             reply(answer)
 
     def progress(self) -> None:
@@ -162,7 +163,8 @@ class Slot(SlotContext):
             self.park(attempt, reply)
 
     def is_missing(self, positions: list[np.ndarray], looked: bool = False) -> bool:
-        if self.is_away(positions):
+        # First what only others can give: no disk is read again and again meanwhile.
+        if self.scrubber.beyond or self.durability.is_missing(positions) or self.is_away(positions):
             return True
         self.scrubber.on_use(positions, looked)
         return self.scrubber.beyond != "" or self.durability.is_missing(positions)
@@ -173,14 +175,13 @@ class Slot(SlotContext):
         if self.expect(positions):
             if self._vain_arrivals < VAIN_ARRIVALS:
                 return True
-            for shard, positions_U in zip(self.shards, positions, strict=True):
-                shard.bring(positions_U)
-        self._vain_arrivals = 0
-        for slab, shard in enumerate(self.shards):
+        # Also where nothing is on its way: what need not be read now (it was only just written) may have to be once
+        # there is room for the others. Who comes after this reads no disk, and uses nothing that was not looked at.
+        for shard, positions_U in zip(self.shards, positions, strict=True):
+            shard.bring(positions_U)
+        for slab in range(len(self.shards)):
             for parity in (False, True):
-                damaged_M = shard.take_damaged(parity)
-                if len(damaged_M):
-                    self.scrubber.look(slab, parity, damaged_M)
+                self.scrubber.came_whole(slab, parity)
         return False
 
     def expect(self, positions: list[np.ndarray]) -> bool:
@@ -259,6 +260,7 @@ class Slot(SlotContext):
             change = self.applier.load_(due) if isinstance(due, list) else self.applier.update_(step, due)
             if change is None:
                 return
+            self._vain_arrivals = 0
             self.inbox.on_applied(step)
             iteration = None if isinstance(due, list) else due[0].iteration
             self.not_trained = _not_trained(self.not_trained, step, iteration)

@@ -29,6 +29,7 @@ TRANSPORTS = ("sockets", "rpc")  # what carries messages between trainers and se
 CHAOS_EVENTS = ("kill-server", "kill-trainer", "kill-coordinator", "stop-server", "stop-trainer")
 SPOILS = ("look", "drop", "twice", "back")  # what is done to a step on purpose; see `server/spoiling.py`
 FLIP_EVENTS = ("flip-record", "flip-parity")  # bits that flip in servers' memory
+TIER_EVENTS = ("disk-error", "disk-full", "disk-slow", "flip-tier")  # of the disks under servers' records
 BEYOND_EVENTS = ("kill-all", "kill-beyond-r")  # more than parity repairs: all go back to a checkpoint
 STORE_EVENTS = ("full-disk", "slow-store", "failing-store")  # of where checkpoints are kept
 HOST_EVENTS = ("kill-host", "cut", "cut-trainers", "slow-link", "lossy-link")  # of hosts and of what is between them
@@ -220,7 +221,7 @@ class Settings:
         scrub_bytes_per_s: how much of its records and parities a server looks at in the background; 0: nothing, and
             damage is found where something is read for a repair or a checkpoint only.
         flip_on_signal: of a server; for `torch-ecrec chaos`. 1: a bit of a record flips at SIGUSR1, and of a parity at
-            SIGUSR2.
+            SIGUSR2; and with a tier its disk gets into trouble at real-time signals (`records/tiers/trouble.py`).
         spoil: of a server; for `torch-ecrec chaos --check-power`. How the step `spoil_step` is made wrongly, of which
             nobody is told: "drop", without one push; "twice"; "back", with one record as it was before; or "look",
             rightly, and it is said what it changes.

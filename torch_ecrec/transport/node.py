@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol
 
+from torch_ecrec.errors import ClusterError
 from torch_ecrec.protocol.messages import OfMember, Placement
 from torch_ecrec.protocol.wire import A, Answer, Malformed, Ok, Outcome, Refused, Request, Unknown
 from torch_ecrec.transport.complaints import Complaints
@@ -248,6 +249,10 @@ class Node:
         return True
 
     # outside run --------------------------------------------------------------------------------
+
+    def stalled(self) -> ClusterError | None:
+        """Returns with what this process must end, since what it waits for hangs; None: it may go on. On any thread."""
+        return None
 
     def handle(self, request: Request[Any], reply: Callable[[Answer], None]) -> None:
         """Handles a request of another process. Calls `reply` once, at once or later."""

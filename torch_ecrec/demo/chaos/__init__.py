@@ -18,6 +18,10 @@ Events of `FLIP_EVENTS` come alone: a bit of a record or a parity flips in the m
 (SIGUSR1, SIGUSR2). The next instant comes once it was found and repaired; a flip that nobody found fails the run. So
 that no bit may differ at the end, servers look at records whenever they use them then, and faster in the background.
 
+Events of `TIER_EVENTS` go with `--tier`, and come alone, too: a server's disk fails some reads, is slow for a second,
+hangs or is full for good, or has a bit of a record that is not in memory flipped. What hangs for longer than a lease,
+or is full, costs that server, which must end by itself. The run that it is compared with has all in memory.
+
 With events of `BEYOND_EVENTS` or `STORE_EVENTS` the cluster writes checkpoints, to a `TroubledStore`. What is beyond
 parity comes once a checkpoint counts, alone, and while the store is well. Trouble of the store lasts until it was felt
 (a checkpoint was void by that very error, or opens had to wait); other events go on meanwhile, but the coordinator is

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from torch_ecrec.spec.settings import (
     HOST_EVENTS,
     LEADER_EVENTS,
     STORE_EVENTS,
+    TIER_EVENTS,
     WORLD_EVENTS,
 )
 from torch_ecrec.testing import hosts as kit
@@ -62,6 +63,7 @@ def check(arguments: argparse.Namespace) -> CodeSpec:
     check_hosts(arguments)
     if set(arguments.events) & set(ALONE_EVENTS):
         check_alone(arguments)
+    check_tier(arguments)
     if arguments.check_power is not None:
         require_int("check-power", arguments.check_power, STEPS_LEAST)
     require(0 < arguments.minutes < math.inf, f"`--minutes` must be positive, got {arguments.minutes}")
@@ -87,6 +89,19 @@ def check_alone(arguments: argparse.Namespace) -> None:
         f"`--events {kind}` does not go with `--optimizer {arguments.optimizer}`, which counts steps: a job that loads"
         " a state dict counts from 1",
     )
+
+
+def check_tier(arguments: argparse.Namespace) -> None:
+    """Raises ValueError unless the arguments go with a tier, or without one."""
+    kinds, tiered = [kind for kind in arguments.events if kind in TIER_EVENTS], arguments.tier is not None
+    require(tiered or not kinds, f"`--events {','.join(kinds)}` goes with `--tier DIR --memory SIZE`")
+    alone = set(arguments.events) & set(ALONE_EVENTS)
+    for given, name in (
+        (arguments.hosts, "--hosts"),
+        (arguments.check_power, "--check-power"),
+        (alone, f"--events {','.join(alone)}"),
+    ):
+        require(not (tiered and given), f"`--tier` does not go with `{name}`: leave one of them out")
 
 
 def check_hosts(arguments: argparse.Namespace) -> None:
@@ -124,9 +139,11 @@ def check_hosts(arguments: argparse.Namespace) -> None:
         require_etcd()
 
 
-def pace(arguments: argparse.Namespace, code: CodeSpec, logs: Path, terminal: Terminal) -> float:
+def pace(
+    arguments: argparse.Namespace, code: CodeSpec, logs: Path, terminal: Terminal, servers: Mapping[str, str]
+) -> float:
     """Returns the steps per second of an undisturbed run."""
-    run = DemoRun(arguments, code, [], logs, terminal)
+    run = DemoRun(arguments, code, [], logs, terminal, servers=servers)
     run.execute()
     times = run.record.step_times
     return (len(times) - 1) / (times[-1] - times[0])
@@ -206,13 +223,16 @@ def prepare_store(arguments: argparse.Namespace) -> tuple[TroubledStore | None, 
     return store, left_out
 
 
-def run_chaos(arguments: argparse.Namespace, code: CodeSpec, words: Callable[[str], list[str]]) -> int:
+def run_chaos(
+    arguments: argparse.Namespace, code: CodeSpec, words: Callable[[str], list[str]], servers: Mapping[str, str]
+) -> int:
     """Runs the command; returns 0 if nothing differs and all processes ended, 1 otherwise.
 
     Args:
         arguments: of the command, checked.
         code: of the cluster.
         words: what a coordinator is told that writes checkpoints to a URL.
+        servers: more of the environment of servers (`tier_environment`). The undisturbed run has all in memory.
 
     Raises:
         ValueError, TypeError: bad arguments.
@@ -228,7 +248,7 @@ def run_chaos(arguments: argparse.Namespace, code: CodeSpec, words: Callable[[st
             terminal.say(f"{kind} is left out: {reason}")
         warm()
         terminal.say("measuring the pace")
-        rate = pace(arguments, code, out / "logs" / "pace", terminal)
+        rate = pace(arguments, code, out / "logs" / "pace", terminal, servers)
         left = DISTURBED_ON_HOSTS if arguments.hosts else DISTURBED
         arguments.steps = max(PACE_STEPS, math.ceil(60 * arguments.minutes * rate * left))
         terminal.say(f"{rate:.1f} steps/s undisturbed: {arguments.steps} steps; seed {arguments.seed}")
@@ -241,7 +261,7 @@ def run_chaos(arguments: argparse.Namespace, code: CodeSpec, words: Callable[[st
         elif set(arguments.events) & set(ALONE_EVENTS):
             run = PreemptedRun(arguments, code, logs, terminal)
         else:
-            run = ChaosRun(arguments, code, logs, terminal, store, checkpoints)
+            run = ChaosRun(arguments, code, logs, terminal, store, checkpoints, servers)
         try:
             try:
                 run.execute()

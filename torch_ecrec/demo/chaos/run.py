@@ -9,8 +9,9 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -24,10 +25,15 @@ from torch_ecrec.demo.training import STALL_LIMIT_S, DemoRun, example
 from torch_ecrec.demo.troubled_store import TroubledStore
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.processes.children import descendants, end_tree, free_port
+from torch_ecrec.records.tiers.trouble import ERRORS, trouble_signals
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.spec.settings import BEYOND_EVENTS, FLIP_EVENTS, STORE_EVENTS, Settings
+from torch_ecrec.spec.settings import BEYOND_EVENTS, FLIP_EVENTS, STORE_EVENTS, TIER_EVENTS, Settings
 
-FLIP_SIGNALS = {"flip-record": signal.SIGUSR1, "flip-parity": signal.SIGUSR2}
+FLIP_SIGNALS = {
+    "flip-record": signal.SIGUSR1,
+    "flip-parity": signal.SIGUSR2,
+    "flip-tier": trouble_signals()["flip"],
+}
 FLIPPED = {  # the settings of servers whose bits flip
     "TORCH_ECREC_FLIP_ON_SIGNAL": "1",
     "TORCH_ECREC_RECORD_CHECKS": "use",
@@ -60,9 +66,10 @@ class ChaosRun(DemoRun):
         terminal: Terminal,
         store: TroubledStore | None = None,
         checkpoints: Sequence[str] = (),
+        servers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        super().__init__(arguments, code, [], logs, terminal, checkpoints)
-        if set(arguments.events) & set(FLIP_EVENTS):
+        super().__init__(arguments, code, [], logs, terminal, checkpoints, servers)
+        if set(arguments.events) & set(FLIP_EVENTS + TIER_EVENTS):
             self.environment.update(FLIPPED)
         self._store = store
         self.environment["TORCH_ECREC_GIVE_UP_S"] = f"{GIVE_UP_S:g}"
@@ -109,7 +116,13 @@ class ChaosRun(DemoRun):
     def _is_whole(self) -> bool:
         """Returns whether all that former events took is back. Called with the lock."""
         whole = self.record.settled and len(self.record.trainers) == self.arguments.trainers
-        return whole and self._awaited is None and self.record.mended >= len(self._flips())
+        found = max(self._damaged, *(entry["damaged_before"] + 1 for entry in self._flips()), 0)
+        return whole and self._awaited is None and self.record.mended >= found
+
+    @property
+    def _damaged(self) -> int:
+        """Records and parities that were found damaged."""
+        return sum(event.count for event in self.record.damaged)
 
     @property
     def _trouble(self) -> str:
@@ -177,7 +190,8 @@ class ChaosRun(DemoRun):
         for kinds, action in (
             (STORE_EVENTS, self._trouble_store),
             (BEYOND_EVENTS, self._go_beyond),
-            (FLIP_EVENTS, self._flip),
+            ((*FLIP_EVENTS, "flip-tier"), self._flip),
+            (TIER_EVENTS, self._trouble_disk),
             (("freeze-all",), self._freeze_all),
             (("second-job",), self._second_job),
         ):
@@ -224,7 +238,7 @@ class ChaosRun(DemoRun):
             send(pid, signal.SIGKILL)
 
     def _flips(self) -> list[dict[str, Any]]:
-        return [entry for entry in self.schedule if entry["event"] in FLIP_EVENTS]
+        return [entry for entry in self.schedule if entry["event"] in FLIP_SIGNALS]
 
     def _flip(self, kind: str, since_s: float) -> None:
         """Flips a bit in the memory of a server with a slot; no other event comes with it."""
@@ -234,8 +248,36 @@ class ChaosRun(DemoRun):
             if member is None:
                 return
             pid = self.record.pids[member]
-            self._note(kind, number, member, pid, since_s)
+            self._note(kind, number, member, pid, since_s, damaged_before=self._damaged)
         send(pid, FLIP_SIGNALS[kind])
+
+    def _trouble_disk(self, kind: str, since_s: float) -> None:
+        """Brings the disk of a server with a slot into trouble; no other event comes with it."""
+        trouble = {"disk-error": "errors", "disk-full": "full"}.get(kind) or self._random.choice(("slow", "hung"))
+        with self._lock:
+            number = self._random.randrange(self.code.slots)
+            member = self.record.target("server", number)
+            if member is None:
+                return
+            pid, failed = self.record.pids[member], self._failed_reads(member)
+            if trouble in ("full", "hung"):  # it ends by itself
+                self.record.on_kill(kind, "server", number, time.time())
+            if trouble == "errors":
+
+                def felt() -> str:
+                    with self._lock:
+                        more = self._failed_reads(member) - failed
+                    return f"{more} reads failed" if more >= ERRORS else ""
+
+                self._begin(kind, number, f"{member} (pid {pid})", since_s, 0.0, felt, lambda: None)
+            else:
+                self._note(kind, number, member, pid, since_s, trouble=trouble)
+        send(pid, trouble_signals()[trouble])
+
+    def _failed_reads(self, member: str) -> int:
+        """Reads of a server's disk that have failed, as it said last. Called with the lock."""
+        slots = [slot for one in self.record.members if one.name == member for slot in one.report.slots or []]
+        return sum(slot.tier_failed_reads for slot in slots)
 
     def _begin(
         self,
@@ -325,9 +367,10 @@ class ChaosRun(DemoRun):
                 found.append(f"{at}: nobody went back to a checkpoint")
             if entry.get("felt") == "":
                 found.append(f"{at}: nobody felt it")
-        flips, damaged = len(self._flips()), sum(event.count for event in self.record.damaged)
-        if not flips == damaged == self.record.mended:
-            found.append(f"{flips} bits were flipped, {damaged} found and {self.record.mended} repaired")
+        flips, damaged, mended = len(self._flips()), self._damaged, self.record.mended
+        fits = flips <= damaged if "disk-error" in self.arguments.events else flips == damaged
+        if not fits or damaged != mended:
+            found.append(f"{flips} bits were flipped, {damaged} found and {mended} repaired")
         used = sum(event.used for event in self.record.damaged)
         if used:
             found.append(f"{used} damaged records may have been used")
@@ -385,7 +428,7 @@ class ChaosRun(DemoRun):
         self._stopped = {}
 
 
-def send(pid: int, number: signal.Signals) -> None:
+def send(pid: int, number: int) -> None:
     """Sends a signal to a process, which may have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)

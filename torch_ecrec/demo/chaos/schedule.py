@@ -18,11 +18,12 @@ from torch_ecrec.spec.settings import (
     JOB_EVENTS,
     LEADER_EVENTS,
     STORE_EVENTS,
+    TIER_EVENTS,
     WORLD_EVENTS,
 )
 
 EVERY_KIND = (
-    *(CHAOS_EVENTS + FLIP_EVENTS + BEYOND_EVENTS + STORE_EVENTS),
+    *(CHAOS_EVENTS + FLIP_EVENTS + TIER_EVENTS + BEYOND_EVENTS + STORE_EVENTS),
     *(HOST_EVENTS + LEADER_EVENTS + JOB_EVENTS + WORLD_EVENTS + ALONE_EVENTS),
 )
 COMBINED = CHAOS_EVENTS + HOST_EVENTS + LEADER_EVENTS
@@ -36,6 +37,7 @@ ROLES = {  # of kinds whose name does not end with it
     "full-disk": "store",
     "flip-record": "server",
     "flip-parity": "server",
+    **dict.fromkeys(TIER_EVENTS, "server"),
     "kill-host": "host",
     "cut": "cut",
     "cut-trainers": "cut",

@@ -21,9 +21,10 @@ from pathlib import Path
 
 from torch_ecrec.errors import TierFailed
 from torch_ecrec.records.store import MemoryStore, RecordStore, Stores
-from torch_ecrec.records.tiers.disk import Reader, ScratchFile, reader
+from torch_ecrec.records.tiers.disk import Reader, Watch, reader
 from torch_ecrec.records.tiers.log import GARBAGE, LEAST_SEGMENT_BYTES, bucket_of
 from torch_ecrec.records.tiers.tiered import FRAME_BYTES, ROW_BYTES, TieredStore
+from torch_ecrec.records.tiers.trouble import Trouble, file_of
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.runtime.threads import Worker, log_error
 
@@ -38,10 +39,19 @@ class Tier:
         folder: where files go. They have no names, and end with the process.
         memory_bytes: the budget.
         parities_only: data records stay in memory.
+        trouble: what is wrong with the disk now and then; None: nothing is, on purpose.
+
+    Attributes:
+        on_error: gets what a read has raised, or who takes what it has read: nobody waits for either.
     """
 
-    def __init__(self, folder: Path, memory_bytes: int, parities_only: bool = False) -> None:
+    on_error: Callable[[BaseException], object] = staticmethod(log_error)
+
+    def __init__(
+        self, folder: Path, memory_bytes: int, parities_only: bool = False, trouble: Trouble | None = None
+    ) -> None:
         self.folder, self.memory_bytes, self.parities_only = folder, memory_bytes, parities_only
+        self.trouble, self._file, self._watch = trouble, file_of(trouble), Watch()
         self.reader: Reader = reader()
         self._tiered: weakref.WeakSet[TieredStore] = weakref.WeakSet()
         self._in_memory: weakref.WeakSet[MemoryStore] = weakref.WeakSet()
@@ -49,9 +59,22 @@ class Tier:
         Worker(partial(_serve, self._work), "tier", log_error).start()
         weakref.finalize(self, self._work.put, None)
 
-    def run(self, work: Callable[[], None]) -> None:
-        """Runs work that waits for the disk, on a thread of its own, one after the other."""
+    def run(self, read: Callable[[], None], then: Callable[[], None]) -> None:
+        """Runs what waits for the disk, and then the other, on a thread of its own, one pair after the other."""
+
+        def work() -> None:
+            try:
+                read()
+                then()
+            except Exception as error:  # the seam: those who wait for this would wait for ever
+                self.on_error(error)
+
         self._work.put(work)
+
+    @property
+    def unanswered_s(self) -> float:
+        """Seconds for which the disk has not answered; 0: nothing is asked. On any thread."""
+        return self._watch.unanswered_s
 
     @property
     def how(self) -> str:
@@ -77,11 +100,12 @@ class Tier:
             return found
         cells = bucket_of(nbytes)
         needed = int(GARBAGE * rows * cells / (cells // nbytes)) + 8 * LEAST_SEGMENT_BYTES
-        disk = os.statvfs(self.folder)
+        with self._watch.waiting():
+            disk = os.statvfs(self.folder)
         free = disk.f_bavail * disk.f_frsize
         if free < needed:
             raise TierFailed(f"{self.folder} has {free:,} bytes left, and {rows:,} records need up to {needed:,}")
-        store = TieredStore(rows, nbytes, ScratchFile(self.folder, self.reader), 1)
+        store = TieredStore(rows, nbytes, self._file(self.folder, self.reader, self._watch), 1)
         self._tiered.add(store)
         self._share()
         return store

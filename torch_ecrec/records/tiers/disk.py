@@ -23,7 +23,8 @@ import mmap
 import os
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -245,6 +246,32 @@ class File(Protocol):
     def read(self, offsets_R: Numbers, lengths_R: Numbers, into: NDArray[np.uint8], at_R: Numbers) -> Any:
         """As `Reader.read`."""
 
+    def flip_(self, offset: int, bit: int) -> None:
+        """Flips one bit of the block that begins at an offset, as a failing disk does: for tests and `chaos`."""
+
+
+class Watch:
+    """Since when a disk has not answered. A disk that hangs returns no error: only another thread can notice it."""
+
+    def __init__(self) -> None:
+        self._begun_s: dict[int, float] = {}  # by thread: of what it waits for now
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The disk is asked for something within."""
+        me = threading.get_ident()
+        self._begun_s[me] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._begun_s[me]
+
+    @property
+    def unanswered_s(self) -> float:
+        """Seconds for which the oldest request has waited; 0: there is none. On any thread."""
+        begun_s = list(self._begun_s.values())
+        return time.monotonic() - min(begun_s) if begun_s else 0.0
+
 
 class ScratchFile:
     """A file without a name, read and written past the page cache where its file system can.
@@ -252,15 +279,17 @@ class ScratchFile:
     Args:
         folder: where.
         reader: reads it.
+        watch: is told what the disk is asked for; None: nobody watches.
 
     Raises:
         TierFailed: it cannot be made.
     """
 
-    def __init__(self, folder: Path, reader: Reader) -> None:
-        self._folder, self._reader = folder, reader
+    def __init__(self, folder: Path, reader: Reader, watch: Watch | None = None) -> None:
+        self._folder, self._reader, self._watch = folder, reader, watch or Watch()
         self.name = f"the file of a tier in {folder}"
-        self._handle = self._make()
+        with self._watch.waiting():
+            self._handle = self._make()
 
     def _make(self) -> int:
         """Opens a file without a name; where the file system has none such, one whose name is removed at once."""
@@ -295,6 +324,10 @@ class ScratchFile:
             os.close(self._handle)
 
     def write(self, offset: int, content: NDArray[np.uint8]) -> None:
+        with self._watch.waiting():
+            self._write(offset, content)
+
+    def _write(self, offset: int, content: NDArray[np.uint8]) -> None:
         view = content.data
         try:
             while len(view):
@@ -304,7 +337,28 @@ class ScratchFile:
             raise TierFailed(f"{self.name} cannot be written: {error.strerror}") from error
 
     def read(self, offsets_R: Numbers, lengths_R: Numbers, into: NDArray[np.uint8], at_R: Numbers) -> Any:
+        with self._watch.waiting():
+            try:
+                return self._read(offsets_R, lengths_R, into, at_R)
+            except OSError as error:  # of all reads, not of one
+                raise TierFailed(f"{self.name} cannot be read: {error.strerror}") from error
+
+    def _read(self, offsets_R: Numbers, lengths_R: Numbers, into: NDArray[np.uint8], at_R: Numbers) -> Any:
         return self._reader.read(self._handle, offsets_R, lengths_R, into, at_R)
+
+    def flip_(self, offset: int, bit: int) -> None:
+        block = untouched(BLOCK_BYTES, np.uint8)
+        os.preadv(self._handle, [block.data], offset)
+        block[bit // 8] ^= np.uint8(1 << (bit % 8))
+        os.pwrite(self._handle, block.data, offset)
+
+
+def release(array: NDArray[Any], first: int) -> None:
+    """Gives the memory of an array's items from `first` on back to the system, whole pages: they are zeros then."""
+    begin = array.ctypes.data + first * (array.nbytes // max(1, len(array)))
+    begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, (array.ctypes.data + array.nbytes) & -mmap.PAGESIZE
+    if begin < end:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
 def untouched(count: int, dtype: Any) -> NDArray[Any]:

@@ -153,6 +153,13 @@ class SegmentLog:
         versions: Places = self._begun[places_U // self.per_segment]
         return versions
 
+    def flip_(self, place: int, bit: int) -> None:
+        """Flips one bit of the record at a place in the file: for tests and `chaos`."""
+        segment, cell = divmod(place, self.per_segment)
+        bucket, cell = divmod(cell, self._per_bucket)
+        at = segment * self._segment_bytes + bucket * self._bucket_bytes + cell * self._cell_bytes + bit // 8
+        self._file.flip_(at // BLOCK_BYTES * BLOCK_BYTES, at % BLOCK_BYTES * 8 + bit % 8)
+
     def let_go(self, places_U: Places) -> None:
         """What is at these places, (U,) int64, does not count any more."""
         segments_U = places_U // self.per_segment
@@ -182,7 +189,9 @@ class SegmentLog:
     def read(
         self, places_U: Places, seals_U: SealsOf, into_XB: Bytes, at_U: Places, apart: bool = False
     ) -> NDArray[np.bool_]:
-        """Reads records, each to a place in some array.
+        """Reads records, each to a place in some array; twice, where they do not fit at first.
+
+        A read may end early, or fail, and be right when it is asked for again: that costs no repair.
 
         Args:
             places_U: (U,) int64.
@@ -195,6 +204,13 @@ class SegmentLog:
         Returns:
             (U,) bool, which do not fit their seals, or could not be read: those are zeros.
         """
+        broken_U = self._read(places_U, seals_U, into_XB, at_U, apart)
+        if broken_U.any():
+            (again,) = np.nonzero(broken_U)
+            broken_U[again] = self._read(places_U[again], seals_U[again], into_XB, at_U[again], apart)
+        return broken_U
+
+    def _read(self, places_U: Places, seals_U: SealsOf, into_XB: Bytes, at_U: Places, apart: bool) -> NDArray[np.bool_]:
         broken_U = np.zeros(len(places_U), np.bool_)
         target = into_XB.view(np.uint32), seals_U
         segments_U, cells_U = np.divmod(places_U, self.per_segment)

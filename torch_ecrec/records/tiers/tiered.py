@@ -31,6 +31,7 @@ Does not know steps: each `CHANGE` is taken for one.
 
 from __future__ import annotations
 
+import mmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +43,7 @@ from torch_ecrec.errors import TierFailed
 from torch_ecrec.records.pages import Memory
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.records.store import First, Use, View
-from torch_ecrec.records.tiers.disk import File, untouched
+from torch_ecrec.records.tiers.disk import File, release, untouched
 from torch_ecrec.records.tiers.kernels import (
     ABSENT,
     COMING,
@@ -65,6 +66,7 @@ NO_PLACE = (1 << 32) - 1
 ROW_BYTES = 4 + 4 + SEAL_BYTES + 1  # of memory for a record, wherever it is
 FRAME_BYTES = SEAL_BYTES + 4 + 8 + 4  # of memory for a frame, beside its record
 HALVE_AFTER = 1024  # steps
+SLACK, LEAST_SLACK = 16, 1024  # more frames than there should be are given back once they are a 16th, and so many
 SPARE = 1 / 32  # of the frames are emptied at once, at least
 CLEANED_AT_ONCE = 1 << 14  # records
 _ALL = np.uint32(0xFFFFFFFF)
@@ -263,6 +265,7 @@ class TieredStore:
 
     def arrive(self, reading: Reading) -> None:
         """Records were read: those that are still where they were, and that nobody has brought, get frames."""
+        self._require_whole()
         positions_A, places_A = reading.positions_A, reading.places_A
         coming_A = self._frame_P[positions_A] == COMING
         same_A = self._place_P[positions_A] == places_A
@@ -314,6 +317,13 @@ class TieredStore:
         self.damaged += len(positions_M)
         self._found.append(positions_M)
 
+    def below(self) -> Positions:
+        written_P = (self._frame_P < 0) & (self._place_P != NO_PLACE)
+        return np.flatnonzero(written_P & (self._place_P // self._log.per_segment != self._log.open_segment))
+
+    def flip_below_(self, position: int, bit: int) -> None:
+        self._log.flip_(int(self._place_P[position]), bit)
+
     def prepare(self, begin: int, end: int) -> None:
         pass  # frames are filled in turn
 
@@ -352,12 +362,37 @@ class TieredStore:
         self._call += 1
         if use in (Use.CHANGE, Use.FOLD):
             self._steps = [self._steps[1], self._call]
+            if self._top > self.frames + self.frames // SLACK + LEAST_SLACK:
+                self._shrink()
             self._halve_in -= 1
             if not self._halve_in:
                 self._halve_in = HALVE_AFTER
                 self._count_P >>= 1
                 states_F = self._meta_F[: self._top, 1]
                 states_F[:] = states_F & ~np.uint32(COUNT) | (states_F & COUNT) >> 1
+
+    def _shrink(self) -> None:
+        """Gives memory back that was needed once: to a call of many records, or before another store had its share."""
+        excess = self._in_use - self.frames
+        if excess > 0 and len(frames := self._pick(excess, self._steps[0])):
+            self._put_away(frames)
+        top = max(self.frames, self._in_use)
+        if top + top // SLACK + LEAST_SLACK >= self._top:
+            return
+        high_V = top + np.flatnonzero(self._position_F[top : self._top])
+        free_V = np.sort(self._free_F[: self._free].astype(np.int64))
+        low_V, free_V = free_V[: len(high_V)], free_V[len(high_V) :]
+        words_FW = self._records_FB.view(np.uint32)
+        copy_frames(words_FW, self._seals_F, high_V, words_FW, self._seals_F, low_V)
+        self._meta_F[low_V], self._position_F[low_V] = self._meta_F[high_V], self._position_F[high_V]
+        self._frame_P[self._positions_of(low_V)] = low_V
+        self._free = int(np.searchsorted(free_V, top))
+        self._free_F[: self._free] = free_V[: self._free]
+        self._top = top
+        for array in (self._records_FB, self._seals_F, self._position_F, self._meta_F):
+            release(array, top)
+        page = slice(top, top + mmap.PAGESIZE)  # others have a part of the first
+        self._position_F[page] = 0
 
     def _give_frames(self, absent_A: Positions, use: Use, state: int) -> None:
         """Gives absent records frames, and puts there what they are. `state`: added to that of the frames."""
@@ -502,8 +537,19 @@ class TieredStore:
             positions_V = out[begin : min(count, begin + CLEANED_AT_ONCE)]
             records_VB = np.empty((len(positions_V), self.nbytes), np.uint8)
             seals_V, every_V = self._seal_P[positions_V], np.arange(len(positions_V))
-            self._log.read(self._place_P[positions_V].astype(np.int64), seals_V, records_VB, every_V)
+            broken = self._log.read(self._place_P[positions_V].astype(np.int64), seals_V, records_VB, every_V)
+            if broken.any():
+                self._on_unclean(positions_V[broken], seals_V, every_V[broken])
             self._write(positions_V, records_VB, seals_V, every_V)
+
+    def _on_unclean(self, positions_M: Positions, seals_X: SealsOf, at_M: Positions) -> None:
+        """The file has these no more: a frame that has the whole record must write it."""
+        frames_M = self._frame_P[positions_M].astype(np.int64)
+        have_M = frames_M >= 0
+        have_M[have_M] = ~self._is(PENDING, frames_M[have_M])
+        self._meta_F[frames_M[have_M], 1] |= np.uint32(DIRTY)
+        if not have_M.all():
+            self._on_broken(positions_M[~have_M], seals_X, at_M[~have_M])
 
 
 def warm() -> None:

@@ -1,0 +1,111 @@
+"""Simulated clusters whose servers have tiers, on disks that fail, lie, and answer late."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from flipped_runs import Flipped
+from harness.membership import VirtualProcess
+from harness.scenario import Scenario
+from harness.tiers import Disks, SmallTier
+
+from torch_ecrec.errors import TierFailed
+from torch_ecrec.records.tiers.budget import Tier
+from torch_ecrec.server.slot import Slot
+
+
+class OnDisks(Flipped):
+    """A cluster whose servers have tiers.
+
+    Args:
+        scenario: what runs; `tier_frames` is not 0.
+        reads, writes: what is wrong with which, see `Disks`.
+        late: reads take their time, and some much of it.
+        checks: `Settings.record_checks`.
+
+    Attributes:
+        disks: of all servers.
+        failed: why servers ended: their disks could not be written.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        reads: Mapping[int, str] = {},
+        writes: Mapping[int, str] = {},
+        late: bool = False,
+        checks: str = "background",
+    ) -> None:
+        self.disks, self.failed = Disks(reads, writes, seed=scenario.network_seed), list[str]()
+        self.late = late
+        super().__init__(scenario, (), checks=checks)
+
+    def tier_of(self, name: str) -> Tier | None:
+        if self.late:
+            self.disks.clock = self.network.clock
+        assert self.scenario.tier_frames
+        return SmallTier(self.scenario.tier_frames, self.disks, lambda: name not in self.network.dead)
+
+    def on_welcome(self, process: VirtualProcess) -> None:
+        super().on_welcome(process)
+        name = process.name
+        if process.role != "server":
+            return
+        host: Any = self.hosts[name]
+        turn = host._turn
+
+        def asking(action: Any, args: Any) -> Any:
+            """As `Node._turn`. A process that a `TierFailed` ends does nothing more."""
+            if name in self.network.dead:
+                host._lock.release()
+                return []
+            self.disks.asking += 1
+            try:
+                return turn(action, args)
+            except TierFailed as error:
+                self.failed.append(str(error))
+                self.network.kill(name)
+                return []
+            finally:
+                self.disks.asking -= 1
+
+        host._turn = asking
+
+    def all_mended(self) -> bool:
+        """Nothing that is there is damaged."""
+        return not any(
+            len(shard.broken(np.arange(shard.parity_rows if parity else shard.data_rows), parity))
+            for slot in self.slots()
+            for shard in slot.shards
+            for parity in (False, True)
+        )
+
+    def scrub(self, most_bytes: int) -> None:
+        """At the end somebody reads all: nobody looks at a disk in the background."""
+        super().scrub(most_bytes)
+        for slot in self.slots() if self.scripts.done else ():
+            for slab, shard in enumerate(slot.shards):
+                for parity, rows in ((False, shard.data_rows), (True, shard.parity_rows)):
+                    host = self.hosts[self.slots_known[slot.index].server]
+                    host.run(self._look, slot, slab, parity, np.arange(rows))
+
+    @staticmethod
+    def _look(slot: Slot, slab: int, parity: bool, every: np.ndarray) -> None:
+        if slot.ready and not slot.dead:
+            slot.scrubber.look(slab, parity, every)
+
+    @property
+    def figures(self) -> list[Any]:
+        """What the stores of the slots that live have done."""
+        return [one for slot in self.slots() for shard in slot.shards for one in shard.tier_figures()]
+
+
+def calm(scenario: Scenario) -> Scenario:
+    """The same training without losses, in memory."""
+    undo: dict[str, Any] = {"random_kills": 0, "random_trainer_kills": 0, "random_coordinator_kills": 0, "kills": ()}
+    return dataclasses.replace(
+        scenario, network_seed=0, trainer_kills=(), noise=0.0, reborn=False, tier_frames=0, **undo
+    )
