@@ -38,6 +38,7 @@ from torch_ecrec.layout import routing, stripes
 from torch_ecrec.observe.progress import counted
 from torch_ecrec.observe.words import format_gathering
 from torch_ecrec.processes.footprint import host_name
+from torch_ecrec.processes.kernel_bits import kernel_bits
 from torch_ecrec.processes.member import Member, exit_code_of
 from torch_ecrec.processes.part_reader import FileReader
 from torch_ecrec.processes.restoring import dense_model
@@ -136,6 +137,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
             code=messages.WantedCode(**(code or {})),
             domain=settings.failure_domain or host_name(),
             experiment=settings.experiment,
+            bits=kernel_bits(),
         ),
         make,
         on_control=on_control,
@@ -296,6 +298,7 @@ class _Trainer:
             relaunched=bool(settings.launch) or restarts() > 0,
             again=bool(settings.again),
             experiment=settings.experiment,
+            bits=kernel_bits(),
         )
 
     def _at_exit(self) -> None:

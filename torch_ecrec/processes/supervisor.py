@@ -56,7 +56,11 @@ STAYS = "told to end: waits until %s have ended, for %g s at most; told again, o
 NO_ROOM = (OSError, MemoryError, RuntimeError)  # the last: no thread can be started
 FINAL = (0, 2, 3)  # exit codes of a server
 FINAL_OF_COORDINATOR = (0, DataLoss.exit_code, OtherCluster.exit_code)
-LOADED = ("torch_ecrec.processes.launch:warm", "torch_ecrec.processes.coordination")  # before processes are forked
+LOADED = (  # before processes are forked
+    "torch_ecrec.processes.launch:warm",
+    "torch_ecrec.processes.kernel_bits:kernel_bits",
+    "torch_ecrec.processes.coordination",
+)
 LOADED_FOR_HTTP = "torch_ecrec.web.server"  # so that a coordinator that takes the place of another is there at once
 
 
