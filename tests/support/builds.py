@@ -2,6 +2,6 @@
 
 from typing import Any
 
-from torch_ecrec.protocol.build import own_build
+from torch_ecrec.protocol.messages import whole_build
 
-BUILD: dict[str, Any] = {"version": own_build().version, "messages": own_build().messages}
+BUILD: dict[str, Any] = {"version": whole_build().version, "messages": whole_build().messages}

@@ -1,14 +1,14 @@
 """What this build's kernels give on fixed vectors: how two builds find that they would not give the same bits.
 
-    kernel_bits()        # {"bits of adam": "5f0c31d2a4be9977", ..., "bits of the code": "...", "bits of the layout": ...}
+    kernel_bits()        # {"bits of adam": "5f0c31d2a4be9977", ..., "bits of the code": "cb73a48e5e29122c", ...}
 
-A slot may move to a server of another build, and its parities stay with servers of the first. So both must make the same
-records of the same gradients, to the last bit. Every process says these digests when it joins, and the coordinator
-compares them (`coordinator/admission.py`); an optimizer that differs is refused by its name.
+A slot may move to a server of another build, and its parities stay with servers of the first. So both must make the
+same records of the same gradients, to the last bit. Every process says these digests when it joins, and the
+coordinator compares them (`coordinator/admission.py`); an optimizer that differs is refused by its name.
 
 The vectors have rows whose lengths are and are not those of whole vectors of the processor, all dtypes of weights,
 several trainers and steps, and every hyperparameter at its default and at another value. They are made of integers
-alone, the same with every release of NumPy. What they do not show is for `build.PROTOCOL`, and whoever changes a kernel.
+alone, the same with every release of NumPy. What they do not show is for who changes a kernel to say, by `PROTOCOL`.
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ def kernel_bits() -> dict[str, str]:
         **{name: functools.partial(_steps, optimizer(name)) for name in NAMES},
     }
     return {f"{BITS}{name}": _digest(parts()) for name, parts in made.items()}
+
+
+def digest_of_steps(one: SparseOptimizer) -> str:
+    """Returns a digest of an optimizer: the layout of its records, and what some steps make of them."""
+    return _digest(_steps(one))
 
 
 def _digest(parts: Iterator[Any]) -> str:

@@ -1,16 +1,16 @@
 """What two builds must have alike to serve one cluster together: the protocol, and all that is declared below.
 
     protocol      1: what words and bytes mean; see `PROTOCOL`
-    Push          Push(slot: int -1..281474976710656, ..., positions: list[1-D int64], ...) -> Acknowledged      7c9d02e1
+    Push          Push(slot: int -1..281474976710656, ..., positions: list[1-D int64], ...) -> Acknowledged   7c9d02e1
     word Ready    {"type": "ready"}: Ready(slot: int ge=0, ..., at: int | NoneType = None)       of the control channel
     JobSpec       JobSpec(tables: tuple[TableSpec, ...], ...); TableSpec(name: str, ...); ...
     Numba         its version: another one may compile the same kernel to other bits
     bits of adam  what the kernels give on fixed vectors (`processes/kernel_bits.py`)
 
-The version of the release is none of it: a patch that leaves all of this as it is works together with the one before, so
-that a cluster changes from one to the other server by server. Digests are told where a process joins the cluster, and in
-the first bytes of each connection. Who differs is told in what; nothing is misread. The order of a message's fields
-counts, since they travel without names. What is compatible with what: docs/protocol.md, "Builds".
+The version of the release is none of it: a patch that leaves all of this as it is works together with the one before,
+so that a cluster changes from one to the other server by server. Digests are told where a process joins the cluster,
+and in the first bytes of each connection. Who differs is told in what; nothing is misread. The order of a message's
+fields counts, since they travel without names. What is compatible with what: docs/protocol.md, "Builds".
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from torch_ecrec.spec import experiment
 from torch_ecrec.spec.job import JobSpec
 
 PROTOCOL = 1
-"""Raised by a release that means something else by the same declarations: by a word or a field, by the bytes of a frame,
-by where a record lies, by a step of an optimizer. `tests/unit/test_build.py` finds most of what needs it."""
+"""Raised by a release that means something else by the same declarations, by a word or the bytes of a frame, and by one
+that declares others or gives other bits: of that `tests/unit/test_build.py` reminds."""
 BITS = "bits of "
 WORD = "word "
 DIGEST_BYTES = 16
@@ -171,7 +171,7 @@ def refusal(own: Build, version: object, told: object) -> str:
 def other_bits(version: str, bits: Mapping[str, str], other_version: str, other: Mapping[str, str]) -> str:
     """Why a process whose kernels give `bits` may not be where others give `other`; "": it may. Who tells none has not
     computed them: it is a tool."""
-    names = sorted(name for name, _ in set(bits.items()) ^ set(other.items())) if bits and other else []
+    names = sorted({name for name, _ in set(bits.items()) ^ set(other.items())}) if bits and other else []
     if not names:
         return ""
     of = "the same version" if version == other_version else f"version {version[:40]}, there {other_version[:40]}"
