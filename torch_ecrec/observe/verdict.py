@@ -389,7 +389,7 @@ def _notes(status: Status) -> list[str]:
                 state = f"{slots_named(slots)} {'are' if len(slots) > 1 else 'is'} still there"
             found.append(f"{one.name} is drained: {state}")
     if len(versions(status)) > 1:
-        found.append(f"several versions are at work, which may be: {versions_named(status)}")
+        found.append(f"several versions are at work: {versions_named(status)}")
     safe = status.redundancy
     if safe is not None and len(safe.hosts) == 1 and status.code.protection == "parity":
         found.append(f"all servers are on one host, {safe.hosts[0].domain}: its loss is not survived")

@@ -155,7 +155,8 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
     reason = _first_of(ends)
     if isinstance(reason, KeyboardInterrupt) and reason.args == (signal.SIGTERM,):
         join = settings.join or ""  # `Member` has seen that it is there
-        await_trainers(lambda: status_of(join, settings.give_up_s), settings.grace_s, lambda: not ends.empty())
+        limit_s, name = settings.grace_s, member.name
+        await_trainers(lambda: status_of(join, settings.give_up_s), limit_s, lambda: not ends.empty(), name)
     on_signals(end_at_once)
     while not ends.empty():  # told to end just before, when the reason was another
         reason = later if isinstance(later := ends.get(), KeyboardInterrupt) else reason
