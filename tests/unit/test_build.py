@@ -88,7 +88,7 @@ def test_a_message_that_is_declared_otherwise_is_named(changes: dict[str, Any]) 
 def test_another_job_or_another_compiler_is_another_build(monkeypatch: pytest.MonkeyPatch) -> None:
     """A field of a table that the other side does not know would end it; another Numba might give other bits."""
     mine = own_build(Vocabulary([Ask]))
-    monkeypatch.setattr(build.numba, "__version__", "of others")
+    monkeypatch.setattr(build.importlib.metadata, "version", lambda package: f"another {package}")
     monkeypatch.setattr(build, "JobSpec", dataclasses.make_dataclass("JobSpec", [("tables", tuple[TableSpec, ...])]))
     other = own_build(Vocabulary([Ask, wire.Versions]))
     assert mine.difference(other).endswith("but not the same: JobSpec, Numba, Versions, VersionsAre")

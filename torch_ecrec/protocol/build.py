@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import json
 import types
 import typing
@@ -26,7 +27,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numba
 
 import torch_ecrec
 from torch_ecrec.protocol.encoding import WIRE, Vocabulary, answers_of
@@ -95,7 +95,8 @@ def own_build(vocabulary: Vocabulary = WIRE) -> Build:
 def _digests(vocabulary: Vocabulary) -> Mapping[str, str]:
     declared = {name: declaration(kind) for name, kind in {**vocabulary.requests, **vocabulary.answers}.items()}
     declared |= {"JobSpec": specification(JobSpec)}
-    return {"protocol": str(PROTOCOL), "Numba": numba.__version__, **{n: _digest(text) for n, text in declared.items()}}
+    digests = {name: _digest(text) for name, text in declared.items()}
+    return {"protocol": str(PROTOCOL), "Numba": importlib.metadata.version("numba"), **digests}
 
 
 def _digest(text: str) -> str:
