@@ -31,12 +31,7 @@ SPARE = server(3, NEW, spare=True)
 @pytest.mark.parametrize(
     ("members", "more", "drains", "says"),
     [
-        (
-            SERVING,
-            {},
-            [],
-            "no server of version 0.1.0 is there without a slot: then start one of it (`torch-ecrec serve",
-        ),
+        (SERVING, {}, [], f"no server of version {NEW} is there without a slot: then start one of it"),
         ([*SERVING, server(3, OLD, spare=True)], {}, [], "end server-3 (pid 7 on its host), and start one of it"),
         ([*SERVING, server(3, NEW, spare=True, draining=True)], {}, [], "no server of version"),
         ([*SERVING, server(3, NEW, spare=True, alive=False)], {}, [], "no server of version"),
