@@ -9,6 +9,7 @@ from coordinator_words import healthy, member, status
 
 import torch_ecrec
 from torch_ecrec.cli.upgrade import Plan
+from torch_ecrec.processes import supervisor
 from torch_ecrec.protocol.status import MemberStatus, MoveStatus, Status
 
 OLD, NEW = "0.0.9", torch_ecrec.__version__
@@ -69,3 +70,18 @@ def test_in_the_end_it_says_who_runs_what_and_what_is_left() -> None:
         "then start the coordinator again from this version (docs/howto/upgrade.md)",
         "trainer-0: of another version until they are started again",
     ]
+
+
+@pytest.mark.parametrize(
+    ("about", "waits"),
+    [({"draining": True, "spare": True}, False), ({"draining": True}, True), ({"spare": True}, True)],
+)
+def test_a_server_that_was_drained_waits_for_nobody(
+    about: dict[str, bool], waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told to end, others stay while trainers are there, which may read from them."""
+    monkeypatch.setattr(supervisor, "POLL_S", 0.0)
+    looks = iter(range(4))
+    said = status(members=[member("server-0", **about), member("server-1"), member("trainer-0")])
+    supervisor.await_trainers(lambda: said, 1e9, lambda: next(looks) == 3, "server-0")
+    assert next(looks, None) == (None if waits else 1)

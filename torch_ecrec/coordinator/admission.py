@@ -33,8 +33,8 @@ def join_refusal(state: ClusterState, join: Join) -> str | None:
         return why
     if state.job.fatal is not None:
         return f"the cluster has stopped: {state.job.fatal}"
-    if why := build_refusal(state, join):
-        return why
+    if (other := build_refusal(state, join)) is not None:
+        return other
     reason = state.job.refusal(join.job)
     return f"{reason}. {_remedy(state)}" if reason else state.launches.refusal(join)
 

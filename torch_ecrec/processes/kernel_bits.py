@@ -30,7 +30,7 @@ from torch_ecrec.layout.routing import arrange
 from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.protocol.build import BITS
 from torch_ecrec.records.initial import InitialRecords
-from torch_ecrec.records.merge import Bags, merge
+from torch_ecrec.records.merge import Bags, Part, merge
 from torch_ecrec.records.optimizer import SparseOptimizer
 from torch_ecrec.records.optimizers import NAMES, optimizer
 from torch_ecrec.records.schema import ITEM_BYTES, Schema
@@ -133,13 +133,15 @@ def _steps(one: SparseOptimizer) -> Iterator[Any]:
 
 def _merged() -> Iterator[Any]:
     for dim in DIMS:
-        pairs = []
+        pairs: list[Part] = []
         for trainer in range(3):
             positions_U = _some(trainer, 1)
             pairs.append((positions_U, _numbers(len(positions_U), dim, trainer)))
         lengths_G = np.array([2, 5, 1, 8], np.int32)
         ids_N = (_integers(int(lengths_G.sum()), 3) % np.uint64(ROWS)).astype(np.int64)
-        bags = [Bags(ids_N, lengths_G, weights, _numbers(len(lengths_G), dim, 7)) for weights in _weights(len(ids_N))]
+        bags: list[Part] = [
+            Bags(ids_N, lengths_G, weights, _numbers(len(lengths_G), dim, 7)) for weights in _weights(len(ids_N))
+        ]
         for parts in (pairs, bags, [*pairs, *bags]):
             merged = merge(parts)
             yield merged.positions
