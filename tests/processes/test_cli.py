@@ -30,6 +30,8 @@ from torch_ecrec.codec import field
 from torch_ecrec.demo import criteo, run
 from torch_ecrec.errors import ClusterUnavailable, JoinRefused
 from torch_ecrec.processes import launch
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.build import Build
 from torch_ecrec.protocol.status import Status, json_of, of_message
 from torch_ecrec.records.optimizers import NAMES as OPTIMIZERS
 from torch_ecrec.spec.job import FIELD_SIZE
@@ -415,8 +417,9 @@ def test_another_version_is_refused(
     join: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ours = torch_ecrec.__version__
-    monkeypatch.setattr(torch_ecrec, "__version__", "9.9.9")
-    says = f"refused by the cluster at {join}: version 9.9.9 joins a cluster of version {ours}"
+    other = Build("9.9.9", {**messages.whole_build().messages, "protocol": "9"})
+    monkeypatch.setattr(messages, "whole_build", lambda: other)
+    says = f"refused by the cluster at {join}: joins a cluster of another build: version 9.9.9, here {ours}; protocol 9"
     refused(["serve", "--join", join], says, capsys)
     with pytest.raises(JoinRefused, match=re.escape(says)):
         launch.connect(job(trainers=2), Settings(join=join))
@@ -426,8 +429,8 @@ def test_another_version_is_refused(
 @pytest.mark.parametrize(
     ("message", "says"),
     [
-        ({**WELL_FORMED, "version": "0.0.0"}, f"version 0.0.0 joins a cluster of version {torch_ecrec.__version__}"),
-        ({"type": "join", "role": "server"}, "version None joins a cluster of version"),
+        ({**WELL_FORMED, "messages": {**WELL_FORMED["messages"], "protocol": "0"}}, "; protocol 0, here "),
+        ({"type": "join", "role": "server"}, "join: Object missing required field `version`"),
         ({**WELL_FORMED, "code": {"k": 3}}, "code parameter k is 2 in this cluster, got 3"),
         ({**TRAINER, "job": {"tables": []}}, "at `$.job`"),
         ({**TRAINER, "rank": 2}, "trainer rank must be below 2, got 2"),

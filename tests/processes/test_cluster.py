@@ -90,6 +90,7 @@ def cluster(
     trainers: int = TRAINERS,
     environment: dict[str, str] | None = None,
     waits: bool = False,
+    supervisor: type[Supervisor] = Supervisor,
     **orders: Any,
 ) -> Iterator[Cluster]:
     """Only trainer 0 holds and pauses: the others wait for it, a step ahead at most. Shows the logs on failure.
@@ -101,13 +102,13 @@ def cluster(
     try:
         more = {"restart": False, "without_spare": "wait"} if waits else {}
         environment = {**ENVIRONMENT, **(environment or {})}
-        with Supervisor(code, spares, logs=logs, environment=environment, **more) as supervisor:
+        with supervisor(code, spares, logs=logs, environment=environment, **more) as supervising:
             try:
-                first = Orders(supervisor.join, trainers=trainers, **orders)
+                first = Orders(supervising.join, trainers=trainers, **orders)
                 for trainer in range(trainers):
                     mine = first if trainer == 0 else dataclasses.replace(first, trainer=trainer, hold=(), pause_s=0.0)
                     children.append(Child(mine, logs))
-                yield Cluster(supervisor, children)
+                yield Cluster(supervising, children)
             finally:
                 for child in children:
                     child.end()

@@ -524,10 +524,13 @@ def test_a_clock_that_is_off(off_s: float, says: str) -> None:
 
 
 def test_a_coordinator_of_another_version() -> None:
-    with coordinator("torch_ecrec.__version__ = '0.0.9'") as where:
+    other = "import torch_ecrec.protocol.build as build; torch_ecrec.__version__ = '0.0.9'"
+    with coordinator(other) as where:
+        assert ask(where).code == 0, "which may serve together with this one"
+    with coordinator(f"{other}; build.PROTOCOL = 0") as where:
         answer = ask(where)
     one = answer.bad("coordinator", "ERROR", "is a coordinator of version 0.0.9", "pip install torch-ecrec==0.0.9")
-    assert torch_ecrec.__version__ in one.found
+    assert torch_ecrec.__version__ in one.found and "; protocol 1, here 0" in one.found
 
 
 def test_etcd(tmp_path: Path) -> None:

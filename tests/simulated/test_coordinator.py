@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+from builds import BUILD
 from coordinator_harness import MEMBERS, Harness, go_back, known, reach, rejoin, told
 
 import torch_ecrec
@@ -216,7 +217,10 @@ def test_loaded_reaches_all_trainers_also_late_ones() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"role": "server", "version": "0.0.0"}, ["version 0.0.0", torch_ecrec.__version__]),
+        (
+            {"role": "server", "version": "0.0.0", "messages": {**BUILD["messages"], "protocol": "0"}},
+            ["version 0.0.0", torch_ecrec.__version__, "protocol 0"],
+        ),
         ({"role": "server", "code": {"k": 3}}, ["k is 2", "got 3"]),
         ({"role": "server", "code": {"r": 2}}, ["r is 1", "got 2"]),
         ({"role": "server", "code": {"slots": 7}}, ["slots is 3", "got 7"]),

@@ -54,6 +54,7 @@ class Process:
             "birth": f"b{number}",
         }
         self.hello["address"] = ["127.0.0.1", number]
+        self.hello |= start
         if rank >= 0:
             self.hello |= {"rank": rank, "job": JOB.to_json(), **start}
         self.wire = Wire(f"process {number}")

@@ -45,7 +45,7 @@ PROCESSES = (  # clusters of real processes, or many of them
     *("progress_shown", "signals", "slow_server", "sockets", "standbys", "started_again"),
     *("status_answers", "supervisor"),
     *("table_optimizers", "tensorboard", "tiers_run", "told_to_end", "torchrec", "transport", "unclosed"),
-    *("unlocked", "web", "web_cluster", "web_page"),
+    *("unlocked", "upgrade", "web", "web_cluster", "web_page"),
 )
 LOOPS = ("attach", "compiled", "given_numbers", "loops", "managed", "mixed", "pipelines", "probe", "reader", "values")
 STORES = ("importing", "storage_catalog", "storage_hostile", "storage_parts", "storage_s3", "storage_saves")

@@ -9,6 +9,7 @@ from router_harness import CODE, JOB, Message, Process, Running, Wire
 from torch_ecrec.coordinator.asked import PROBE_AGAIN_S
 from torch_ecrec.coordinator.regathering import REGATHER_S
 from torch_ecrec.coordinator.router import UNKNOWN_YET
+from torch_ecrec.protocol.build import BITS
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import JobSpec, TableSpec
 from torch_ecrec.transport.liveness import ALIVE, COMPUTES, GONE, UNREACHABLE
@@ -231,7 +232,9 @@ def test_another_job_or_version_does_not_rejoin() -> None:
     other = JobSpec((TableSpec("b", 31, 4, -1.0, 1.0),), CODE, 2)
     wire = running.rejoin(running.processes[1], job=other.to_json())
     assert "another job: it has tables" in wire.told("other_cluster")[0]["reason"] and wire.closed
-    assert "version 0.0" in running.rejoin(running.processes[2], version="0.0").told("refused")[0]["reason"]
+    other = {**BUILD["messages"], "protocol": "0"}
+    wire = running.rejoin(running.processes[2], version="0.0", messages=other)
+    assert "version 0.0" in wire.told("refused")[0]["reason"]
 
 
 def test_joins_wait_for_members_of_before_and_are_let_in_then() -> None:
@@ -335,8 +338,64 @@ def test_who_is_of_another_build_is_told_that_it_never_can_be_a_member() -> None
     process.hello["messages"] = {**BUILD["messages"], "Push": "another"}
     after.rejoin(process, roster=1, world=[process.name], placement=None, incarnations=[])
     (refusal,) = process.wire.told("refused")
-    assert refusal["kind"] == "other_build" and refusal["reason"].endswith("not the same: Push")
+    assert refusal["kind"] == "other_build" and "not the same: Push. They" in refusal["reason"]
     assert process.wire.closed and not after.core.members
+
+
+ADAM = {f"{BITS}adam": "1", f"{BITS}the code": "2"}
+
+
+def of_bits(bits: dict[str, str], version: str = "9.9.9") -> Message:
+    return {"version": version, "messages": {**BUILD["messages"], **bits}}
+
+
+def test_builds_whose_kernels_give_the_same_bits_are_members_together_and_others_are_refused() -> None:
+    """Whatever their versions. Compared is with who is present, also after another coordinator has begun to lead."""
+    running = Running()
+    for _ in range(4):
+        running.join("server", **of_bits(ADAM, "9.9.8"))
+    later = running.join("server", **of_bits(ADAM))
+    assert {member.version for member in running.core.members.values()} == {"9.9.8", "9.9.9"}
+    other = running.join("server", **of_bits({**ADAM, f"{BITS}adam": "3"}))
+    (refusal,) = other.wire.told("refused")
+    assert refusal["kind"] == "refused" and "(version 9.9.9, there 9.9.8): bits of adam. They" in refusal["reason"]
+    less = running.join("server", **of_bits({f"{BITS}adam": "1"}))
+    assert "bits of the code" in less.wire.told("refused")[0]["reason"]
+    tool = running.join("server", **of_bits({}))
+    assert tool.wire.told("welcome"), "which has computed none"
+    after = Running()
+    wire = after.rejoin(later, roster=1, world=[later.name], placement=None, incarnations=[])
+    assert not wire.told("fatal") and not wire.told("refused")
+    late = after.join("server", **of_bits({**ADAM, f"{BITS}adam": "3"}))
+    after.now_s = REGATHER_S + 1.0
+    after.router.on_tick(after.now_s)
+    assert late.wire.told("refused")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, ""),
+        (ADAM, ""),
+        ({**ADAM, f"{BITS}adam": "3"}, "bits of adam"),
+        ({"Push": "another"}, "not the same: Push"),
+        ({"word Ready": "another"}, "not the same: word Ready"),
+        ({"protocol": "9"}, "protocol 9, here 1"),
+    ],
+)
+def test_who_asks_before_it_joins_is_told_what_differs_and_nothing_is_wrong_with_the_cluster(
+    changes: dict[str, str], says: str
+) -> None:
+    running = Running()
+    running.join("server", **of_bits(ADAM))
+    asks = Process("server")
+    running.say(asks, type="compare", **of_bits(changes))
+    assert bool(asks.wire.told("status")) == (not says)
+    assert all(says in refusal["reason"] for refusal in asks.wire.told("refused"))
+    assert len(asks.wire.told("refused")) == bool(says) == asks.wire.closed
+    running.say(watcher := Process("server"), type="status")
+    status = watcher.wire.told("status")[0]
+    assert status["refused_messages"] == 0 and len(status["members"]) == 1
 
 
 def test_a_refused_message_of_a_member_harms_nobody() -> None:

@@ -34,6 +34,7 @@ from torch_ecrec.cli import (
     settings,
     status,
     up,
+    upgrade,
     warm,
 )
 from torch_ecrec.errors import ClusterError
@@ -69,6 +70,7 @@ COMMANDS: dict[str, Command] = {  # in the order of `--help`
     "up": up,
     "status": status,
     "drain": drain,
+    "upgrade": upgrade,
     "checkpoint": checkpoint,
     "checkpoints": checkpoints,
     "coordinator": coordinator,

@@ -14,7 +14,8 @@ from __future__ import annotations
 from torch_ecrec.coordinator.members import MemberRecord
 from torch_ecrec.coordinator.state import ClusterState
 from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.messages import Join, OfMember, OfSlot, Rejoin
+from torch_ecrec.protocol.build import bits_told, other_bits
+from torch_ecrec.protocol.messages import Compare, Join, OfMember, OfSlot, Rejoin
 from torch_ecrec.spec import experiment
 from torch_ecrec.spec.job import CodeSpec
 
@@ -32,8 +33,21 @@ def join_refusal(state: ClusterState, join: Join) -> str | None:
         return why
     if state.job.fatal is not None:
         return f"the cluster has stopped: {state.job.fatal}"
+    if (other := build_refusal(state, join)) is not None:
+        return other
     reason = state.job.refusal(join.job)
     return f"{reason}. {_remedy(state)}" if reason else state.launches.refusal(join)
+
+
+def build_refusal(state: ClusterState, word: Join | Compare) -> str | None:
+    """Why a process whose kernels give these bits may not be a member, or None.
+
+    All that are present have been compared when they joined, so one of them stands for all. Who rejoins is not
+    compared: it is of the cluster, and a newcomer who was let in before it was back is not to keep it out.
+    """
+    bits = bits_told(word.messages)
+    there = next((one for one in state.members.present() if one.bits), None)
+    return other_bits(word.version, bits, there.version, there.bits) or None if there is not None else None
 
 
 def own_run(state: ClusterState) -> str | None:

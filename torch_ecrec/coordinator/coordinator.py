@@ -296,6 +296,10 @@ class Coordinator:
         """Whether this coordinator is to end for a member that it turned away: nobody else is there."""
         return admission.refuses_to_lead(self._state, rejoin)
 
+    def build_refusal(self, word: messages.Compare) -> str | None:
+        """Why no process of that build may join, or None; see `admission.build_refusal`."""
+        return admission.build_refusal(self._state, word)
+
     def rejoin_refusal(self, rejoin: Rejoin) -> tuple[str, str] | None:
         """Why a member may not rejoin, with a kind for `fatal`, or None."""
         return admission.rejoin_refusal(self._state, rejoin)

@@ -9,11 +9,12 @@ Does not decide what follows when a member is lost (`departures.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from torch_ecrec.coordinator import domains
 from torch_ecrec.protocol.bounds import Address, Role
+from torch_ecrec.protocol.build import bits_told
 from torch_ecrec.protocol.messages import Entering, FromCoordinator, Join
 from torch_ecrec.protocol.status import Report
 
@@ -38,6 +39,7 @@ class MemberRecord:
         alive: not lost. `left`: it said that it is done. `gone_s`: when either came about; `why_gone`: why it is lost.
         draining: of a server: its slots are to move away, and no others come.
         launch: of a trainer; see `launches.py`.
+        version: of its package. `bits`: what its kernels give on fixed vectors, by name; none: it did not say.
     """
 
     name: str
@@ -59,6 +61,8 @@ class MemberRecord:
     launch: str = ""
     gone_s: float | None = None
     why_gone: str = ""
+    version: str = ""
+    bits: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def host(self) -> str:
@@ -167,6 +171,8 @@ class Members:
             address=entering.address,
             domain=entering.domain,
             launch=entering.launch,
+            version=entering.version,
+            bits=bits_told(entering.messages),
         )
 
     def heard(self, name: str, now_s: float, report: Report | None = None) -> None:

@@ -156,7 +156,11 @@ class Router:
         try:
             word = messages.from_member(message)
         except BadMessage as error:
-            self.refuse(peer, str(error), now_s, "other_build" if isinstance(error, OtherBuild) else "refused")
+            kind = "other_build" if isinstance(error, OtherBuild) else "refused"
+            if message.get("type") == "compare":
+                self._say_no(peer, str(error), kind)  # who asks before it joins has made no mistake
+            else:
+                self.refuse(peer, str(error), now_s, kind)
             return
         if isinstance(word, ForLeader) and self._is_of_before(word):
             why = f"{message['type']}: for the coordinator that led from {word.led} on"
@@ -179,9 +183,11 @@ class Router:
                 self._watchers[peer] = None
                 peer.admit()
             self._say_status(peer, now_s)
-        elif isinstance(word, (messages.Drain, messages.AskCheckpoint)):
+        elif isinstance(word, (messages.Drain, messages.Compare, messages.AskCheckpoint)):
             if isinstance(word, messages.Drain):
                 why = self.drain(word.what, word.undo)
+            elif isinstance(word, messages.Compare):
+                why = self.core.build_refusal(word) or ""
             else:
                 why = self.core.checkpoint(word.after)
             if why:  # somebody's mistake, who is told: nothing is wrong with the cluster

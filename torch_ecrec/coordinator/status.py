@@ -138,6 +138,7 @@ def _member(state: ClusterState, one: MemberRecord, now_s: float) -> MemberStatu
         domain=one.domain,
         gone_s=None if one.gone_s is None else round(now_s - one.gone_s, 3),
         why_gone=one.why_gone,
+        version=one.version,
     )
 
 

@@ -127,11 +127,24 @@ def at(address: tuple[str, int]) -> list[Finding]:
     if answer.get("type") != "status" or not isinstance(answer.get("version"), str):
         return [_stranger(where, f"it says {str(answer)[:120]}")]
     version = str(answer["version"])
-    if version != torch_ecrec.__version__:
-        found = f"{where} is a coordinator of version {version[:40]}, here is {torch_ecrec.__version__}"
+    if why := _other_build(address, version):
+        found = f"{where} is a coordinator of version {version[:40]}, here is {torch_ecrec.__version__}: {why}"
         step = f"python -m pip install torch-ecrec=={version[:40]} here, or the version of here on all other hosts"
-        return [_bad("ERROR", found, "the same version on all hosts", step)]
+        return [_bad("ERROR", found, "builds that may serve one cluster", step)]
     return [_reached(where, answer, connect_s, took_s), *_clock(where, answer.get("time_s"), asked_s, took_s)]
+
+
+def _other_build(address: tuple[str, int], version: str) -> str:
+    """Why this build may not be there; "": it may. One of the same version says so itself when it joins."""
+    if version == torch_ecrec.__version__:
+        return ""
+    from torch_ecrec.protocol.messages import whole_build
+    from torch_ecrec.transport.control import request
+
+    build = whole_build()
+    told = {"type": "compare", "version": build.version, "messages": dict(build.messages)}
+    answer = request(*address, told, ANSWER_S)
+    return str(answer.get("reason", "")) if answer.get("type") == "refused" else ""
 
 
 def _stranger(where: str, why: str) -> Finding:

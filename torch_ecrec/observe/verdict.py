@@ -24,6 +24,8 @@ from torch_ecrec.observe.words import (
     size,
     slots_named,
     trainers_named,
+    versions,
+    versions_named,
 )
 from torch_ecrec.protocol.status import MemberStatus, Status
 from torch_ecrec.protocol.status import json_of as status_as_json
@@ -386,6 +388,8 @@ def _notes(status: Status) -> list[str]:
             if slots:
                 state = f"{slots_named(slots)} {'are' if len(slots) > 1 else 'is'} still there"
             found.append(f"{one.name} is drained: {state}")
+    if len(versions(status)) > 1:
+        found.append(f"several versions are at work: {versions_named(status)}")
     safe = status.redundancy
     if safe is not None and len(safe.hosts) == 1 and status.code.protection == "parity":
         found.append(f"all servers are on one host, {safe.hosts[0].domain}: its loss is not survived")

@@ -25,6 +25,21 @@ def size(count: float) -> str:
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
 
 
+def versions(status: Status) -> dict[str, list[str]]:
+    """Returns which members run which version of the package, by version: of names, and "the coordinator"."""
+    found: dict[str, list[str]] = {}
+    for one in status.members:
+        if one.present and one.version:
+            found.setdefault(one.version, []).append(one.name)
+    found.setdefault(status.version, []).append("the coordinator")
+    return dict(sorted(found.items()))
+
+
+def versions_named(status: Status) -> str:
+    """Returns the same as text: "0.1.0: server-0, trainer-0; 0.1.1: server-1"."""
+    return "; ".join(f"{version}: {', '.join(names)}" for version, names in versions(status).items())
+
+
 def duration(seconds: float) -> str:
     """Returns a time as people read it: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
     if seconds < 10:

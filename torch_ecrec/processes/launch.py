@@ -38,6 +38,7 @@ from torch_ecrec.layout import routing, stripes
 from torch_ecrec.observe.progress import counted
 from torch_ecrec.observe.words import format_gathering
 from torch_ecrec.processes.footprint import host_name
+from torch_ecrec.processes.kernel_bits import kernel_bits
 from torch_ecrec.processes.member import Member, exit_code_of
 from torch_ecrec.processes.part_reader import FileReader
 from torch_ecrec.processes.restoring import dense_model
@@ -143,6 +144,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
             code=messages.WantedCode(**(code or {})),
             domain=settings.failure_domain or host_name(),
             experiment=settings.experiment,
+            bits=kernel_bits(),
         ),
         make,
         on_control=on_control,
@@ -161,7 +163,8 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
     reason = _first_of(ends)
     if isinstance(reason, KeyboardInterrupt) and reason.args == (signal.SIGTERM,):
         join = settings.join or ""  # `Member` has seen that it is there
-        await_trainers(lambda: status_of(join, settings.give_up_s), settings.grace_s, lambda: not ends.empty())
+        limit_s, name = settings.grace_s, member.name
+        await_trainers(lambda: status_of(join, settings.give_up_s), limit_s, lambda: not ends.empty(), name)
     on_signals(end_at_once)
     while not ends.empty():  # told to end just before, when the reason was another
         reason = later if isinstance(later := ends.get(), KeyboardInterrupt) else reason
@@ -312,6 +315,7 @@ class _Trainer:
             relaunched=bool(settings.launch) or restarts() > 0,
             again=bool(settings.again),
             experiment=settings.experiment,
+            bits=kernel_bits(),
         )
 
     def _at_exit(self) -> None:

@@ -56,7 +56,11 @@ STAYS = "told to end: waits until %s have ended, for %g s at most; told again, o
 NO_ROOM = (OSError, MemoryError, RuntimeError)  # the last: no thread can be started
 FINAL = (0, 2, 3)  # exit codes of a server
 FINAL_OF_COORDINATOR = (0, DataLoss.exit_code, OtherCluster.exit_code)
-LOADED = ("torch_ecrec.processes.launch:warm", "torch_ecrec.processes.coordination")  # before processes are forked
+LOADED = (  # before processes are forked
+    "torch_ecrec.processes.launch:warm",
+    "torch_ecrec.processes.kernel_bits:kernel_bits",
+    "torch_ecrec.processes.coordination",
+)
 LOADED_FOR_HTTP = "torch_ecrec.web.server"  # so that a coordinator that takes the place of another is there at once
 
 
@@ -354,7 +358,7 @@ class Supervisor:
         self.close()
 
 
-def await_trainers(status: Callable[[], Status], limit_s: float, over: Callable[[], bool]) -> None:
+def await_trainers(status: Callable[[], Status], limit_s: float, over: Callable[[], bool], name: str = "") -> None:
     """Returns once no trainer is there, or `over`, or after `limit_s`.
 
     For who serves and was told to end, as the trainers were, perhaps: what they save then they save from who serves.
@@ -363,13 +367,16 @@ def await_trainers(status: Callable[[], Status], limit_s: float, over: Callable[
         status: asks the coordinator; may raise ClusterError: another one is being started, perhaps.
         limit_s: at most.
         over: whether there is nothing to wait for any more.
+        name: of who waits: a server that was drained, and has no slot, is needed by nobody.
     """
     deadline_s = time.monotonic() + limit_s
     waits_for: list[str] = []
     while not over() and time.monotonic() < deadline_s:
         with contextlib.suppress(ClusterError):
-            there = [one.name for one in status().trainers]
-            if not there:
+            found = status()
+            there = [one.name for one in found.trainers]
+            drained = any(one.name == name and one.draining and one.spare for one in found.members)
+            if not there or drained:
                 return
             if there != waits_for:
                 log.info(STAYS, ", ".join(there), limit_s)

@@ -1,12 +1,16 @@
-"""What two processes must have alike to work together: the package's version, and all that is declared below.
+"""What two builds must have alike to serve one cluster together: the protocol, and all that is declared below.
 
-    Push      Push(slot: int -1..281474976710656, ..., positions: list[1-D int64], ...) -> Acknowledged      7c9d02e1
-    JobSpec   JobSpec(tables: tuple[TableSpec, ...], ...); TableSpec(name: str, ...); ...
-    kernels   the sources of all kernels: others may give other bits
+    protocol      1: what words and bytes mean; see `PROTOCOL`
+    Push          Push(slot: int -1..281474976710656, ..., positions: list[1-D int64], ...) -> Acknowledged   7c9d02e1
+    word Ready    {"type": "ready"}: Ready(slot: int ge=0, ..., at: int | NoneType = None)       of the control channel
+    JobSpec       JobSpec(tables: tuple[TableSpec, ...], ...); TableSpec(name: str, ...); ...
+    Numba         its version: another one may compile the same kernel to other bits
+    bits of adam  what the kernels give on fixed vectors (`processes/kernel_bits.py`)
 
-Of each a digest is told: where a process joins the cluster, and in the first bytes of each connection. Who differs is
-told in what; nothing is misread. The order of a message's fields counts, since they travel without names. What is
-compatible with what: docs/protocol.md, "Builds".
+The version of the release is none of it: a patch that leaves all of this as it is works together with the one before,
+so that a cluster changes from one to the other server by server. Digests are told where a process joins the cluster,
+and in the first bytes of each connection. Who differs is told in what; nothing is misread. The order of a message's
+fields counts, since they travel without names. What is compatible with what: docs/protocol.md, "Builds".
 """
 
 from __future__ import annotations
@@ -14,10 +18,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +31,16 @@ import msgspec
 import torch_ecrec
 from torch_ecrec.protocol.encoding import WIRE, Vocabulary, answers_of
 from torch_ecrec.protocol.wire import TensorOf
-from torch_ecrec.runtime.kernel_cache import digest_of_sources
 from torch_ecrec.spec import experiment
 from torch_ecrec.spec.job import JobSpec
 
+PROTOCOL = 1
+"""Raised by a release that means something else by the same declarations, by a word or the bytes of a frame, and by one
+that declares others or gives other bits: of that `tests/unit/test_build.py` reminds."""
+BITS = "bits of "
+WORD = "word "
 DIGEST_BYTES = 16
+REMEDY = "They cannot serve one cluster: end it, and start all of it with one build"
 _BOUNDS = ("gt", "ge", "lt", "le", "multiple_of", "pattern", "min_length", "max_length")
 
 
@@ -39,8 +49,8 @@ class Build:
     """What two builds must have alike: of this process, or of one that has told it.
 
     Attributes:
-        version: of the package.
-        messages: digest of each message's declaration, by the name of its class; of the job's; of the kernels.
+        version: of the package, for people. It may differ.
+        messages: the protocol, and digest of each message's declaration, by the name of its class; of the job's.
     """
 
     version: str
@@ -48,16 +58,21 @@ class Build:
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """(`DIGEST_BYTES`,) of all of it."""
-        said = json.dumps([self.version, sorted(self.messages.items())])
+        """(`DIGEST_BYTES`,) of all that must be alike."""
+        said = json.dumps(sorted(self.messages.items()))
         return hashlib.blake2b(said.encode(), digest_size=DIGEST_BYTES).digest()
 
     def difference(self, other: Build) -> str:
         """What another build has otherwise, in words; "" if nothing."""
-        if other.version != self.version:
-            return f"version {other.version[:40]}, here {self.version}"
         names = sorted({name for name, _ in set(self.messages.items()) ^ set(other.messages.items())})
-        return f"the same version {self.version}, but not the same: {', '.join(names)[:400]}" if names else ""
+        if not names:
+            return ""
+        same = other.version == self.version
+        versions = f"the same version {self.version}" if same else f"version {other.version[:40]}, here {self.version}"
+        protocols = [str(build.messages.get("protocol", "none"))[:40] for build in (other, self)]
+        if protocols[0] != protocols[1]:
+            return f"{versions}; protocol {protocols[0]}, here {protocols[1]}"
+        return f"{versions}, but not the same: {', '.join(names)[:400]}"
 
     def told(self) -> bytes:
         """For a process that seems to be of another build."""
@@ -79,8 +94,23 @@ def own_build(vocabulary: Vocabulary = WIRE) -> Build:
 @functools.lru_cache(maxsize=16)
 def _digests(vocabulary: Vocabulary) -> Mapping[str, str]:
     declared = {name: declaration(kind) for name, kind in {**vocabulary.requests, **vocabulary.answers}.items()}
-    declared |= {"JobSpec": specification(JobSpec), "kernels": digest_of_sources()}
-    return {name: hashlib.blake2b(text.encode(), digest_size=4).hexdigest() for name, text in declared.items()}
+    declared |= {"JobSpec": specification(JobSpec)}
+    digests = {name: _digest(text) for name, text in declared.items()}
+    return {"protocol": str(PROTOCOL), "Numba": importlib.metadata.version("numba"), **digests}
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def digests_of_words(kinds: Sequence[type[Any]]) -> dict[str, str]:
+    """Returns a digest for each declared word of the control channel: fields, defaults, and the type that it says."""
+    return {f"{WORD}{kind.__name__}": _digest(_word(kind)) for kind in kinds}
+
+
+def _word(kind: type[Any]) -> str:
+    defaults = list(map(repr, kind.__struct_defaults__))
+    return f"{kind.__struct_config__.tag}: {declaration(kind)} = {defaults}"
 
 
 def specification(kind: type[Any]) -> str:
@@ -120,18 +150,30 @@ def _text(hint: Any) -> str:
     return f"{name}[{', '.join(map(_text, parts))}]" if parts else name
 
 
-def is_of_experiment(name: str) -> bool:
-    """Whether what a process tells under this name is no declaration, but which experiment it takes part in."""
-    return name.startswith(experiment.PREFIX)
+def is_declared(name: str) -> bool:
+    """Whether what a process tells under this name is of its declarations: neither bits, nor of an experiment."""
+    return not name.startswith((experiment.PREFIX, BITS))
 
 
-def refusal(version: object, told: object) -> str:
+def bits_told(told: Mapping[str, str]) -> dict[str, str]:
+    """Of all that a process tells, what its kernels give on fixed vectors, by name."""
+    return {name: digest for name, digest in told.items() if name.startswith(BITS)}
+
+
+def refusal(own: Build, version: object, told: object) -> str:
     """Why a process of that version, whose messages are `told`, may not be here; "": it may, as far as this goes."""
-    if version != torch_ecrec.__version__:
-        return f"version {str(version)[:40]} joins a cluster of version {torch_ecrec.__version__}"
     if isinstance(told, dict) and told:
-        declared = {str(name): str(digest) for name, digest in told.items() if not is_of_experiment(str(name))}
-        other = Build(str(version), declared)
-        if difference := own_build().difference(other):
-            return f"joins a cluster of another build: {difference}"
+        declared = {str(name): str(digest) for name, digest in told.items() if is_declared(str(name))}
+        if difference := own.difference(Build(str(version), declared)):
+            return f"joins a cluster of another build: {difference}. {REMEDY}"
     return ""
+
+
+def other_bits(version: str, bits: Mapping[str, str], other_version: str, other: Mapping[str, str]) -> str:
+    """Why a process whose kernels give `bits` may not be where others give `other`; "": it may. Who tells none has not
+    computed them: it is a tool."""
+    names = sorted({name for name, _ in set(bits.items()) ^ set(other.items())}) if bits and other else []
+    if not names:
+        return ""
+    of = "the same version" if version == other_version else f"version {version[:40]}, there {other_version[:40]}"
+    return f"its kernels give other bits than those of this cluster ({of}): {', '.join(names)[:400]}. {REMEDY}"

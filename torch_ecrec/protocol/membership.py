@@ -49,7 +49,6 @@ from torch_ecrec.errors import (
 )
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.bounds import NO_SECRET, Address, Role
-from torch_ecrec.protocol.build import own_build
 from torch_ecrec.protocol.messages import BadMessage
 from torch_ecrec.spec.experiment import Experiment
 from torch_ecrec.spec.job import CodeSpec, JobSpec
@@ -84,16 +83,19 @@ def join_of(
     address: Address | None = None,
     led: int = 0,
     experiment: Experiment = NO_EXPERIMENT,
+    bits: Mapping[str, str] | None = None,
 ) -> messages.Join:
     """Returns what a process of this build says to join; the fields are those of `messages.Join`.
+
+    `bits`: what its kernels give on fixed vectors (`processes/kernel_bits.py`); None: it has not computed them.
 
     Raises:
         ValueError: no process can be so: a trainer without a job, say.
     """
-    build = own_build()
+    build = messages.whole_build()
     return messages.Join(
         version=build.version,
-        messages={**build.messages, **experiment.variables()},
+        messages={**build.messages, **(bits or {}), **experiment.variables()},
         role=role,
         birth=birth,
         pid=pid,

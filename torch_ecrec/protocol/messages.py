@@ -13,13 +13,14 @@ Invariants.
 - Every string, list and table has a most, so that a member's word takes a bounded place wherever it is kept.
 - A version (of the roster, epoch, era, incarnation, life) that a member says is at most 2**53: there is always a next
   one, which any reader of JSON has without rounding.
-- A member of another version of this package, or with other messages of the data plane, is told so, whatever else its
-  message looks like.
+- A member whose build may not be here (`build.py`) is told so, whatever else its message looks like.
 """
 
 from __future__ import annotations
 
+import functools
 import ipaddress
+import typing
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -60,7 +61,7 @@ from torch_ecrec.protocol.bounds import (
     Url,
     Version,
 )
-from torch_ecrec.protocol.build import refusal
+from torch_ecrec.protocol.build import Build, digests_of_words, own_build, refusal
 from torch_ecrec.protocol.recoveries import Renewal as Renewal
 from torch_ecrec.protocol.recoveries import Renewals
 from torch_ecrec.protocol.recoveries import Restored as Restored
@@ -285,6 +286,16 @@ class Drain(ForLeader, frozen=True, kw_only=True, tag="drain"):
 
     what: Text
     undo: bool = False
+
+
+class Compare(Said, frozen=True, tag="compare"):
+    """May a process of this build be a member? The answer is a `Status`, or a refusal with what differs.
+
+    `messages`: as of `Entering`.
+    """
+
+    version: Text
+    messages: Annotated[dict[Text, Text], Meta(min_length=1, max_length=MESSAGES_MOST)]
 
 
 class AskCheckpoint(ForLeader, frozen=True, kw_only=True, tag="checkpoint"):
@@ -689,7 +700,8 @@ OfMember = (
     | Progress
     | OfCheckpoint
 )
-FromMember = Join | Rejoin | AskStatus | Watch | Stop | Drain | AskCheckpoint | OfMember
+TOOLS = (AskStatus, Watch, Stop, Drain, Compare, AskCheckpoint)  # not between members: whoever says one is answered
+FromMember = Join | Rejoin | AskStatus | Watch | Stop | Drain | Compare | AskCheckpoint | OfMember
 FromCoordinator = (
     Welcome
     | Refused
@@ -719,7 +731,7 @@ FromCoordinator = (
 
 def from_member(message: Mapping[str, Any]) -> FromMember:
     """What arrived at the coordinator. Raises BadMessage if it is not exactly one of the messages above."""
-    if message.get("type") in ("join", "rejoin"):
+    if message.get("type") in ("join", "rejoin", "compare"):
         _check_build(message)
     if message.get("type") == "progress":
         return _progress(message)
@@ -739,8 +751,16 @@ def _progress(message: Mapping[str, Any]) -> Progress:
 
 def _check_build(message: Mapping[str, Any]) -> None:
     """Before anything else of it is looked at, which another build may mean otherwise."""
-    if reason := refusal(message.get("version"), message.get("messages")):
+    if reason := refusal(whole_build(), message.get("version"), message.get("messages")):
         raise OtherBuild(reason)
+
+
+@functools.cache
+def whole_build() -> Build:
+    """Returns the build of this process, with the words of the control channel."""
+    build, kinds = own_build(), {*typing.get_args(FromMember), *typing.get_args(FromCoordinator)}
+    words = digests_of_words(sorted(kinds - set(TOOLS), key=lambda kind: str(kind.__name__)))
+    return Build(build.version, {**build.messages, **words})
 
 
 def from_coordinator(message: Mapping[str, Any]) -> FromCoordinator:

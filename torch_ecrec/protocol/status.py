@@ -295,6 +295,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
         domain: of a server, what it is lost together with, the widest first; "": it did not say.
         gone_s: seconds since it was lost, or left; None: it is there.
         why_gone: why it was taken for lost; "": it was not.
+        version: of the package that it runs.
     """
 
     name: str
@@ -313,6 +314,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
     domain: str = ""
     gone_s: float | None = None
     why_gone: str = ""
+    version: str = ""
 
     @property
     def host(self) -> str:

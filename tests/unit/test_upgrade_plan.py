@@ -1,0 +1,87 @@
+"""What `torch-ecrec upgrade` does next, by a status: whom it drains, where it waits, and what it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from coordinator_words import healthy, member, status
+
+import torch_ecrec
+from torch_ecrec.cli.upgrade import Plan
+from torch_ecrec.processes import supervisor
+from torch_ecrec.protocol.status import MemberStatus, MoveStatus, Status
+
+OLD, NEW = "0.0.9", torch_ecrec.__version__
+
+
+def server(number: int, version: str, **more: Any) -> MemberStatus:
+    return member(f"server-{number}", version=version, **more)
+
+
+def of(*members: MemberStatus, hosts: tuple[int, ...] = (0, 1, 2), **more: Any) -> Status:
+    """Slot i is on server hosts[i]."""
+    slots = [type(one)(one.slot, f"server-{host}", 0, True) for one, host in zip(healthy(3), hosts, strict=True)]
+    return status(version=OLD, slots=slots, members=list(members), **more)
+
+
+SERVING = [server(number, OLD) for number in range(3)]
+SPARE = server(3, NEW, spare=True)
+
+
+@pytest.mark.parametrize(
+    ("members", "more", "drains", "says"),
+    [
+        (SERVING, {}, [], f"no server of version {NEW} is there without a slot: then start one of it"),
+        ([*SERVING, server(3, OLD, spare=True)], {}, [], "end server-3 (pid 7 on its host), and start one of it"),
+        ([*SERVING, server(3, NEW, spare=True, draining=True)], {}, [], "no server of version"),
+        ([*SERVING, server(3, NEW, spare=True, alive=False)], {}, [], "no server of version"),
+        ([*SERVING, SPARE], {}, ["server-0"], "server-0: 0; server-1: 1; server-2: 2. The next one moves soon"),
+        ([*SERVING, SPARE, server(4, OLD, spare=True)], {}, ["server-4"], "The next one moves soon"),
+        ([*SERVING[1:], server(0, OLD, draining=True), SPARE], {}, [], "The next one moves soon"),
+        ([*SERVING, SPARE], {"move": MoveStatus(0, "server-3")}, ["server-0"], "Slot 0 is being copied to server-3"),
+    ],
+)
+def test_what_is_done_next(members: list[MemberStatus], more: dict[str, Any], drains: list[str], says: str) -> None:
+    plan = Plan.of(of(*members, **more))
+    assert plan.to_drain == drains and says in plan.progress("10.0.0.1:29400")
+    assert plan.has_room or not drains, "nothing is marked where there is no room"
+
+
+def test_slots_that_are_repaired_come_first() -> None:
+    said = of(*SERVING, SPARE)
+    said.slots[1] = type(said.slots[1])(1, "server-1", 0, False)
+    assert "Others are being repaired first" in Plan.of(said).progress("")
+
+
+def test_two_slots_of_one_server_are_both_left() -> None:
+    plan = Plan.of(of(*SERVING[:2], SPARE, hosts=(0, 1, 0)))
+    assert plan.left == {"server-0": [0, 2], "server-1": [1]}
+
+
+def test_in_the_end_it_says_who_runs_what_and_what_is_left() -> None:
+    new = [server(number, NEW) for number in (3, 4, 5)]
+    trainers = [member("trainer-0", version=OLD)]
+    plan = Plan.of(of(server(2, OLD, spare=True, draining=True), *new, *trainers, hosts=(3, 4, 5)))
+    assert not plan.left and plan.summary().splitlines() == [
+        "upgraded: no slot is on a server of another version."
+        f" {OLD}: server-2, trainer-0, the coordinator; {NEW}: server-3, server-4, server-5",
+        "end server-2: they have no slot any more",
+        "then start the coordinator again from this version (docs/howto/upgrade.md)",
+        "trainer-0: of another version until they are started again",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("about", "waits"),
+    [({"draining": True, "spare": True}, False), ({"draining": True}, True), ({"spare": True}, True)],
+)
+def test_a_server_that_was_drained_waits_for_nobody(
+    about: dict[str, bool], waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told to end, others stay while trainers are there, which may read from them."""
+    monkeypatch.setattr(supervisor, "POLL_S", 0.0)
+    looks = iter(range(4))
+    said = status(members=[member("server-0", **about), member("server-1"), member("trainer-0")])
+    supervisor.await_trainers(lambda: said, 1e9, lambda: next(looks) == 3, "server-0")
+    assert next(looks, None) == (None if waits else 1)
