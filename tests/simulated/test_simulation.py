@@ -358,7 +358,12 @@ def test_far_slots_lost_together():
 def test_beyond_the_code_it_stops_and_says_what_is_lost():
     run = simulate(Scenario(kills=((0, 2), (1, 2)), settle_first=False))
     assert run.fatal is not None
-    for words in ("slots [0, 1] are lost together", "(k, r) = (2, 1)", "rows of 3 tables (a, b, c)", "restore"):
+    for words in (
+        "slots [0, 1] are lost together",
+        "(k, r) = (2, 1)",
+        "rows of 3 tables (a, b, c)",
+        "no checkpoints are kept",
+    ):
         assert words in run.fatal
     with pytest.raises(AssertionError, match="stopped"):
         run.check_against(undisturbed(TWO_ONE, 4))

@@ -118,7 +118,7 @@ class Nobody:
     """A process with one slot and no others."""
 
     era, frozen, origin, history, snapshot_slots = 0, False, 0, (0, False), ()
-    scribe, checkpointing = None, Checkpointing()
+    scribe, checkpointing, tier = None, Checkpointing(), None
 
     def __init__(self) -> None:
         self.told: list[dict[str, Any]] = []

@@ -18,6 +18,7 @@ EXAMPLES: tuple[tuple[Event, dict[str, Any]], ...] = (
         {"event": "joined", "member": "trainer-1", "role": "trainer", "rank": 1, "pid": 7},
     ),
     (events.Back("server-0", 7), {"event": "back", "member": "server-0", "pid": 7}),
+    (events.Killed("server-2"), {"event": "killed", "member": "server-2"}),
     (
         events.Cut([("server-0", "server-1")], ["server-0"], ""),
         {"event": "cut", "pairs": [["server-0", "server-1"]], "fenced": ["server-0"], "why": ""},

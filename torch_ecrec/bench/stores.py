@@ -226,6 +226,12 @@ class Keyed:
     def broken_run(self, first: int, end: int) -> Positions:
         return np.empty(0, np.int64)  # none is in memory
 
+    def below(self) -> Positions:
+        return np.empty(0, np.int64)
+
+    def flip_below_(self, position: int, bit: int) -> None:
+        raise TypeError("no bit flips here")
+
     def take_damaged(self) -> Positions:
         return np.empty(0, np.int64)
 

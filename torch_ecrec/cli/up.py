@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     from torch_ecrec.processes.supervisor import Supervisor, await_trainers, prepare_logs
 
     told: list[int] = []  # to end: the signals
-    over = threading.Event()
+    over, teller = threading.Event(), None
     require_guarded(arguments)
     require_experiment(arguments)
     require_watchable(arguments)
@@ -118,10 +118,13 @@ def run(arguments: argparse.Namespace) -> int:
             print(text, flush=True)
             if not arguments.quiet:
                 shows = arguments.logs is not None  # else the processes' own lines are there
-                Worker(lambda: _tell_changes(cluster, over, shows), "verdict", log_error).start()
+                teller = Worker(lambda: _tell_changes(cluster, over, shows), "verdict", log_error)
+                teller.start()
         while cluster.ended is None and not told:
             time.sleep(0.1)
         over.set()
+        if teller is not None:
+            teller.join(SILENT_S)  # it may still import, which must not be while the interpreter ends
         if not told:
             why = _why(cluster.ended or 0, arguments.checkpoint)
             print(f"torch-ecrec: the coordinator ended with {cluster.ended}{why}", file=sys.stderr)

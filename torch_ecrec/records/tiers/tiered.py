@@ -577,3 +577,6 @@ class _Nothing:
 
     def read(self, offsets_R: Any, lengths_R: Any, into: Any, at_R: Any) -> Any:
         raise AssertionError("nothing is read")
+
+    def flip_(self, offset: int, bit: int) -> None:
+        raise AssertionError("nothing is there to flip")
