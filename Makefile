@@ -43,7 +43,7 @@ ifneq ($(strip $(WANTED)),$(strip $(shell cat $(VENV)/.pinned 2>/dev/null)))
 .PHONY: $(VENV)/.pinned
 endif
 # What may be inside a kernel, as torch_ecrec/runtime/kernel_cache.py has it: where one changed, all are compiled again.
-KERNELS := $(wildcard torch_ecrec/codec/*.py torch_ecrec/layout/*.py torch_ecrec/records/*.py torch_ecrec/records/optimizers/*.py torch_ecrec/runtime/*.py torch_ecrec/client/pooling.py torch_ecrec/storage/row_ids.py torch_ecrec/storage/seen.py torch_ecrec/compat/numba.py torch_ecrec/compat/python.py)
+KERNELS := $(wildcard torch_ecrec/codec/*.py torch_ecrec/layout/*.py torch_ecrec/records/*.py torch_ecrec/records/optimizers/*.py torch_ecrec/records/tiers/*.py torch_ecrec/runtime/*.py torch_ecrec/client/pooling.py torch_ecrec/storage/row_ids.py torch_ecrec/storage/seen.py torch_ecrec/compat/numba.py torch_ecrec/compat/python.py torch_ecrec/errors.py)
 
 # Do they load together? (An FBGEMM of another torch, or the CUDA one over the CPU one, does not.)
 define LOADED

@@ -55,7 +55,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 ROOMS = ("codec", "layout", "records", "runtime")
 FILES = (
     *("client/pooling.py", "storage/row_ids.py", "storage/seen.py"),
-    *("compat/numba.py", "compat/python.py"),
+    *("compat/numba.py", "compat/python.py", "errors.py"),
 )
 
 
