@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+from conftest import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiered_pairs import (
@@ -21,10 +24,14 @@ from tiered_pairs import (
     tiny,
 )
 
+from torch_ecrec.errors import TierFailed
 from torch_ecrec.records.store import Use
 from torch_ecrec.records.tiers import log as segments
+from torch_ecrec.records.tiers.budget import Tier
 from torch_ecrec.records.tiers.disk import ScratchFile
 from torch_ecrec.records.tiers.tiered import TieredStore
+from torch_ecrec.records.tiers.trouble import Trouble
+from torch_ecrec.server.service import Host
 
 
 @settings(max_examples=60)
@@ -89,3 +96,61 @@ def test_a_bit_that_flips_in_the_file_is_found(tmp_path: Path) -> None:
         assert not len(store.take_damaged())
         store.look(below)
         assert store.take_damaged().tolist() == [flipped]
+
+
+def tier_of(folder: Path) -> tuple[Tier, Trouble, Any]:
+    """A tier whose disk may be in trouble, and a store of it with records in the file."""
+    tier = Tier(folder, 64 << 20, trouble=Trouble())
+    assert tier.trouble is not None
+    store: Any = tier.make(20_000, 16, False, True)
+    store.frames = 10
+    for position in range(0, 20_000, 500):
+        store.at(np.arange(position, position + 500), Use.REPLACE)
+    assert len(store.below())
+    return tier, tier.trouble, store
+
+
+def test_trouble_of_a_disk_is_felt(tmp_path: Path) -> None:
+    _, trouble, store = tier_of(tmp_path)
+    trouble.begin("errors")
+    store.look(store.below()[:1])
+    assert store.figures().failed_reads == 2, "once more, and in vain"
+    assert len(store.take_damaged()) == 1
+    trouble.begin("full")
+    with pytest.raises(TierFailed, match="cannot be written: No space left on device"):
+        for position in range(0, 20_000, 500):
+            store.at(np.arange(position, position + 500), Use.REPLACE)
+    for again in (lambda: store.at(np.arange(3), Use.READ), lambda: store.look(np.arange(3))):
+        with pytest.raises(TierFailed):
+            again()
+
+
+def test_a_disk_that_hangs_is_seen_from_another_thread(tmp_path: Path) -> None:
+    tier, trouble, store = tier_of(tmp_path)
+    assert tier.unanswered_s == 0.0
+    trouble.begin("hung")
+    arrived: list[bool] = []
+    tier.run(lambda: store.look(store.below()[:1]), lambda: arrived.append(True))
+    wait_until(lambda: tier.unanswered_s > 0.2, 60.0, "somebody waits for the disk")
+    host = SimpleNamespace(tier=tier, settings=SimpleNamespace(lease_s=0.1))
+    with mock.patch.object(tier, "folder", Path("/data")):
+        error = Host.stalled(host)  # type: ignore[arg-type]
+    assert isinstance(error, TierFailed) and "the disk of /data has not answered for 0." in str(error)
+    host.settings.lease_s = 1000.0
+    assert Host.stalled(host) is None and not arrived  # type: ignore[arg-type]
+    trouble._until_s = 0.0  # it answers after all
+    wait_until(lambda: bool(arrived) and tier.unanswered_s == 0.0, 60.0, "it has answered")
+
+
+def test_what_a_read_raises_is_told_and_the_next_ones_run(tmp_path: Path) -> None:
+    tier, errors, done = Tier(tmp_path, 1 << 20), list[BaseException](), list[int]()
+    tier.on_error = errors.append
+
+    def fails() -> None:
+        raise TierFailed("no more")
+
+    tier.run(fails, lambda: done.append(1))
+    tier.run(lambda: None, fails)
+    tier.run(lambda: None, lambda: done.append(2))
+    wait_until(lambda: done == [2], 60.0, "the last one has run")
+    assert [str(error) for error in errors] == ["no more"] * 2
