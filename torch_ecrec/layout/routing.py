@@ -553,8 +553,9 @@ def warm() -> None:
     there = route_bags(Layout(1, 1, 0, 1), some, one, torch.ones(1, dtype=torch.float32, device="cpu"))
     for dtype in (torch.float32, torch.bfloat16):
         there.join([torch.zeros(1, 1, dtype=dtype, device="cpu")], 1)
-    there.split(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
-    zero = np.zeros(1, np.int64)
+    zero, sums = np.zeros(1, np.int64), np.zeros((1, 1), np.float32)
+    _add_bags(sums, zero, np.zeros(1, np.bool_), sums.copy())  # of bags that are not in the order of slots
+    _take_bags(sums, zero, sums.copy())
     for ids in (np.zeros(1, np.int32), np.zeros(1, np.int64)):
         for lengths in (np.ones((1, 1), np.int32), np.ones((1, 1), np.int64)):
             Homes(zero, zero, zero, zero + 1).route(1, ids, lengths, np.empty(0, np.float32))
