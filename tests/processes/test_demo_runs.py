@@ -3,40 +3,16 @@
 import contextlib
 import http.client
 import json
-import os
 import re
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import MARK, ROOT, leftover, wait_for_none
+from demo_command import END_LIMIT_S, demo
 from test_cli import command
 
 from torch_ecrec.demo import criteo, report
-
-RUN_LIMIT_S = 800.0  # only a hang reaches it, and the next
-END_LIMIT_S = 300.0
-
-
-def demo(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command on a few made-up rows, and asserts that nothing is left of it."""
-    criteo.write_synthetic(out / "rows.tsv", rows=1000, seed=3)
-    command = [sys.executable, "-m", "torch_ecrec", "demo", "--data", str(out / "rows.tsv"), "--out", str(out)]
-    done = subprocess.run(
-        [*command, "--steps", "30", "--batch-size", "32", *words],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=RUN_LIMIT_S,
-    )
-    print(done.stdout, done.stderr)
-    left = wait_for_none(lambda: leftover(os.getpid(), os.environ[MARK]), END_LIMIT_S)
-    assert not left, f"left running: {left}"
-    return done
 
 
 def test_the_live_page_is_served_meanwhile(tmp_path: Path) -> None:

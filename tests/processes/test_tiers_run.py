@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import MARK, ROOT, leftover, wait_for_none
-
-from torch_ecrec.demo import criteo
+from demo_command import demo
 
 RUN_LIMIT_S = 800.0  # only a hang reaches it, and the next
-END_LIMIT_S = 300.0
 
 
-def demo(out: Path, *words: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """Runs the command on a few made-up rows; returns what it said, and its result. Nothing of it is left."""
-    criteo.write_synthetic(out / "rows.tsv", rows=1000, seed=3)
-    command = [sys.executable, "-P", "-m", "torch_ecrec", "demo", "--data", str(out / "rows.tsv"), "--out", str(out)]
-    done = subprocess.run(
-        [*command, "--steps", "30", "--batch-size", "128", *words],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=RUN_LIMIT_S,
-    )
-    print(done.stdout, done.stderr)
-    left = wait_for_none(lambda: leftover(os.getpid(), os.environ[MARK]), END_LIMIT_S)
-    assert not left, f"left running: {left}"
+def tiered(out: Path, *words: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """Runs the demo; returns what it said, and its result."""
+    done = demo(out, "--batch-size", "128", *words)
     result = out / "result.json"
     return done, json.loads(result.read_text()) if result.exists() else {}
 
@@ -42,7 +26,8 @@ def test_with_few_records_in_memory_and_a_kill_it_is_the_run_in_memory(tmp_path:
     tier = tmp_path / "tier"
     tier.mkdir()
     memory = {"all": "4MB", "parities": "20MiB"}[kind]
-    done, result = demo(tmp_path, "--tier", str(tier), "--memory", memory, "--tier-for", kind, "--kill", "server:1@15")
+    words = ("--tier", str(tier), "--memory", memory, "--tier-for", kind)
+    done, result = tiered(tmp_path, *words, "--kill", "server:1@15")
     assert done.returncode == 0 and "EQUAL" in done.stdout, done.stderr
     assert len(result["kills"]) == 1 and result["equal"] is True
     hosts = [server for server in result["servers"] if server["slots"]]
@@ -52,7 +37,7 @@ def test_with_few_records_in_memory_and_a_kill_it_is_the_run_in_memory(tmp_path:
 
 
 def test_too_little_memory_is_said_with_how_much_it_takes(tmp_path: Path) -> None:
-    done, _ = demo(tmp_path, "--tier", str(tmp_path), "--memory", "400kB", "--no-compare")
+    done, _ = tiered(tmp_path, "--tier", str(tmp_path), "--memory", "400kB", "--no-compare")
     assert done.returncode == 3
     assert (
         "`tier_memory_bytes` of 400,000 is too little for the records of this server: give it at least" in done.stderr

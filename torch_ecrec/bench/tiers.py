@@ -23,7 +23,7 @@ import numpy as np
 
 from torch_ecrec.bench import record, workload
 from torch_ecrec.bench.experiment import Experiment, Mode, Model, Part, Running, parse_mode
-from torch_ecrec.bench.train import Blocks, summarise
+from torch_ecrec.bench.train import Blocks, add_blocks, add_shape, shape_of, summarise
 from torch_ecrec.records.tiers.budget import FOR_LOGS
 from torch_ecrec.records.tiers.disk import BLOCK_BYTES, Reader, ScratchFile, reader, untouched
 from torch_ecrec.records.tiers.log import READ_BYTES, SEGMENT_BYTES
@@ -163,14 +163,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError, TypeError: bad arguments; nothing was started.
     """
-    shape = workload.resized(
-        workload.SHAPES[arguments.shape],
-        rows=arguments.rows,
-        dim=arguments.dim,
-        batch=arguments.batch_size,
-        data=str(arguments.data) if arguments.data else None,
-    )
-    require(arguments.data is None or arguments.shape == "criteo", "`--data` goes with `--shape criteo`")
+    shape = shape_of(arguments)
     record.require_counts(arguments, "blocks", "trainers")
     check_folder(arguments.tier)
     modes = modes_of(arguments, shape)
@@ -206,17 +199,8 @@ def run(arguments: argparse.Namespace) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `torch-ecrec bench tiers`."""
     parser.add_argument("--tier", type=Path, required=True, metavar="DIR", help="a folder on the disk to measure")
-    parser.add_argument("--shape", choices=list(workload.SHAPES), default="embedding-heavy")
     parser.add_argument("--shares", default="0.25,0.1", metavar="A,B,...", help="of records in memory (0.25,0.1)")
     parser.add_argument("--parities", action=argparse.BooleanOptionalAction, default=True, help="on disk alone, too")
-    parser.add_argument("--blocks", type=int, default=5, metavar="N", help="turns of each system (default 5)")
-    parser.add_argument("--seconds", type=float, default=4.0, help="length of a block, about (default 4)")
-    parser.add_argument("--least-steps", type=int, default=8, help="steps of a block, at least (default 8)")
-    parser.add_argument("--warmup", type=int, default=60, metavar="N", help="steps, twice, before the first block")
-    parser.add_argument("--trainers", type=int, default=2, metavar="T")
-    parser.add_argument("--rows", type=int, help="rows per table, instead of the shape's")
-    parser.add_argument("--dim", type=int, help="embedding dim, instead of the shape's")
-    parser.add_argument("--batch-size", type=int, help="samples per trainer and step, instead of the shape's")
-    parser.add_argument("--data", type=Path, metavar="FILE", help="Criteo rows, for --shape criteo")
-    parser.add_argument("--seed", type=int, default=0)
+    add_shape(parser)
+    add_blocks(parser, warmup=60)
     record.add_files(parser, "build/bench", copies=True)

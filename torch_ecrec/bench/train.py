@@ -125,16 +125,21 @@ def draw(shape: str, lines: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def check(arguments: argparse.Namespace) -> tuple[workload.Shape, list[Mode]]:
-    """Returns the model's shape and the modes. Raises ValueError or TypeError if an argument is wrong."""
-    shape = workload.resized(
+def shape_of(arguments: argparse.Namespace) -> workload.Shape:
+    """Returns the model's shape (`add_shape`). Raises ValueError or TypeError if an argument is wrong."""
+    require(arguments.data is None or arguments.shape == "criteo", "`--data` goes with `--shape criteo`")
+    return workload.resized(
         workload.SHAPES[arguments.shape],
         rows=arguments.rows,
         dim=arguments.dim,
         batch=arguments.batch_size,
         data=str(arguments.data) if arguments.data else None,
     )
-    require(arguments.data is None or arguments.shape == "criteo", "`--data` goes with `--shape criteo`")
+
+
+def check(arguments: argparse.Namespace) -> tuple[workload.Shape, list[Mode]]:
+    """Returns the model's shape and the modes. Raises ValueError or TypeError if an argument is wrong."""
+    shape = shape_of(arguments)
     default = DEFAULT_OF_SEQUENCES if shape.sequence else DEFAULT
     modes = [parse_mode(name) for name in (arguments.systems or default).split(",")]
     for mode in modes:
@@ -200,15 +205,28 @@ def run(arguments: argparse.Namespace) -> int:
     return experiment.finish(content, lines, record.table(lines), lambda: draw(arguments.shape, lines), arguments.json)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `torch-ecrec bench train`."""
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """Adds the model, its trainers and their batches. `shape_of` reads the shape."""
     parser.add_argument("--shape", choices=list(workload.SHAPES), default="embedding-heavy")
-    parser.add_argument("--systems", metavar="A,B,...", help=f"default {DEFAULT}; for sequence {DEFAULT_OF_SEQUENCES}")
+    parser.add_argument("--trainers", type=int, default=2, metavar="T")
+    parser.add_argument("--rows", type=int, help="rows per table, instead of the shape's")
+    parser.add_argument("--dim", type=int, help="embedding dim, instead of the shape's")
+    parser.add_argument("--batch-size", type=int, help="samples per trainer and step, instead of the shape's")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="Criteo rows, for --shape criteo")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def add_blocks(parser: argparse.ArgumentParser, warmup: int) -> None:
+    """Adds what `Blocks` is made of. `warmup`: the default."""
     parser.add_argument("--blocks", type=int, default=5, metavar="N", help="turns of each system (default 5)")
     parser.add_argument("--seconds", type=float, default=4.0, help="length of a block, about (default 4)")
     parser.add_argument("--least-steps", type=int, default=8, help="steps of a block, at least (default 8)")
-    parser.add_argument("--warmup", type=int, default=8, metavar="N", help="steps, twice, before the first block")
-    parser.add_argument("--trainers", type=int, default=2, metavar="T")
+    parser.add_argument("--warmup", type=int, default=warmup, metavar="N", help="steps, twice, before the first block")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `torch-ecrec bench train`."""
+    parser.add_argument("--systems", metavar="A,B,...", help=f"default {DEFAULT}; for sequence {DEFAULT_OF_SEQUENCES}")
     parser.add_argument(
         "--device",
         choices=["cpu", "cuda"],
@@ -229,10 +247,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="G",
         help="rate of each host's link, each way (default: no limit)",
     )
-    parser.add_argument("--rows", type=int, help="rows per table, instead of the shape's")
-    parser.add_argument("--dim", type=int, help="embedding dim, instead of the shape's")
-    parser.add_argument("--batch-size", type=int, help="samples per trainer and step, instead of the shape's")
     parser.add_argument("--checkpoint-every", type=int, default=100, metavar="X", help="steps, for torchrec+ckpt")
-    parser.add_argument("--data", type=Path, metavar="FILE", help="Criteo rows, for --shape criteo")
-    parser.add_argument("--seed", type=int, default=0)
+    add_shape(parser)
+    add_blocks(parser, warmup=8)
     record.add_files(parser, "build/bench", copies=True)

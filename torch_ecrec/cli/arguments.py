@@ -8,7 +8,7 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # it loads torch: not to read a command line
 
 STORE_S = 60.0  # for one small file, at the start
 QUIET_S = 2.0  # in which nothing is said of what is waited for
+ASK_S = 0.5  # pause between two looks of who waits for something
+ASKED_S = 10.0  # until the first answer
 
 
 def port(text: str) -> int:
@@ -376,6 +378,30 @@ def told_to_wait(join: str, limit_s: float) -> Iterator[None]:
         late.cancel()
 
 
+def asker(join: str) -> Callable[..., dict[str, Any]]:
+    """Returns what asks whoever leads: `ask(word, limit_s, led=False)` gives the answer to a message.
+
+    Args:
+        join: where the coordinator is looked for.
+
+    With `led` the message says whom it is for: another one, that leads by then, refuses it.
+    """
+    from torch_ecrec.transport.control import request
+    from torch_ecrec.transport.etcd import Leader
+    from torch_ecrec.transport.whereabouts import reach, whereabouts
+
+    where = whereabouts(join)
+
+    def ask(word: Mapping[str, Any], limit_s: float, led: bool = False) -> dict[str, Any]:
+        def said(leader: Leader, seconds: float) -> dict[str, Any]:
+            return request(*leader.address, {**word, **({"led": leader.revision} if led else {})}, seconds)
+
+        with told_to_wait(join, limit_s):
+            return reach(where, limit_s, said)[0]
+
+    return ask
+
+
 def add_grace(parser: argparse.ArgumentParser) -> None:
     """Adds the time for which a process that is told to end still serves its trainers."""
     parser.add_argument(
@@ -471,7 +497,7 @@ def size(text: str) -> int:
 
 
 def add_tier(parser: argparse.ArgumentParser) -> None:
-    """Adds where servers keep records that do not fit in memory. `tier_of` reads it."""
+    """Adds where servers keep records that do not fit in memory. `settings_of` reads it."""
     group = parser.add_argument_group("tables larger than memory", "docs/tiers.md")
     group.add_argument(
         "--tier",
@@ -491,7 +517,7 @@ def add_tier(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def tier_of(arguments: argparse.Namespace) -> dict[str, Any]:
+def _tier_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings that `add_tier` has read. Raises ValueError if they are not right: says how."""
     found: dict[str, Any] = {}
     if arguments.tier is not None:
@@ -505,23 +531,28 @@ def tier_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "--tier DIR and --memory SIZE go together: where records go, and how much memory they may take before",
     )
     require("tier" in found or not found, "--tier-for goes with --tier DIR and --memory SIZE")
-    if "tier" in found:
-        check_folder(Path(found["tier"]))
     return found
 
 
 def tier_environment(arguments: argparse.Namespace) -> dict[str, str]:
-    """Returns the variables that give servers what `add_tier` has read. Raises ValueError as `tier_of`."""
-    return {f"TORCH_ECREC_{name.upper()}": str(value) for name, value in tier_of(arguments).items()}
+    """Returns the variables that give servers what `add_tier` has read. Raises ValueError if they are not right."""
+    found = _tier_settings(arguments)
+    if "tier" in found:
+        check_folder(Path(found["tier"]))
+    return {f"TORCH_ECREC_{name.upper()}": str(value) for name, value in found.items()}
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """Returns the settings of the environment, overridden by the command line (`add_join`, `add_grace`, `add_tier`)."""
     join, grace_s = getattr(arguments, "join", None), getattr(arguments, "grace", None)
     overrides: dict[str, Any] = {"join": join} if join else {}
-    if hasattr(arguments, "tier"):
-        overrides |= tier_of(arguments)
-    return Settings.from_environment(**overrides, **({} if grace_s is None else {"grace_s": grace_s}))
+    serves = hasattr(arguments, "tier")
+    if serves:
+        overrides |= _tier_settings(arguments)
+    settings = Settings.from_environment(**overrides, **({} if grace_s is None else {"grace_s": grace_s}))
+    if serves and settings.tier:
+        check_folder(Path(settings.tier))
+    return settings
 
 
 def add_end_with_parent(parser: argparse.ArgumentParser, tells: bool) -> None:

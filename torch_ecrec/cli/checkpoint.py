@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch_ecrec.cli.arguments import add_join, asks, told_to_wait
+from torch_ecrec.cli.arguments import ASK_S, ASKED_S, add_join, asker, asks
 
 if TYPE_CHECKING:
     from torch_ecrec.protocol.status import CheckpointsStatus
 
 HELP = "has a checkpoint written now, and waits until it counts"
-ASK_S = 0.5  # pause between two looks
-ASKED_S = 10.0  # until the first answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,22 +24,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Asks for it again and again until it counts, so that a new coordinator hears of it, too."""
     from torch_ecrec.observe.progress import Progress
     from torch_ecrec.protocol.status import of_message
-    from torch_ecrec.transport.control import request
-    from torch_ecrec.transport.etcd import Leader
-    from torch_ecrec.transport.whereabouts import reach, whereabouts
 
     settings, join = asks(arguments)
-    where, last = whereabouts(join), ""
+    ask, last = asker(join), ""
     after: int | None = None  # of a later step of training than this
-
-    def ask(leader: Leader, seconds: float) -> dict[str, Any]:
-        return request(*leader.address, {"type": "checkpoint", "after": after, "led": leader.revision}, seconds)
-
     with Progress("parts of it are written", 0) as shown:
         while True:
             limit_s = min(ASKED_S, settings.give_up_s) if after is None else settings.give_up_s
-            with told_to_wait(join, limit_s):
-                answer, _ = reach(where, limit_s, ask)
+            answer = ask({"type": "checkpoint", "after": after}, limit_s, led=True)
             if answer["type"] == "refused":
                 raise ValueError(answer["reason"])
             status = of_message(answer)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch_ecrec.cli.arguments import add_join, asks, told_to_wait
+from torch_ecrec.cli.arguments import ASK_S, ASKED_S, add_join, asker, asks
 
 if TYPE_CHECKING:
     from torch_ecrec.protocol.status import Status
 
 HELP = "moves all slots away from a server, or from a host or rack, without spending redundancy"
-ASK_S = 0.5  # pause between two looks
-ASKED_S = 10.0  # until the first answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,21 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Asks for the drain again and again until no slot is left, so that a new coordinator hears of it, too."""
     from torch_ecrec.protocol.status import of_message
-    from torch_ecrec.transport.control import request
-    from torch_ecrec.transport.etcd import Leader
-    from torch_ecrec.transport.whereabouts import reach, whereabouts
 
     settings, join = asks(arguments)
-    where, accepted, last = whereabouts(join), False, ""
-
-    def ask(leader: Leader, seconds: float) -> dict[str, Any]:
-        word = {"type": "drain", "what": arguments.what, "undo": arguments.undo, "led": leader.revision}
-        return request(*leader.address, word, seconds)
-
+    ask, accepted, last = asker(join), False, ""
+    word = {"type": "drain", "what": arguments.what, "undo": arguments.undo}
     while True:
         limit_s = settings.give_up_s if accepted else min(ASKED_S, settings.give_up_s)
-        with told_to_wait(join, limit_s):
-            answer, _ = reach(where, limit_s, ask)
+        answer = ask(word, limit_s, led=True)
         if answer["type"] == "refused":
             if not accepted:
                 raise ValueError(answer["reason"])

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from pathlib import Path
 
 from torch_ecrec.cli.arguments import add_end_with_parent, add_grace, add_join, add_tier, settings_of
-from torch_ecrec.spec.settings import check_folder
 
 HELP = "one server process"
 
@@ -37,8 +35,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.failure_domain is not None:
         settings = dataclasses.replace(settings, failure_domain=arguments.failure_domain)
     wanted = {"k": arguments.k, "r": arguments.r, "slots": arguments.servers}
-    if settings.tier:
-        check_folder(Path(settings.tier))
     if settings.join is not None:
         require_whereabouts(settings.join)  # before the kernels are loaded
     if not arguments.end_with_parent:

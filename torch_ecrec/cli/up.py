@@ -33,7 +33,6 @@ from torch_ecrec.cli.arguments import (
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.runtime.lifetime import on_signals
 from torch_ecrec.runtime.threads import Worker, log_error
-from torch_ecrec.spec.settings import check_folder
 
 if TYPE_CHECKING:
     from torch_ecrec.processes.supervisor import Supervisor
@@ -85,8 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
     require_store(arguments)
     events = [] if arguments.events is None else ["--events", str(arguments.events.resolve())]
     settings, tier = settings_of(arguments), tier_environment(arguments)
-    if settings.tier:
-        check_folder(Path(settings.tier))
     if arguments.logs is not None:
         prepare_logs(arguments.logs)
     warm(tells=not arguments.end_with_parent)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch_ecrec
-from torch_ecrec.cli.arguments import add_join, asks, told_to_wait
+from torch_ecrec.cli.arguments import ASK_S, ASKED_S, add_join, asker, asks
 from torch_ecrec.observe.words import versions_named
 from torch_ecrec.runtime.checks import require
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from torch_ecrec.protocol.status import MemberStatus, Status
 
 HELP = "moves all slots to servers of this version, server by server, while training goes on"
-ASK_S = 0.5  # pause between two looks
-ASKED_S = 10.0  # until the first answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,24 +35,16 @@ def run(arguments: argparse.Namespace) -> int:
     from torch_ecrec.processes.launch import warm
     from torch_ecrec.protocol.messages import whole_build
     from torch_ecrec.protocol.status import of_message
-    from torch_ecrec.transport.control import request
-    from torch_ecrec.transport.etcd import Leader
-    from torch_ecrec.transport.whereabouts import reach, whereabouts
 
     settings, join = asks(arguments)
-    where, build = whereabouts(join), whole_build()
+    ask, build, limit_s = asker(join), whole_build(), settings.give_up_s
 
-    def ask(word: dict[str, Any], limit_s: float = settings.give_up_s) -> dict[str, Any]:
-        def said(leader: Leader, seconds: float) -> dict[str, Any]:
-            led = {"led": leader.revision} if word["type"] == "drain" else {}
-            return request(*leader.address, {**word, **led}, seconds)
-
-        with told_to_wait(join, limit_s):
-            return reach(where, limit_s, said)[0]
+    def look() -> Status:
+        return of_message(ask({"type": "status"}, limit_s))
 
     def compare(bits: dict[str, str]) -> Status:
         told = {"type": "compare", "version": build.version, "messages": {**build.messages, **bits}}
-        answer = ask(told, min(ASKED_S, settings.give_up_s))
+        answer = ask(told, min(ASKED_S, limit_s))
         if answer["type"] == "refused":
             raise ValueError(f"this build may not serve the cluster at {join}: {answer['reason']}")
         return of_message(answer)
@@ -74,14 +64,14 @@ def run(arguments: argparse.Namespace) -> int:
         require(begun or plan.has_room, f"nothing was moved: {plan.lacks_room(join)}")
         begun = True
         for name in plan.to_drain:
-            answer = ask({"type": "drain", "what": name})
-            if answer["type"] == "refused" and is_there(of_message(ask({"type": "status"})), name):
+            answer = ask({"type": "drain", "what": name}, limit_s, led=True)
+            if answer["type"] == "refused" and is_there(look(), name):
                 raise ValueError(f"{name} cannot be drained: {answer['reason']}")
         if (news := plan.progress(join)) != last:
             print(news, flush=True)
         last = news
         time.sleep(ASK_S)
-        status = of_message(ask({"type": "status"}))
+        status = look()
 
 
 def is_there(status: Status, name: str) -> bool:

@@ -22,7 +22,6 @@ from torch_ecrec.protocol.messages import Known, Placement
 from torch_ecrec.protocol.status import Report
 from torch_ecrec.protocol.wellformed import MessageValidator
 from torch_ecrec.protocol.wire import Answer, Malformed, Refused
-from torch_ecrec.records.tiers.budget import stores_of
 from torch_ecrec.server.flipping import flip, flip_below
 from torch_ecrec.server.importing import SlotImport
 from torch_ecrec.server.process import CheckpointReader, Scribe, ServerProcess
@@ -278,7 +277,7 @@ class Host(ServerProcess):
         self, job: JobSpec, index: int, incarnation: int, incarnations: list[int], fresh: bool, filled: bool = False
     ) -> Holdings:
         sealed = self.settings.record_checks != "none"
-        stores = stores_of(self.tier)
+        stores = None if self.tier is None else self.tier.make
         return Holdings(job, self.code, self.layouts, index, incarnation, incarnations, fresh, sealed, filled, stores)
 
     def read_tier(self, read: Callable[[], None], done: Callable[[], None]) -> None:

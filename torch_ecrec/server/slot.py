@@ -172,9 +172,8 @@ class Slot(SlotContext):
     def is_away(self, positions: list[np.ndarray]) -> bool:
         if all(shard.in_memory for shard in self.shards):
             return False
-        if self.expect(positions):
-            if self._vain_arrivals < VAIN_ARRIVALS:
-                return True
+        if self.expect(positions) and self._vain_arrivals < VAIN_ARRIVALS:
+            return True
         # Also where nothing is on its way: what need not be read now (it was only just written) may have to be once
         # there is room for the others. Who comes after this reads no disk, and uses nothing that was not looked at.
         for shard, positions_U in zip(self.shards, positions, strict=True):
@@ -195,6 +194,8 @@ class Slot(SlotContext):
         return away
 
     def tend_tiers(self) -> None:
+        if self.host.tier is None:
+            return
         for shard in self.shards:
             for reading, parity in shard.soon():
                 self.host.read_tier(reading.run, partial(shard.settle, reading, parity))
@@ -297,8 +298,7 @@ class Slot(SlotContext):
         """Lets go of what nobody can ask for any more."""
         self.log.forget(self.checkpoints.keeps(self.rule.may_forget()))
         self.snapshots.forget(self.checkpoints.keeps(self.rule.watermark))
-        if self.host.tier is not None:
-            self.tend_tiers()
+        self.tend_tiers()
 
     # its life -----------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from torch_ecrec.errors import TierFailed
-from torch_ecrec.records.store import MemoryStore, RecordStore, Stores
+from torch_ecrec.records.store import MemoryStore, RecordStore
 from torch_ecrec.records.tiers.disk import Reader, Watch, reader
 from torch_ecrec.records.tiers.log import GARBAGE, LEAST_SEGMENT_BYTES, bucket_of
 from torch_ecrec.records.tiers.tiered import FRAME_BYTES, ROW_BYTES, TieredStore
@@ -130,8 +130,3 @@ class Tier:
 def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (one := work.get()) is not None:
         one()
-
-
-def stores_of(tier: Tier | None) -> Stores | None:
-    """Returns what makes the stores of a server; None: all are in memory."""
-    return None if tier is None else tier.make

@@ -212,9 +212,7 @@ class TieredStore:
     def seals_at(self, positions_U: Positions) -> SealsOf:
         frame_U, place_U = self._frame_P[positions_U].astype(np.int64), self._place_P[positions_U]
         seals_U = np.where(place_U == NO_PLACE, 0, self._seal_P[positions_U]).astype(np.uint32)
-        there_U = frame_U >= 0
-        whole_U = there_U.copy()
-        whole_U[there_U] = ~self._is(PENDING, frame_U[there_U])
+        there_U, whole_U = frame_U >= 0, self._whole(frame_U)
         new_U = (place_U == NO_PLACE) & ~whole_U
         if self._first is not None and new_U.any():
             seals_U[new_U] = seals.seals_of(self._first(positions_U[new_U]))
@@ -224,8 +222,7 @@ class TieredStore:
 
     def broken_run(self, first: int, end: int) -> Positions:
         frame_U = self._frame_P[first:end].astype(np.int64)
-        (some,) = np.nonzero(frame_U >= 0)
-        some = some[~self._is(PENDING, frame_U[some])]
+        (some,) = np.nonzero(self._whole(frame_U))
         found: Positions = first + some[seals.broken(self._records_FB, self._seals_F, frame_U[some])]
         return found
 
@@ -259,19 +256,35 @@ class TieredStore:
         )
         if not count:
             return None, coming > 0
-        positions_A = new_U[:count]
+        return self._reading(new_U[:count]), True
+
+    def _reading(self, positions_A: Positions) -> Reading:
+        """Returns what reads some records, which are in the file."""
         places_A = self._place_P[positions_A].astype(np.int64)
-        return Reading(file, positions_A, places_A, self._seal_P[positions_A], self.nbytes), True
+        return Reading(self._log, positions_A, places_A, self._seal_P[positions_A], self.nbytes)
+
+    def _unmoved(self, reading: Reading) -> NDArray[np.bool_]:
+        """Which records are still where they were when it was made: what was read is what they are in the file."""
+        same_A: NDArray[np.bool_] = self._place_P[reading.positions_A] == reading.places_A
+        return same_A & (self._log.versions(reading.places_A) == reading.versions_A)
+
+    def _written(self, positions_V: Positions) -> NDArray[np.bool_]:
+        """Which records are on the disk, and not only in the segment that is still in memory."""
+        place_V = self._place_P[positions_V]
+        there_V: NDArray[np.bool_] = place_V != NO_PLACE
+        return there_V & (place_V // self._log.per_segment != self._log.open_segment)
+
+    def _whole(self, frames_V: Positions) -> NDArray[np.bool_]:
+        """Which of some frames, less than 0 for none, have the whole record."""
+        return (frames_V >= 0) & ~self._is(PENDING, np.maximum(frames_V, 0))
 
     def arrive(self, reading: Reading) -> None:
         """Records were read: those that are still where they were, and that nobody has brought, get frames."""
         self._require_whole()
-        positions_A, places_A = reading.positions_A, reading.places_A
+        positions_A = reading.positions_A
         coming_A = self._frame_P[positions_A] == COMING
-        same_A = self._place_P[positions_A] == places_A
-        same_A &= self._log.versions(places_A) == reading.versions_A
         self._frame_P[positions_A[coming_A]] = ABSENT
-        (some,) = np.nonzero(coming_A & same_A)
+        (some,) = np.nonzero(coming_A & self._unmoved(reading))
         if not len(some):
             return
         self._call += 1
@@ -290,20 +303,13 @@ class TieredStore:
         frames = self._pick(max(1, int(2 * SPARE * self.frames)), self._steps[0])
         self._hand = hand
         positions_V = self._positions_of(frames[self._is(PENDING, frames)])
-        places_V = self._place_P[positions_V].astype(np.int64)
-        there_V = (places_V != NO_PLACE) & (places_V // self._log.per_segment != self._log.open_segment)
-        if not there_V.any():
-            return None
-        positions_A = positions_V[there_V]
-        return Reading(self._log, positions_A, places_V[there_V], self._seal_P[positions_A], self.nbytes)
+        positions_A = positions_V[self._written(positions_V)]
+        return self._reading(positions_A) if len(positions_A) else None
 
     def settle(self, reading: Reading) -> None:
-        positions_A, places_A = reading.positions_A, reading.places_A
+        positions_A = reading.positions_A
         frames_A = self._frame_P[positions_A].astype(np.int64)
-        same_A = (frames_A >= 0) & (self._place_P[positions_A] == places_A)
-        same_A &= self._log.versions(places_A) == reading.versions_A
-        same_A[same_A] = self._is(PENDING, frames_A[same_A])
-        (some,) = np.nonzero(same_A)
+        (some,) = np.nonzero((frames_A >= 0) & ~self._whole(frames_A) & self._unmoved(reading))
         if len(some):
             broken = reading.broken_A[some]
             if broken.any():
@@ -318,8 +324,8 @@ class TieredStore:
         self._found.append(positions_M)
 
     def below(self) -> Positions:
-        written_P = (self._frame_P < 0) & (self._place_P != NO_PLACE)
-        return np.flatnonzero(written_P & (self._place_P // self._log.per_segment != self._log.open_segment))
+        absent_M = np.flatnonzero(self._frame_P < 0)
+        return absent_M[self._written(absent_M)]
 
     def flip_below_(self, position: int, bit: int) -> None:
         self._log.flip_(int(self._place_P[position]), bit)
@@ -470,9 +476,8 @@ class TieredStore:
             frames = self._pick(want, before)
             if len(frames):
                 self._put_away(frames)
-            want = count - len(frames)
-            count = want
-            if want <= 0:
+            count = want = count - len(frames)
+            if count <= 0:
                 return
 
     def _pick(self, want: int, before: int) -> Positions:
@@ -545,8 +550,7 @@ class TieredStore:
     def _on_unclean(self, positions_M: Positions, seals_X: SealsOf, at_M: Positions) -> None:
         """The file has these no more: a frame that has the whole record must write it."""
         frames_M = self._frame_P[positions_M].astype(np.int64)
-        have_M = frames_M >= 0
-        have_M[have_M] = ~self._is(PENDING, frames_M[have_M])
+        have_M = self._whole(frames_M)
         self._meta_F[frames_M[have_M], 1] |= np.uint32(DIRTY)
         if not have_M.all():
             self._on_broken(positions_M[~have_M], seals_X, at_M[~have_M])
@@ -554,17 +558,14 @@ class TieredStore:
 
 def warm() -> None:
     """Compiles or loads every kernel of a tiered store."""
-    disk, positions_U = _Nothing(), np.zeros(2, np.int64)
-    positions_U[1] = 1
-    for nbytes in (4,):
-        store = TieredStore(3, nbytes, disk, 1)
-        for use in Use:
-            store.at(positions_U, use)
-            store.at(positions_U + 1, use)
-        store.look(positions_U)
-        store.want(positions_U)
-        chosen_S = np.ones(1, np.bool_)
-        in_segments(store._place_P, store.file.per_segment, chosen_S, np.uint32(NO_PLACE), np.empty(3, np.int64))
+    store, positions_U = TieredStore(3, 4, _Nothing(), 1), np.arange(2)
+    for use in Use:
+        store.at(positions_U, use)
+        store.at(positions_U + 1, use)
+    store.look(positions_U)
+    store.want(positions_U)
+    chosen_S = np.ones(1, np.bool_)
+    in_segments(store._place_P, store.file.per_segment, chosen_S, np.uint32(NO_PLACE), np.empty(3, np.int64))
 
 
 class _Nothing:
