@@ -165,7 +165,7 @@ def test_without_protection_a_flip_is_the_end_and_says_where() -> None:
 
 
 def test_when_it_is_switched_off_nothing_is_noticed() -> None:
-    cluster: Any = Flipped(Scenario(steps=6), (150,), checks="none")
+    cluster: Any = Flipped(Scenario(steps=6, tier_frames=0), (150,), checks="none")
     with pytest.raises(AssertionError, match="not the code of its stripe"):  # the simulation sees it, from outside
         cluster.go()
     assert cluster.flipped and not cluster.told("damaged")

@@ -320,7 +320,9 @@ def test_the_memory_of_a_new_host_is_merged_as_the_background_fills_it(monkeypat
 def test_memory_that_has_pages_of_its_own_is_rebuilt_exactly():
     """Records and parities of more than a few MB, first written here and there by the steps, then by the background."""
     table = TableSpec("a", rows=200_000, dim=32, low=-1.0, high=1.0, optimizer=OptimizerSpec("rowwise_adagrad", lr=0.1))
-    healthy = Scenario(tables=(table,), trainers=1, steps=3, rebuild_chunk_bytes=1 << 20, verify_every=10_000)
+    healthy = Scenario(
+        tables=(table,), trainers=1, steps=3, rebuild_chunk_bytes=1 << 20, verify_every=10_000, tier_frames=0
+    )
     cluster = SimulatedCluster(dataclasses.replace(healthy, kills=((0, 1),)))
     run = cluster.go()
     run.check_against(simulate(healthy))

@@ -241,6 +241,12 @@ class Keyed:
     def arrive(self, reading: Any) -> None:
         raise TypeError("nothing is read ahead here")
 
+    def scan(self, first: int, end: int, most_bytes: int) -> tuple[int, None]:
+        return end, None
+
+    def scanned(self, reading: Any) -> tuple[Positions, Positions]:
+        raise TypeError("nothing is looked through here")
+
     def soon(self) -> None:
         return None
 

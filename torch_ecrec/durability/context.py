@@ -152,6 +152,10 @@ class SlotContext(ABC):
         """
 
     @abstractmethod
+    def read_tier(self, reading: Any, done: Callable[[], None]) -> None:
+        """Runs a reading (`records/tiers/tiered.py:Reading`) beside the node, and then `done` inside of it."""
+
+    @abstractmethod
     def tend_tiers(self) -> None:
         """Records have changed: what disks should read before memory is needed begins to be read."""
 

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -64,6 +66,7 @@ class Scrubber:
         held = self._held
         self._kinds = [(slab, parity) for slab in range(len(held.shards)) for parity in (False, True)]
         self._kind = self._next = 0  # where the round is
+        self._reads = False  # a disk reads what is next in the round
         self._used = [np.zeros(shard.data_rows if self._marks else 0, np.bool_) for shard in held.shards]
         self.scrubbed_bytes = self.rounds = self.damaged = self.mended = self.mismatched = 0
         self.beyond = ""
@@ -118,7 +121,7 @@ class Scrubber:
         Returns:
             How many bytes it was.
         """
-        if not self._sealed or not self._slot.ready or self._slot.dead or self.beyond:
+        if not self._sealed or not self._slot.ready or self._slot.dead or self.beyond or self._reads:
             return 0
         left = most_bytes
         for _ in range(len(self._kinds) + 1):  # each once, and the first one again from its beginning
@@ -126,7 +129,7 @@ class Scrubber:
             shard = self._held.shards[slab]
             width, rows = shard.schema.nbytes, shard.parity_rows if parity else shard.data_rows
             end = min(rows, self._next + max(left // width, 1 if left == most_bytes else 0))
-            self._look_at_run(slab, parity, self._next, end)
+            end = self._look_at_run(slab, parity, self._next, end, left)
             left -= (end - self._next) * width
             self._next = end
             if end < rows:
@@ -138,14 +141,35 @@ class Scrubber:
         self.scrubbed_bytes += most_bytes - left
         return most_bytes - left
 
-    def _look_at_run(self, slab: int, parity: bool, first: int, end: int) -> None:
-        found_M = self._held.shards[slab].broken_run(first, end, parity)
+    def _look_at_run(self, slab: int, parity: bool, first: int, end: int, most_bytes: int) -> int:
+        """Looks at these, and has those read that are on a disk; returns how far, for so many bytes of the disk."""
+        shard = self._held.shards[slab]
+        end, reading = shard.scan(first, end, most_bytes, parity)
+        found_M = shard.broken_run(first, end, parity)
         if len(found_M):
             self._on_found(slab, parity, found_M)
         if parity:
             self._compare(slab, first, end)
         elif self._marks:
+            unread_M = [] if reading is None else reading.positions_A
+            used_M = self._used[slab][unread_M]
             self._used[slab][first:end] = False
+            self._used[slab][unread_M] = used_M
+        if reading is not None:
+            self._reads = True
+            self._slot.read_tier(reading, partial(self._on_scanned, slab, parity, reading))
+        return end
+
+    def _on_scanned(self, slab: int, parity: bool, reading: Any) -> None:
+        """Records (or parities) that are on a disk only were read."""
+        self._reads = False
+        if self._slot.dead:
+            return
+        whole_M, broken_M = self._held.shards[slab].scanned(reading, parity)
+        if self._marks and not parity:
+            mark(self._used[slab], whole_M, False)
+        if len(broken_M):
+            self.look(slab, parity, broken_M)
 
     # what is found ------------------------------------------------------------------------------
 

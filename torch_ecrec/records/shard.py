@@ -195,6 +195,14 @@ class Shard:
         """Sees to it that some data records are in memory; waits for the disk."""
         self._stores[False].at(positions_U, Use.READ)
 
+    def scan(self, first: int, end: int, most_bytes: int, parity: bool) -> tuple[int, Any]:
+        """Begins to look at those that are on a disk only: see `RecordStore.scan`."""
+        return self._stores[parity].scan(first, end, most_bytes)
+
+    def scanned(self, reading: Any, parity: bool) -> tuple[Positions, Positions]:
+        """Returns which of these fit their seals, and which do not: see `RecordStore.scanned`."""
+        return self._stores[parity].scanned(reading)
+
     def take_damaged(self, parity: bool) -> Positions:
         """Returns those that came damaged from a disk since the last call, (M,) int64 ascending; mended ones, too."""
         return self._stores[parity].take_damaged()
@@ -507,7 +515,7 @@ class Shard:
     def broken_run(self, first: int, end: int, parity: bool = False) -> Positions:
         """Returns the positions in [first, end) of records that do not fit their seals: (M,) int64, ascending.
 
-        Those that are on a disk are looked at when they are read.
+        Those that are on a disk only are for `scan`.
         """
         store = self._stores[parity]
         if not store.sealed:

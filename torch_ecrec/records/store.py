@@ -89,8 +89,19 @@ class RecordStore(Protocol):
     def broken_run(self, first: int, end: int) -> Positions:
         """Returns which from `first` to `end` do not fit their seals, of those in memory: (M,) int64, ascending.
 
-        What is on a disk is looked at when it is read. Only where seals are kept.
+        Those on a disk only are for `scan`. Only where seals are kept.
         """
+
+    def scan(self, first: int, end: int, most_bytes: int) -> tuple[int, Any]:
+        """Begins to look at those from `first` to `end` that are on a disk only.
+
+        Returns:
+            How far that goes for so many bytes of the disk, but for one at least; and what reads them, a `Reading` for
+            `scanned`; None: none of them is there.
+        """
+
+    def scanned(self, reading: Any) -> tuple[Positions, Positions]:
+        """Returns which of these, (M,) int64, fit their seals, and which do not. Those that have moved are neither."""
 
     def take_damaged(self) -> Positions:
         """Returns those that came from a disk since the last call and do not fit their seals: (M,) int64, ascending."""
@@ -169,6 +180,12 @@ class MemoryStore:
     def broken_run(self, first: int, end: int) -> Positions:
         assert self.seals_P is not None
         return seals.broken_run(self.records_PB, self.seals_P, first, end)
+
+    def scan(self, first: int, end: int, most_bytes: int) -> tuple[int, None]:
+        return end, None
+
+    def scanned(self, reading: Any) -> tuple[Positions, Positions]:
+        raise TypeError("nothing is read here")
 
     def take_damaged(self) -> Positions:
         return np.empty(0, np.int64)

@@ -190,15 +190,18 @@ class Slot(SlotContext):
             reading, coming = shard.want(positions_U)
             away |= coming
             if reading is not None:
-                self.host.read_tier(reading.run, partial(self._arrived, shard, reading))
+                self.read_tier(reading, partial(self._arrived, shard, reading))
         return away
+
+    def read_tier(self, reading: Any, done: Callable[[], None]) -> None:
+        self.host.read_tier(reading.run, done)
 
     def tend_tiers(self) -> None:
         if self.host.tier is None:
             return
         for shard in self.shards:
             for reading, parity in shard.soon():
-                self.host.read_tier(reading.run, partial(shard.settle, reading, parity))
+                self.read_tier(reading, partial(shard.settle, reading, parity))
 
     def _arrived(self, shard: Shard, reading: Any) -> None:
         if not self.dead:

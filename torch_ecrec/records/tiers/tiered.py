@@ -43,7 +43,7 @@ from torch_ecrec.errors import TierFailed
 from torch_ecrec.records.pages import Memory
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.records.store import First, Use, View
-from torch_ecrec.records.tiers.disk import File, release, untouched
+from torch_ecrec.records.tiers.disk import BLOCK_BYTES, File, release, untouched
 from torch_ecrec.records.tiers.kernels import (
     ABSENT,
     COMING,
@@ -221,10 +221,30 @@ class TieredStore:
         return seals_U
 
     def broken_run(self, first: int, end: int) -> Positions:
+        frame_U, place_U = self._frame_P[first:end].astype(np.int64), self._place_P[first:end]
+        broken_U = np.zeros(end - first, np.bool_)
+        (some,) = np.nonzero(frame_U >= 0)  # linear: what was only folded fits, too
+        broken_U[some[seals.broken(self._records_FB, self._seals_F, frame_U[some])]] = True
+        (late,) = np.nonzero(~self._whole(frame_U) & (place_U != NO_PLACE) & ~self._written(place_U))
+        if len(late):
+            records_LB, places_L = np.empty((len(late), self.nbytes), np.uint8), place_U[late].astype(np.int64)
+            seals_L = self._seal_P[first:end][late]
+            broken_U[late] |= self._log.read(places_L, seals_L, records_LB, np.arange(len(late)))
+        return first + np.flatnonzero(broken_U)
+
+    def scan(self, first: int, end: int, most_bytes: int) -> tuple[int, Reading | None]:
         frame_U = self._frame_P[first:end].astype(np.int64)
-        (some,) = np.nonzero(self._whole(frame_U))
-        found: Positions = first + some[seals.broken(self._records_FB, self._seals_F, frame_U[some])]
-        return found
+        (some,) = np.nonzero(~self._whole(frame_U) & self._written(self._place_P[first:end]))
+        most = max(1, most_bytes // BLOCK_BYTES)  # which is what the disk reads for each
+        if len(some) > most:
+            end, some = first + int(some[most]), some[:most]
+        return end, self._reading(first + some) if len(some) else None
+
+    def scanned(self, reading: Reading) -> tuple[Positions, Positions]:
+        frame_A = self._frame_P[reading.positions_A].astype(np.int64)
+        same_A = ~self._whole(frame_A) & self._unmoved(reading)
+        broken_A = reading.broken_A
+        return reading.positions_A[same_A & ~broken_A], reading.positions_A[same_A & broken_A]
 
     def take_damaged(self) -> Positions:
         found, self._found = self._found, []
@@ -268,9 +288,8 @@ class TieredStore:
         same_A: NDArray[np.bool_] = self._place_P[reading.positions_A] == reading.places_A
         return same_A & (self._log.versions(reading.places_A) == reading.versions_A)
 
-    def _written(self, positions_V: Positions) -> NDArray[np.bool_]:
-        """Which records are on the disk, and not only in the segment that is still in memory."""
-        place_V = self._place_P[positions_V]
+    def _written(self, place_V: NDArray[np.uint32]) -> NDArray[np.bool_]:
+        """Which places are on the disk, and not in the segment that is still in memory."""
         there_V: NDArray[np.bool_] = place_V != NO_PLACE
         return there_V & (place_V // self._log.per_segment != self._log.open_segment)
 
@@ -303,7 +322,7 @@ class TieredStore:
         frames = self._pick(max(1, int(2 * SPARE * self.frames)), self._steps[0])
         self._hand = hand
         positions_V = self._positions_of(frames[self._is(PENDING, frames)])
-        positions_A = positions_V[self._written(positions_V)]
+        positions_A = positions_V[self._written(self._place_P[positions_V])]
         return self._reading(positions_A) if len(positions_A) else None
 
     def settle(self, reading: Reading) -> None:
@@ -325,7 +344,7 @@ class TieredStore:
 
     def below(self) -> Positions:
         absent_M = np.flatnonzero(self._frame_P < 0)
-        return absent_M[self._written(absent_M)]
+        return absent_M[self._written(self._place_P[absent_M])]
 
     def flip_below_(self, position: int, bit: int) -> None:
         self._log.flip_(int(self._place_P[position]), bit)
