@@ -43,7 +43,7 @@ from torch_ecrec.errors import TierFailed
 from torch_ecrec.records.pages import Memory
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.records.store import First, Use, View
-from torch_ecrec.records.tiers.disk import BLOCK_BYTES, File, release, untouched
+from torch_ecrec.records.tiers.disk import File, release, untouched
 from torch_ecrec.records.tiers.kernels import (
     ABSENT,
     COMING,
@@ -69,6 +69,7 @@ HALVE_AFTER = 1024  # steps
 SLACK, LEAST_SLACK = 16, 1024  # more frames than there should be are given back once they are a 16th, and so many
 SPARE = 1 / 32  # of the frames are emptied at once, at least
 CLEANED_AT_ONCE = 1 << 14  # records
+SCAN_BYTES = 16384  # of the scrubber's rate, for each record that it has read: training needs the disk, too
 _ALL = np.uint32(0xFFFFFFFF)
 _STATES = {  # what becomes of a frame's state: what is added, and what stays
     Use.READ: (np.uint32(0), _ALL),
@@ -235,7 +236,7 @@ class TieredStore:
     def scan(self, first: int, end: int, most_bytes: int) -> tuple[int, Reading | None]:
         frame_U = self._frame_P[first:end].astype(np.int64)
         (some,) = np.nonzero(~self._whole(frame_U) & self._written(self._place_P[first:end]))
-        most = max(1, most_bytes // BLOCK_BYTES)  # which is what the disk reads for each
+        most = max(1, most_bytes // SCAN_BYTES)
         if len(some) > most:
             end, some = first + int(some[most]), some[:most]
         return end, self._reading(first + some) if len(some) else None
