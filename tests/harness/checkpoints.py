@@ -1,11 +1,11 @@
 """Checkpoints of the simulated cluster: who writes them there, in virtual time, and what was written.
 
     shelf = Shelf(clock, random)
-    host.scribe = shelf.scribe(host, lambda: alive)     # of each server
-    Router(..., ledger=shelf)                           # of each coordinator
+    host.writer = shelf.writer(host, lambda: alive)     # of each server
+    Router(..., manifests=shelf)                           # of each coordinator
 
 Portions are written one by one, each a moment after the one before, so that steps come in between; a write, or the word
-of its end, is lost with its process. What counts is what the ledger was told to commit.
+of its end, is lost with its process. What counts is what whoever writes manifests was told to commit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.server.capture import Portion
-from torch_ecrec.server.process import CheckpointReader, Scribe
+from torch_ecrec.server.process import CheckpointReader, CheckpointWriter
 from torch_ecrec.spec.job import JobSpec, SlabSpec
 from torch_ecrec.transport.node import Node
 
@@ -42,7 +42,7 @@ class WrittenPart:
 
 
 class Shelf:
-    """All checkpoints of one simulated cluster; the ledger of its coordinators.
+    """All checkpoints of one simulated cluster; the manifests of its coordinators.
 
     Attributes:
         parts: (folder, slot) -> what was written last under that name.
@@ -66,7 +66,7 @@ class Shelf:
         self.failing: Callable[[int], str] = lambda write: ""
         self.on_write: Callable[[int, str], None] = lambda write, what: None
 
-    def scribe(self, host: Node, alive: Callable[[], bool]) -> Scribe:
+    def writer(self, host: Node, alive: Callable[[], bool]) -> CheckpointWriter:
         """Of a server, which writes as long as it lives."""
         return _VirtualScribe(self, host, alive)
 
@@ -85,7 +85,7 @@ class Shelf:
         self._clock.later(self._random.uniform(*span_s), act)
 
     def commit(self, finished: Finished, done: Callable[[str | None, bool], None]) -> None:
-        """See `Ledger`. The third one of each base is to be followed by a full one."""
+        """See `Manifests`. The third one of each base is to be followed by a full one."""
 
         def act(reason: str) -> None:
             if not reason:
@@ -95,7 +95,7 @@ class Shelf:
         self.later(COMMIT_S, "manifest", act)
 
     def discard(self, folder: str, save: bool = False) -> None:
-        """See `Ledger`."""
+        """See `Manifests`."""
         assert all(one.folder != folder for one in self.counts), f"{folder} counts"
         for key in [key for key in self.parts if key[0] == folder]:
             del self.parts[key]
@@ -107,7 +107,7 @@ class Shelf:
         done: Callable[[Restorable | None, str], None],
         read: bool = True,
     ) -> None:
-        """See `Ledger`."""
+        """See `Manifests`."""
 
         def act(reason: str) -> None:
             newest = next((one for one in reversed(self.counts) if run_of(one.folder) == run), None)
@@ -154,7 +154,7 @@ class _VirtualReader:
 
     def read(
         self,
-        renewal: messages.Renewal,
+        partial_restore: messages.PartialRestore,
         job: JobSpec,
         slot: int,
         take: Callable[[int, Positions, Bytes], None],
@@ -163,11 +163,11 @@ class _VirtualReader:
     ) -> _VirtualWriting:
         """See `CheckpointReader`. A slab at a time."""
         reading = _VirtualWriting()
-        names = [name for name, _ in renewal.saves]
-        life = next(life for other, life, _ in renewal.lives if other == slot)
+        names = [name for name, _ in partial_restore.saves]
+        life = next(life for other, life, _ in partial_restore.lives if other == slot)
         self._shelf.begun[slot, life] = names
-        if (records := self._shelf.others.get(renewal.folder, [])) == []:
-            records = self._shelf.records(job, self._shelf.find(renewal.folder), names)
+        if (records := self._shelf.others.get(partial_restore.folder, [])) == []:
+            records = self._shelf.records(job, self._shelf.find(partial_restore.folder), names)
         slabs = list(enumerate(job.layouts))
 
         def go_on(reason: str) -> None:
@@ -203,7 +203,7 @@ class _VirtualScribe:
         done: Callable[[dict[str, Any]], None],
         failed: Callable[[str], None],
     ) -> _VirtualWriting:
-        """See `Scribe`."""
+        """See `CheckpointWriter`."""
         assert (order.folder, slot) not in self._shelf.parts, f"slot {slot} of {order.folder} is written twice"
         part = self._shelf.parts[order.folder, slot] = WrittenPart()
         part.dense = {trainer: kept for (_, trainer), kept in dense}

@@ -61,7 +61,7 @@ IGNORED: Mapping[str, frozenset[str]] = {
     "Suspicion": frozenset({"_beats"}),  # how regularly they come
     "Eras": frozenset({"_announce"}),
     "SlotTable": frozenset({"_announce", "_redundancies"}),  # the last: for people, of what is there
-    "MemberRecord": frozenset({"heard_s", "birth", "gone_s", "why_gone"}),
+    "MemberRecord": frozenset({"heard_s", "session_id", "gone_s", "why_gone"}),
     # what it said is taken away; the rest is the same in all states of a process, or follows from its phase
     "Process": frozenset({"out", "script", "scenario", "_scenario", "_oracle"}),
 }

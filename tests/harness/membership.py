@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import msgspec
 
 from harness.network import EOF_S, Line, VirtualClock
-from torch_ecrec.coordinator.checkpointing import Ledger
+from torch_ecrec.coordinator.checkpointing import Manifests
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.settings import ClusterSettings
@@ -234,7 +234,7 @@ class ControlPlane:
         clock: the cluster's.
         handlers: the cluster.
         announce: gets every event of the coordinator.
-        ledger: of the coordinators; None: there are no checkpoints.
+        manifests: of the coordinators; None: there are no checkpoints.
     """
 
     def __init__(
@@ -244,9 +244,9 @@ class ControlPlane:
         clock: VirtualClock,
         handlers: Handlers,
         announce: Callable[[Message], None],
-        ledger: Ledger | None = None,
+        manifests: Manifests | None = None,
     ) -> None:
-        self.settings, self.seed, self._ledger = settings, seed, ledger
+        self.settings, self.seed, self._manifests = settings, seed, manifests
         self.clock, self.handlers, self._announce = clock, handlers, announce
         self.random = random.Random(f"control {seed}")
         self.processes: list[VirtualProcess] = []
@@ -303,7 +303,7 @@ class ControlPlane:
 
         return Router(
             dataclasses.replace(self.settings, checkpoint=dataclasses.replace(self.settings.checkpoint, run=run)),
-            ledger=self._ledger,
+            manifests=self._manifests,
             probe=probe,
             announce=self._announce,
             joins_from_s=self.clock.now_s + (HELD_S if again else 0.0),

@@ -357,7 +357,7 @@ class Center(Process):
         assert refusal is None, refusal
         name = self.core.name_for(join)
         self.out.append(("born", join.rank, name))
-        self.core.on_join(name, replace(join, birth=name), 0.0)
+        self.core.on_join(name, replace(join, session_id=name), 0.0)
 
     def on_start(self, _: None) -> None:
         """All trainers join, in the order of their ranks."""

@@ -82,7 +82,7 @@ class SimulatedCluster:
             self.network.clock,
             handlers=self,
             announce=self.run.events.append,
-            ledger=self.shelf,
+            manifests=self.shelf,
         )
         if isinstance(self.plane, StandbyPlane):
             self.plane.stand_by(scenario.coordinators)
@@ -164,7 +164,7 @@ class SimulatedCluster:
             host = self.hosts[name] = Host(name, port, self.settings)
             host.tier = self.tier_of(name)
             host.reader = self.shelf.reader(host, lambda: name not in self.network.dead)
-            host.scribe = self.shelf.scribe(host, lambda: name not in self.network.dead)
+            host.writer = self.shelf.writer(host, lambda: name not in self.network.dead)
             self.network.handlers[name] = host.handle
             return
         self.clients[name] = Client(name, port, self.scenario.job, rank, self.settings, self.scenario.snapshot_every)

@@ -46,7 +46,7 @@ WELL_FORMED = {
     **BUILD,
     "role": "server",
     "pid": 1,
-    "birth": "one",
+    "session_id": "one",
 }
 TRAINER = {**WELL_FORMED, "role": "trainer", "rank": 0, "job": job(trainers=2).to_json()}
 

@@ -270,7 +270,7 @@ def test_whoever_joins_while_members_rejoin_gets_a_name_that_nobody_has() -> Non
             "pid": os.getpid(),
             "role": "server",
             "rank": -1,
-            "birth": "one",
+            "session_id": "one",
         }
         known = {"job": None, "placement": None, "era": 0, "frozen": False, "resume_step": 0, "done": 0, "origin": None}
         world = {"run": "run", "life": 0, "endpoint": "here", "roster": 1, "world": ["server-0", "server-1"]}
@@ -281,7 +281,7 @@ def test_whoever_joins_while_members_rejoin_gets_a_name_that_nobody_has() -> Non
             LIMIT_S,
             "the coordinator has heard of the member that rejoins",
         )
-        clients["new"].send({**hello, "type": "join", "birth": "another"})
+        clients["new"].send({**hello, "type": "join", "session_id": "another"})
         rejoined, welcome = said["old"].get(timeout=LIMIT_S), said["new"].get(timeout=LIMIT_S)
         assert (rejoined["type"], rejoined["life"]) == ("rejoined", 1)
         assert (welcome["type"], welcome["name"]) == ("welcome", "server-1000")

@@ -47,7 +47,7 @@ JOB = JobSpec((TableSpec("a", 30, 4, -1.0, 1.0),), CODE, 1)
 HELLO = {
     **BUILD,
     "pid": 7,
-    "birth": "somebody",
+    "session_id": "somebody",
     "address": ["127.0.0.1", 9],
 }
 PLACEMENT = {"epoch": 1, "slots": [["server-0", 0, True], ["server-1", 0, True], ["server-2", 0, False]]}
@@ -223,7 +223,7 @@ class Live:
             role = {"role": "server"} if number < 3 else {"role": "trainer", "rank": 0, "job": JOB.to_json()}
             heard: queue.Queue[dict[str, Any]] = queue.Queue()
             client = ControlClient(*self.server.address, heard.put, lambda reason: None, WAIT_S)
-            client.send({**HELLO, "birth": f"member {number}", "type": "join", **role})
+            client.send({**HELLO, "session_id": f"member {number}", "type": "join", **role})
             name = heard.get(timeout=WAIT_S)["name"]
             self.members[name], self.heard[name] = client, heard
         for client in self.members.values():
@@ -253,7 +253,7 @@ class Live:
         """Everything that the coordinator knows, but for when it heard of whom."""
         core = self.router.core
         members = [
-            (m.name, m.role, m.rank, m.birth, m.endpoint, m.alive, m.left, m.report) for m in core.members.values()
+            (m.name, m.role, m.rank, m.session_id, m.endpoint, m.alive, m.left, m.report) for m in core.members.values()
         ]
         known = (
             members,

@@ -1,7 +1,7 @@
 """Checkpoints of the simulated cluster: whoever dies at any message or write of one, training has the bits that it had,
 and whatever counts as a checkpoint has the bits of its step.
 
-The oracle of a checkpoint after step t is a run of t steps that nothing disturbs. Scribes and ledger are virtual
+The oracle of a checkpoint after step t is a run of t steps that nothing disturbs. Scribes and manifests are virtual
 (`tests/harness/checkpoints.py`); all else is the real code. (How parts are stored: `tests/unit/test_storage_*.py`.)
 """
 

@@ -11,7 +11,16 @@ def test_lost_trainers_are_awaited_while_the_servers_go_back() -> None:
     h.lose("trainer-1")
     assert h.core.fatal is None and h.core.era == 1
     assert [m["kind"] for m in told(h, "trainer-0", "fatal")] == ["trainers_lost"], "it cannot go on alone"
-    era = {"type": "era", "era": 1, "step": None, "origin": 0, "done": 0, "keeps": False, "floor": 0, "renewals": []}
+    era = {
+        "type": "era",
+        "era": 1,
+        "step": None,
+        "origin": 0,
+        "done": 0,
+        "keeps": False,
+        "floor": 0,
+        "partial_restores": [],
+    }
     assert told(h, "server-0", "era")[-1] == era
     for slot, applied in enumerate((7, 6, 8)):
         reach(h, slot, applied)
@@ -92,7 +101,16 @@ def test_before_any_step_of_training_is_safe_all_begin_anew() -> None:
         reach(h, slot, applied, floor=15 + slot, snapshots=kept, done=done)
     assert h.core.fatal is None and h.core.going_back is not None
     assert (h.core.going_back.step, h.core.origin) == (19, None), "any step that all know"
-    era = {"type": "era", "era": 1, "step": 19, "origin": None, "done": 0, "keeps": False, "floor": 19, "renewals": []}
+    era = {
+        "type": "era",
+        "era": 1,
+        "step": 19,
+        "origin": None,
+        "done": 0,
+        "keeps": False,
+        "floor": 19,
+        "partial_restores": [],
+    }
     assert told(h, "server-0", "era")[-1] == era
     names.append(h.trainer(1))
     said = [told(h, name, "welcome")[-1]["restarted"] for name in names]

@@ -25,8 +25,8 @@ from torch_ecrec.client.client import Client
 from torch_ecrec.client.session import Beginning
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.checkpointing import Restorable
+from torch_ecrec.processes.checkpoint_files import FileManifests
 from torch_ecrec.processes.restoring import dense_model
-from torch_ecrec.processes.scribe import FileLedger
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.records.positions import Bytes
 from torch_ecrec.records.schema import Field
@@ -164,7 +164,7 @@ def test_somebody_is_lost_at_every_message_of_it(who: str, code: CodeSpec) -> No
 
 # beyond parity --------------------------------------------------------------------------------------------
 
-WITHIN_S = 300.0  # for the ledger's thread: only a hang reaches it
+WITHIN_S = 300.0  # for the manifests's thread: only a hang reaches it
 
 
 @functools.cache
@@ -189,7 +189,7 @@ class Nothing:
 class Beyond(Restoring):
     """More is lost than parity repairs: all go back to the run's newest checkpoint, or to the one that was imported.
 
-    Which one that is, the ledger of real processes says, unless the run has one of its own.
+    Which one that is, the manifests of real processes says, unless the run has one of its own.
     """
 
     def __init__(self, code: CodeSpec = JOB.code, own_after: int = 1000, **more: Any) -> None:
@@ -198,7 +198,7 @@ class Beyond(Restoring):
         super().__init__(code, checkpoint=CheckpointSettings("memory://imported", **again), **more)
         self.backs: list[str] = []  # to which, each time
         self.restoring = 0  # losses that were none: servers were restoring still
-        files = FileLedger(CheckpointSettings("memory://imported", **again), lambda: JOB, lambda act: act())
+        files = FileManifests(CheckpointSettings("memory://imported", **again), lambda: JOB, lambda act: act())
         own = self.shelf.newest
 
         def newest(run: str, began_with: Restored | None, done: Callable[[Restorable | None, str], None]) -> None:

@@ -1,7 +1,7 @@
 """Each rule of `docs/design.md` is taken out, and some schedule of the simulated cluster must notice. Not here:
 
 - trainers' words of what is complete that are kept when they go back (`tests/unit/test_step_rule.py` has that);
-- a new host that does not know the incarnations of all others from birth: here whatever could do harm through that
+- a new host that does not know the incarnations of all others from session_id: here whatever could do harm through that
   (Attach, Adopt, the next placement) teaches it first, and a server that is dead sends nothing.
 """
 

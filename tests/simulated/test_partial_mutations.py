@@ -19,7 +19,7 @@ from torch_ecrec.durability.folding import Folds
 from torch_ecrec.durability.holdings import Missing
 from torch_ecrec.durability.parity import Parity
 from torch_ecrec.protocol import messages
-from torch_ecrec.server.renewing import Renewing
+from torch_ecrec.server.restoring import Restoring
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.spec.job import CodeSpec
 
@@ -76,79 +76,79 @@ def folds_are_not_forgotten(patch: pytest.MonkeyPatch) -> None:
 def same_era(patch: pytest.MonkeyPatch) -> None:
     """Trainers send nothing again to slots that begin anew."""
 
-    def renew(self: Client, word: messages.Renewed) -> None:
+    def restore_partly(self: Client, word: messages.PartlyRestored) -> None:
         self.era = max(self.era, word.era) if self.resumed else self.era
 
-    patch.setattr(Client, "renew", renew)
+    patch.setattr(Client, "restore_partly", restore_partly)
 
 
 def only_what_was_not_acknowledged(patch: pytest.MonkeyPatch) -> None:
     """Of the steps that are not complete, a slot that begins anew gets those alone that the life before had not."""
-    before = Client.renew
+    before = Client.restore_partly
 
-    def renew(self: Client, word: messages.Renewed) -> None:
-        nobody = [msgspec.structs.replace(one, lives=[]) for one in word.renewals]
-        before(self, msgspec.structs.replace(word, renewals=nobody))
+    def restore_partly(self: Client, word: messages.PartlyRestored) -> None:
+        nobody = [msgspec.structs.replace(one, lives=[]) for one in word.partial_restores]
+        before(self, msgspec.structs.replace(word, partial_restores=nobody))
 
-    patch.setattr(Client, "renew", renew)
+    patch.setattr(Client, "restore_partly", restore_partly)
 
 
 def three_steps_early(patch: pytest.MonkeyPatch) -> None:
     """A slot goes on some steps before the others, which trainers may not have any more."""
-    before = Renewing.proceed
+    before = Restoring.proceed
 
-    def proceed(self: Renewing) -> None:
+    def proceed(self: Restoring) -> None:
         host = self._host
         step, host.resume_step = host.resume_step, host.resume_step - 3  # type: ignore[misc]
         before(self)
         host.resume_step = step  # type: ignore[misc]
 
-    patch.setattr(Renewing, "proceed", proceed)
+    patch.setattr(Restoring, "proceed", proceed)
 
 
 def one_step_late(patch: pytest.MonkeyPatch) -> None:
     """A slot goes on after a step that others have not applied."""
-    before = Renewing.proceed
+    before = Restoring.proceed
 
-    def proceed(self: Renewing) -> None:
+    def proceed(self: Restoring) -> None:
         host = self._host
         step, host.resume_step = host.resume_step, host.resume_step + 1  # type: ignore[misc]
         before(self)
         host.resume_step = step  # type: ignore[misc]
 
-    patch.setattr(Renewing, "proceed", proceed)
+    patch.setattr(Restoring, "proceed", proceed)
 
 
 def survivors_count_as_healthy(patch: pytest.MonkeyPatch) -> None:
     """Slots whose parities are gone are taken for whole, and others are repaired from them."""
-    before = placement.SlotTable.renew
+    before = placement.SlotTable.restore_partly
 
-    def renew(self: Any, found: Any, why: str) -> None:
+    def restore_partly(self: Any, found: Any, why: str) -> None:
         healthy = [place.healthy for place in self.slots]
         before(self, found, why)
-        anew = {slot for one in self._partial.renewals for slot, _, _ in one.lives}
+        anew = {slot for one in self._partial.partial_restores for slot, _, _ in one.lives}
         for i, place in enumerate(self.slots):
             if i not in anew and healthy[i]:
                 self.slots[i] = msgspec.structs.replace(place, healthy=True)
 
-    patch.setattr(placement.SlotTable, "renew", renew)
+    patch.setattr(placement.SlotTable, "restore_partly", restore_partly)
 
 
 def survivors_do_not_say_rebuilt(patch: pytest.MonkeyPatch) -> None:
     """They were reported as whole before, and are not looked at again."""
-    before = Slot.on_renewal
+    before = Slot.on_partial_restore
 
-    def on_renewal(self: Slot, renewal: messages.Renewal) -> None:
-        before(self, renewal)
+    def on_partial_restore(self: Slot, partial_restore: messages.PartialRestore) -> None:
+        before(self, partial_restore)
         self.reported = True
 
-    patch.setattr(Slot, "on_renewal", on_renewal)
+    patch.setattr(Slot, "on_partial_restore", on_partial_restore)
 
 
 def lost_twice_counts_twice(patch: pytest.MonkeyPatch) -> None:
-    def lost_steps(renewals: Any, slots: int) -> list[int]:
+    def lost_steps(partial_restores: Any, slots: int) -> list[int]:
         found = [0] * slots
-        for one in renewals:
+        for one in partial_restores:
             for slot, _, at in one.lives:
                 found[slot] += (at or one.done) - one.done + 1
         return found

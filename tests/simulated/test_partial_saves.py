@@ -35,14 +35,14 @@ def test_lost_slots_take_what_was_saved_since_the_checkpoint(code: CodeSpec, sav
     run = Partial(saver=saver, code=code, kills=[Kill("saved", lost(code), 0)]).go()
     check(run)
     (event,) = run.events_of("recovered_partly")
-    (renewal,), oracle = run.coordinator._state.partial.renewals, Oracle(run)
-    assert event["saves"] == len(renewal.saves) >= 1
+    (partial_restore,), oracle = run.coordinator._state.partial.partial_restores, Oracle(run)
+    assert event["saves"] == len(partial_restore.saves) >= 1
     newer = 0
-    for slot, life, at in renewal.lives:
+    for slot, life, at in partial_restore.lives:
         used = oracle.saves(slot, life)
         assert used and at is not None
-        plain = run.shelf.records(JOB, run.shelf.find(renewal.folder))
-        some = run.shelf.records(JOB, run.shelf.find(renewal.folder), used)
+        plain = run.shelf.records(JOB, run.shelf.find(partial_restore.folder))
+        some = run.shelf.records(JOB, run.shelf.find(partial_restore.folder), used)
         for slab, layout in enumerate(oracle.layouts):
             rows = torch.from_numpy(layout.row_at(slot, np.arange(layout.data_rows(slot))))
             newer += int((plain[slab][rows] != some[slab][rows]).any(dim=1).sum())

@@ -25,7 +25,7 @@ def test_members_tell_a_new_coordinator_what_they_know() -> None:
     assert after.core.roster.version == before.core.roster.version, "it has changed nothing"
     assert after.core.era == 0 and after.core.fatal is None
     assert after.server() == "server-1000", "names that were given before may be known to nobody here"
-    assert after.core.rejoin_refusal(word_of(known(before, "server-1", birth="another"))) == ("fenced", FENCED)
+    assert after.core.rejoin_refusal(word_of(known(before, "server-1", session_id="another"))) == ("fenced", FENCED)
 
 
 def come_back(names: Sequence[str], gone: Sequence[str], one_host: bool = False, deaf: str = "") -> Harness:
@@ -419,7 +419,7 @@ def test_slots_that_were_not_placed_yet_are_placed_by_the_next_one() -> None:
 
 def test_of_two_that_come_back_under_one_name_the_one_that_hosts_stays() -> None:
     before = Harness().start()
-    nobody = {"birth": "another", "placement": None, "incarnations": [], "roster": 0}
+    nobody = {"session_id": "another", "placement": None, "incarnations": [], "roster": 0}
     hosts, empty = known(before, "server-1"), known(before, "server-1", **nobody)
     for first, second, stays in ((hosts, empty, False), (empty, hosts, True)):
         after = Harness()
@@ -442,5 +442,5 @@ def test_who_was_there_before_all_went_back_to_a_checkpoint_is_no_member_any_mor
     assert after.core.restored is not None and after.core.restored.times == 1
     assert "server-3" not in after.core.members
     assert any(message["kind"] == "fenced" for message in told(after, "server-3", "fatal"))
-    late = after.core.rejoin_refusal(word_of(known(before, "trainer-1", birth="another")))
+    late = after.core.rejoin_refusal(word_of(known(before, "trainer-1", session_id="another")))
     assert late is not None and late[0] == "trainers_lost"

@@ -87,7 +87,7 @@ def valid(cluster: SimulatedCluster) -> dict[str, wire.Request]:
         ),
         "WhenAcknowledged": wire.WhenAcknowledged(SLOT, 0, step + 5),
         "Load": wire.Load(SLOT, 0, step + 5, 1, 0, ones(0, 2), 0, None, 0, False),
-        "Pass": wire.Pass(SLOT, 0, step + 5, 1, 0),
+        "Pass": wire.NoUpdate(SLOT, 0, step + 5, 1, 0),
         "Snapshot": wire.Snapshot(SLOT, 0, step, 0, torch.zeros(3, dtype=torch.uint8), [step]),
         "Export": wire.Export(SLOT, 0, 0, step + 5, positions[0]),
         "WhoIsAwaited": wire.WhoIsAwaited(SLOT, 0),

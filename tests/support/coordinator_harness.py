@@ -44,7 +44,7 @@ class Harness:
             "type": "join",
             **BUILD,
             "pid": 1,
-            "birth": f"birth {self.births}",
+            "session_id": f"session {self.births}",
             **fields,
         }
 
@@ -151,7 +151,7 @@ def known(h: Harness, name: str, **fields: Any) -> dict[str, Any]:
         "done": 0,
         "whole": [[i, p.incarnation] for i, p in enumerate(h.core.slots) if p.server == name and p.healthy],
         "incarnations": [p.incarnation for p in h.core.slots] if member.role == "server" else [],
-        "birth": member.birth,
+        "session_id": member.session_id,
         "run": "run",
     }
     return nested(h.message(**{**message, "origin": 0, **fields}))

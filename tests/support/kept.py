@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from torch_ecrec.processes.part_reader import slot_records
-from torch_ecrec.protocol.messages import Renewal, Restored
+from torch_ecrec.protocol.messages import PartialRestore, Restored
 from torch_ecrec.records.halves import numbers_of, records_of
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
 from torch_ecrec.storage import restoring
@@ -128,8 +128,8 @@ def read_by_slots(restored: Restored, job: JobSpec) -> tuple[list[Any], list[Any
     found = [np.full((slab.rows, slab.schema.nbytes), 255, np.uint8) for slab in job.slabs]
     times = [np.zeros(slab.rows, np.int64) for slab in job.slabs]
     for slot in range(job.code.slots):
-        renewal = Renewal([(slot, 0, restored.done)], restored.url, restored.folder, restored.done)
-        for slab, positions_N, records_NB in slot_records(renewal, job, slot):
+        partial_restore = PartialRestore([(slot, 0, restored.done)], restored.url, restored.folder, restored.done)
+        for slab, positions_N, records_NB in slot_records(partial_restore, job, slot):
             rows_N = layouts[slab].row_at(slot, positions_N)
             found[slab][rows_N] = records_NB
             times[slab][rows_N] += 1

@@ -172,7 +172,7 @@ class Oracle:
     def __init__(self, run: Partial) -> None:
         self.run, self.pushes = run, run.told.pushes
         self.layouts = dataclasses.replace(JOB, code=run.scenario.code).layouts
-        self.renewals = run.coordinator._state.partial.renewals
+        self.partial_restores = run.coordinator._state.partial.partial_restores
 
     def saves(self, slot: int, life: int) -> list[str]:
         """Prioritised saves that a life of a slot has begun with, oldest first."""
@@ -180,7 +180,7 @@ class Oracle:
 
     def began(self, slot: int, through: int) -> tuple[int, list[np.ndarray]]:
         """Since which step a slot has had every one, and the tables then; as it was after step `through`."""
-        lives = [(one.folder, s, life, at) for one in self.renewals for s, life, at in one.lives]
+        lives = [(one.folder, s, life, at) for one in self.partial_restores for s, life, at in one.lives]
         last = [
             (folder, at, self.saves(slot, life))
             for folder, s, life, at in lives
@@ -211,7 +211,7 @@ class Oracle:
         for slot in range(self.run.scenario.code.slots):
             missing: set[int] = set()
             history: list[tuple[int, set[int]]] = [(0, set())]
-            for one in self.renewals:
+            for one in self.partial_restores:
                 for s, _, at in one.lives:
                     if s == slot and at is not None:
                         before = [then for since, then in history if since <= one.done][-1]
@@ -228,14 +228,14 @@ def check(run: Partial) -> None:
         mine_RB = run.run.records[slab].numpy().view(np.uint8)
         wrong = np.flatnonzero((mine_RB != right_RB).any(axis=1))
         slots = oracle.layouts[slab].locate(wrong)[0]
-        assert not len(wrong), f"slab {slab}: rows {wrong} of slots {slots} differ; {oracle.renewals}"
+        assert not len(wrong), f"slab {slab}: rows {wrong} of slots {slots} differ; {oracle.partial_restores}"
     _check_reads(run, oracle)
     _check_begun(run, oracle)
     if run.lives == 1:
         _check_checkpoints(run, oracle)
     status = run.coordinator.status(run.network.clock.now_s).partial
-    if oracle.renewals:
-        went_on = max(at or 0 for one in oracle.renewals for _, _, at in one.lives)
+    if oracle.partial_restores:
+        went_on = max(at or 0 for one in oracle.partial_restores for _, _, at in one.lives)
         assert went_on <= status.of_steps <= run.steps
         assert abs(status.lost_samples - oracle.lost_samples(status.of_steps)) < 1e-6
         assert status.exact is False
@@ -243,7 +243,7 @@ def check(run: Partial) -> None:
 
 def _check_begun(run: Partial, oracle: Oracle) -> None:
     """Which saves a slot has begun with: the oldest of those on its checkpoint, none of a step after it went on."""
-    for one in oracle.renewals:
+    for one in oracle.partial_restores:
         on = [save for save in run.shelf.saves if save.base == one.folder]
         for slot, life, at in one.lives:
             used = oracle.saves(slot, life) if life else []
@@ -253,7 +253,7 @@ def _check_begun(run: Partial, oracle: Oracle) -> None:
 
 def _check_checkpoints(run: Partial, oracle: Oracle) -> None:
     """Each holds what the slots held: before some began anew, and after it. So does each save, of the rows it has."""
-    going = {step for one in oracle.renewals for _, _, at in one.lives if at for step in range(at - WINDOW, at)}
+    going = {step for one in oracle.partial_restores for _, _, at in one.lives if at for step in range(at - WINDOW, at)}
     for finished in run.shelf.counts:
         if finished.done not in going:  # of these, a checkpoint may be of before or of after
             right = oracle.tables(finished.done, finished.done)

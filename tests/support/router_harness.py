@@ -51,7 +51,7 @@ class Process:
             **BUILD,
             "pid": number,
             "role": role,
-            "birth": f"b{number}",
+            "session_id": f"b{number}",
         }
         self.hello["address"] = ["127.0.0.1", number]
         self.hello |= start

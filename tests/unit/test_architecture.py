@@ -122,7 +122,7 @@ IMPURE = ("asyncio", "concurrent", "multiprocessing", "socket", "subprocess", "t
 # What a slot, its process and its parts are called by who has them.
 SLOTS_AND_PARTS = {
     *("slot", "_slot", "host", "_host", "held", "_held", "missing"),
-    *("scrubber", "_scrubber", "durability", "snapshots", "_snapshots", "checkpoints", "renewing", "handing"),
+    *("scrubber", "_scrubber", "durability", "snapshots", "_snapshots", "checkpoints", "restoring", "handing"),
     *("inbox", "applier", "reads", "folds", "rebuild", "adoption", "comparisons", "arrival"),
 }
 

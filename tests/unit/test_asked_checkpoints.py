@@ -17,7 +17,7 @@ from torch_ecrec.coordinator.settings import ClusterSettings
 KEPT = CheckpointSettings("memory://x", every_steps=1000)
 
 
-class Ledger:
+class Manifests:
     """Says at once that a manifest is written, or why not."""
 
     def __init__(self) -> None:
@@ -41,8 +41,10 @@ class Asked(Harness):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(checkpoint=KEPT, **settings)
-        self.ledger = Ledger()
-        self.core = Coordinator(ClusterSettings(self.code, 1, checkpoint=KEPT), self._send, self._announce, self.ledger)
+        self.manifests = Manifests()
+        self.core = Coordinator(
+            ClusterSettings(self.code, 1, checkpoint=KEPT), self._send, self._announce, self.manifests
+        )
         self.start()
         self.say("trainer-0", type="loaded", origin=0)
         for slot in range(3):
@@ -85,7 +87,7 @@ def test_one_is_written_at_once_though_none_is_due() -> None:
     h.tick()
     h.shows(7)
     h.writes()
-    assert [one.done for one in h.ledger.counts] == [7] and h.asked() is None
+    assert [one.done for one in h.manifests.counts] == [7] and h.asked() is None
     number = h.surveyed()
     h.tick(100.0)
     assert h.surveyed() == number, "one was asked for, and one was written"
@@ -109,7 +111,7 @@ def test_said_again_it_is_the_same_and_one_of_a_later_step_is_another() -> None:
     h.tick()
     h.shows(8)
     h.writes()
-    assert [one.done for one in h.ledger.counts] == [7, 8] and h.asked() is None
+    assert [one.done for one in h.manifests.counts] == [7, 8] and h.asked() is None
 
 
 def test_while_one_is_written_the_next_begins_after_it() -> None:
@@ -124,7 +126,7 @@ def test_while_one_is_written_the_next_begins_after_it() -> None:
     h.tick()
     h.shows(20)
     h.writes()
-    assert [one.done for one in h.ledger.counts] == [7, 20] and h.asked() is None
+    assert [one.done for one in h.manifests.counts] == [7, 20] and h.asked() is None
     assert "the last checkpoint is of step 20, and no later step is trained" in h.core.checkpoint(None)
 
 
@@ -132,16 +134,16 @@ def test_one_that_fails_is_tried_again_until_it_counts() -> None:
     h = Asked()
     h.core.checkpoint(None)
     h.tick()
-    h.ledger.why = "no room"
+    h.manifests.why = "no room"
     h.shows(7)
     h.writes()
     kept = h.core.status(h.now_s).checkpoints
     assert kept is not None and kept.failing == "no room" and kept.asked == 0
-    h.ledger.why = None
+    h.manifests.why = None
     h.tick(60.0)
     h.shows(9)
     h.writes()
-    assert [one.done for one in h.ledger.counts] == [9] and h.asked() is None
+    assert [one.done for one in h.manifests.counts] == [9] and h.asked() is None
 
 
 def test_it_waits_until_every_slot_is_whole() -> None:

@@ -32,8 +32,8 @@ def load(step: int, alone: bool = True, trainer: int = 0) -> wire.Load:
     return wire.Load(0, 0, step, trainer, 0, torch.empty(0, dtype=torch.int64), 0, None, 0, alone)
 
 
-def pass_(step: int, trainer: int) -> wire.Pass:
-    return wire.Pass(0, 0, step, trainer, 0)
+def pass_(step: int, trainer: int) -> wire.NoUpdate:
+    return wire.NoUpdate(0, 0, step, trainer, 0)
 
 
 # what waits for its step --------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class Nobody:
     """A process with one slot and no others."""
 
     era, frozen, origin, history, snapshot_slots = 0, False, 0, (0, False), ()
-    scribe, checkpointing, tier = None, Checkpointing(), None
+    writer, checkpointing, tier = None, Checkpointing(), None
 
     def __init__(self) -> None:
         self.told: list[dict[str, Any]] = []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from kept import random_records
-from test_scribe import JOB, committed, ledger_of
+from test_checkpoint_files import JOB, committed, manifests_of
 
 from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.processes.restoring import NONE, find, find_again
@@ -16,8 +16,8 @@ from torch_ecrec.storage.catalog import Catalog
 
 def test_it_is_what_the_run_began_with_whatever_is_newer_there(tmp_path: Path) -> None:
     url, records = str(tmp_path), random_records(JOB, 3)
-    began = committed(ledger_of(url), url, 40, records)
-    committed(ledger_of(url), url, 80, records)
+    began = committed(manifests_of(url), url, 40, records)
+    committed(manifests_of(url), url, 80, records)
     for wanted in ("newest", url, f"{url}@40"):
         assert find_again("mine", url, "stop", wanted, began.folder) == ((began, JOB), 1)
         assert find_again("mine", "", "stop", wanted if wanted != "newest" else url, began.folder) == ((began, JOB), 0)
@@ -28,8 +28,8 @@ def test_it_is_what_the_run_began_with_whatever_is_newer_there(tmp_path: Path) -
 def test_of_a_run_with_checkpoints_nobody_begins_anew_with_beyond_stop(tmp_path: Path) -> None:
     """It would take their names, too, and write over them."""
     url, records = str(tmp_path), random_records(JOB, 3)
-    began = committed(ledger_of(url), url, 40, records)
-    newest = committed(ledger_of(url), url, 80, records)
+    began = committed(manifests_of(url), url, 40, records)
+    newest = committed(manifests_of(url), url, 80, records)
     for wanted, known in ((f"{url}@40", began.folder), ("newest", NONE), ("", NONE)):
         with pytest.raises(
             CheckpointError, match=f"--beyond stop .* begin another with --restore {url}@80, the newest"
@@ -42,7 +42,7 @@ def test_a_run_whose_checkpoints_are_altered_is_none_that_has_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = str(tmp_path)
-    file = tmp_path / committed(ledger_of(url), url, 40, random_records(JOB, 3)).folder / "manifest.json"
+    file = tmp_path / committed(manifests_of(url), url, 40, random_records(JOB, 3)).folder / "manifest.json"
     whole = file.read_bytes()
     file.write_bytes(whole.replace(b'"done":40', b'"done":41'))
     lists: list[str] = []
@@ -60,7 +60,7 @@ def test_a_run_whose_checkpoints_are_altered_is_none_that_has_none(
 
 def test_what_is_gone_is_named_and_what_cannot_be_read_is_another_matter(tmp_path: Path) -> None:
     url, records = str(tmp_path / "store"), random_records(JOB, 3)
-    began = committed(ledger_of(url), url, 40, records)
+    began = committed(manifests_of(url), url, 40, records)
     (tmp_path / "store").rename(tmp_path / "away")
     for beyond in ("stop", "checkpoint"):
         with pytest.raises(CheckpointError, match=f"the run began with checkpoint {began.folder}, .* bring it") as gone:
@@ -79,7 +79,7 @@ def test_a_coordinator_that_does_not_know_what_the_run_began_with_does_not_guess
     tmp_path: Path, wanted: str, known: str
 ) -> None:
     url = str(tmp_path)
-    committed(ledger_of(url), url, 40, random_records(JOB, 3))
+    committed(manifests_of(url), url, 40, random_records(JOB, 3))
     assert find(wanted or url, url) is not None, "it could"
     with pytest.raises(CheckpointError, match="was not told which checkpoint the run began with"):
         find_again("mine", url, "checkpoint", wanted, known)

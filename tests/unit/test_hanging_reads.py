@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_scribe import JOB
+from test_checkpoint_files import JOB
 
 from torch_ecrec.errors import StoreUnavailable
 from torch_ecrec.processes import part_reader, restoring
@@ -54,8 +54,8 @@ def test_a_server_that_takes_a_slot_from_it_says_that_it_cannot(
     monkeypatch.setattr(store_probe, "QUIET_S", 0.1)
     monkeypatch.setattr(ahead, "LIMIT_S", 0.2)
     failed: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
-    renewal: Any = SimpleNamespace(url=str(tmp_path), folder="000000000040-run-1-40")
+    partial_restore: Any = SimpleNamespace(url=str(tmp_path), folder="000000000040-run-1-40")
     FileReader(lambda action: action()).read(
-        renewal, JOB, 0, lambda *_: None, lambda: None, lambda *said: failed.put(said)
+        partial_restore, JOB, 0, lambda *_: None, lambda: None, lambda *said: failed.put(said)
     )
     assert failed.get(timeout=WITHIN_S) == (f"{tmp_path} has given nothing for 0.2 s: it hangs", True)

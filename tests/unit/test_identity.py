@@ -85,7 +85,7 @@ def member(kind: str, run: str, code: CodeSpec) -> tuple[Process, Fields]:
 def view(running: Running) -> object:
     """All that a member of another cluster must not change."""
     core = running.core
-    known = [(one.name, one.birth, one.alive, one.left) for one in core.members.values()]
+    known = [(one.name, one.session_id, one.alive, one.left) for one in core.members.values()]
     versions = core.epoch, core.era, core.roster.version
     return known, core.slots, versions, core.fatal, core.regathering, core.run, core.job
 
@@ -422,7 +422,7 @@ def test_trainers_that_died_with_the_coordinator_keep_no_place() -> None:
 
 
 class Newest:
-    """A ledger that a test answers for."""
+    """A manifests that a test answers for."""
 
     def newest(self, run: str, restored: Any, found: Any, read: bool = True) -> None:
         self.found = found
@@ -431,7 +431,7 @@ class Newest:
 def test_trainers_that_go_back_to_a_checkpoint_keep_their_place_for_a_while() -> None:
     """They are told to end, and start again. Another launch waits meanwhile, whether or not it did before."""
     running = Running(checkpoint=CheckpointSettings("memory://x", every_steps=2, beyond="checkpoint"))
-    ledger = running.router._ledger = Newest()  # type: ignore[assignment]
+    manifests = running.router._manifests = Newest()  # type: ignore[assignment]
     running.start(launch="a")
     running.say(running.processes[4], type="loaded", origin=0)
     early = running.join("trainer", 0, launch="c")
@@ -439,7 +439,7 @@ def test_trainers_that_go_back_to_a_checkpoint_keep_their_place_for_a_while() ->
     first = running.processes[4]
     die(running, running.processes[:2])
     running.router.on_tick(running.now_s)
-    ledger.found((Restored("memory://x", "000000000010-run-0-1", 10), JOB), "")
+    manifests.found((Restored("memory://x", "000000000010-run-0-1", 10), JOB), "")
     assert first.wire.told("fatal") and running.core.restored is not None
     for _ in range(4):
         running.join("server")

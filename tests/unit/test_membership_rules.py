@@ -205,7 +205,7 @@ def test_a_member_tells_the_next_coordinator_what_it_was_told() -> None:
     assert isinstance(said, Say)
     told = messages.from_member(messages.json_of(said.word))
     assert isinstance(told, messages.Rejoin) and told == said.word
-    assert (told.name, told.rank, told.birth, told.led, told.run) == ("trainer-1", 1, "one", 5, "renamed")
+    assert (told.name, told.rank, told.session_id, told.led, told.run) == ("trainer-1", 1, "one", 5, "renamed")
     assert (told.roster, told.world, told.addresses) == (7, ["server-0", "trainer-1"], {"server-0": ("10.0.0.1", 4)})
     assert (told.endpoint, told.code, told.inexact, told.known) == ("here", CODE, restored, KNOWN)
     assert hear(rules, messages.Rejoined(4)) == [Tell(messages.Rejoined(4))]

@@ -7,51 +7,56 @@ import pytest
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.partial import PartialRecovery, beyond_repair, lost_steps, portion, trimmed
 from torch_ecrec.layout.stripes import layout_of
-from torch_ecrec.protocol.messages import Renewal
+from torch_ecrec.protocol.messages import PartialRestore
 
 
-def renewal(done: int, at: int | None, *slots: int) -> Renewal:
-    return Renewal([(slot, 1, at) for slot in slots], "memory://somewhere", "folder", done)
+def partial_restore(done: int, at: int | None, *slots: int) -> PartialRestore:
+    return PartialRestore([(slot, 1, at) for slot in slots], "memory://somewhere", "folder", done)
 
 
 def test_the_example_of_the_module() -> None:
-    assert portion([renewal(80, 100, 3)], 4, 100) == pytest.approx(0.05)
+    assert portion([partial_restore(80, 100, 3)], 4, 100) == pytest.approx(0.05)
 
 
 def test_as_cpr_counts_it_where_nothing_is_lost_twice() -> None:
     """PLS grows by (samples since the checkpoint) / (all samples x nodes) with each node that is lost."""
-    found = [renewal(20, 25, 0), renewal(40, 48, 1, 2), renewal(60, 61, 0)]
+    found = [partial_restore(20, 25, 0), partial_restore(40, 48, 1, 2), partial_restore(60, 61, 0)]
     cpr = (25 - 20) / (100 * 4) + 2 * (48 - 40) / (100 * 4) + (61 - 60) / (100 * 4)
     assert portion(found, 4, 100) == pytest.approx(cpr)
     assert lost_steps(found, 4) == [6, 8, 8, 0]
 
 
 def test_what_is_lost_twice_counts_once() -> None:
-    assert lost_steps([renewal(20, 25, 0), renewal(20, 30, 0)], 1) == [10]
+    assert lost_steps([partial_restore(20, 25, 0), partial_restore(20, 30, 0)], 1) == [10]
 
 
 def test_a_checkpoint_lacks_what_its_slot_had_lost() -> None:
     """Lost at 25 back to 20; the next checkpoint, of step 28, does not have these 5 either."""
-    assert lost_steps([renewal(20, 25, 0), renewal(28, 30, 0)], 1) == [7]
+    assert lost_steps([partial_restore(20, 25, 0), partial_restore(28, 30, 0)], 1) == [7]
 
 
 def test_what_has_not_gone_on_counts_nothing_yet() -> None:
-    assert lost_steps([renewal(20, None, 0)], 1) == [0] and portion([], 4, 0) == 0.0
+    assert lost_steps([partial_restore(20, None, 0)], 1) == [0] and portion([], 4, 0) == 0.0
 
 
 def test_steps_that_are_made_again_are_not_lost() -> None:
     """The slot went on after 30, and all trainers go back to 27: steps 28 to 30 will be in it."""
-    assert lost_steps(trimmed([renewal(20, 30, 0)], 27), 1) == [7]
-    state = PartialRecovery(True, 0.1, [renewal(20, 30, 0)])
+    assert lost_steps(trimmed([partial_restore(20, 30, 0)], 27), 1) == [7]
+    state = PartialRecovery(True, 0.1, [partial_restore(20, 30, 0)])
     state.go_back(27)
-    assert lost_steps(state.renewals, 1) == [7]
+    assert lost_steps(state.partial_restores, 1) == [7]
 
 
 def test_a_cluster_that_went_back_keeps_what_its_checkpoint_lacks() -> None:
-    before, after = PartialRecovery(True, 0.1, [renewal(20, 30, 0), renewal(40, 50, 1)]), PartialRecovery(True, 0.1)
+    before, after = (
+        PartialRecovery(True, 0.1, [partial_restore(20, 30, 0), partial_restore(40, 50, 1)]),
+        PartialRecovery(True, 0.1),
+    )
     after.follow(before, 45)
-    assert lost_steps(after.renewals, 2) == [10, 0]
-    assert all(life == 0 for one in after.renewals for _, life, _ in one.lives), "no slot of the next begins anew"
+    assert lost_steps(after.partial_restores, 2) == [10, 0]
+    assert all(life == 0 for one in after.partial_restores for _, life, _ in one.lives), (
+        "no slot of the next begins anew"
+    )
 
 
 @pytest.mark.parametrize("gone", [{0, 1}, {0, 2}, {1, 4}])

@@ -205,7 +205,7 @@ def test_a_process_that_claims_a_members_name_is_fenced() -> None:
     stranger = Process("server")
     stranger.wire.sent = list(wire.sent)
     assert running.rejoin(stranger).told("fatal")[0]["kind"] == "fenced"
-    assert running.core.members["server-1"].birth == process.hello["birth"] and not wire.closed
+    assert running.core.members["server-1"].session_id == process.hello["session_id"] and not wire.closed
 
 
 @pytest.mark.parametrize("field", ["roster", "era", "life", "resume_step"])

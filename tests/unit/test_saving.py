@@ -14,8 +14,8 @@ from schedules import first_failure
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.regathering import MemberReports
 from torch_ecrec.coordinator.saving import Saving
-from torch_ecrec.protocol.messages import Renewal, Saves
-from torch_ecrec.server.renewing import Renewing
+from torch_ecrec.protocol.messages import PartialRestore, Saves
+from torch_ecrec.server.restoring import Restoring
 
 STEPS: dict[str, Any] = {"url": "memory://x", "beyond": "partial", "saver": "mfu", "portion": 0.25}
 
@@ -99,8 +99,8 @@ class Reader:
         self.cancelled = 0
         self.finish: Callable[[], None] = lambda: None
 
-    def read(self, renewal: Renewal, job: Any, slot: int, take: Any, done: Any, failed: Any) -> Any:
-        self.asked.append([name for name, _ in renewal.saves])
+    def read(self, partial_restore: PartialRestore, job: Any, slot: int, take: Any, done: Any, failed: Any) -> Any:
+        self.asked.append([name for name, _ in partial_restore.saves])
 
         def finish() -> None:
             take(0, np.arange(3), np.zeros((3, 8), np.uint8))
@@ -113,7 +113,7 @@ class Reader:
         self.cancelled += 1
 
 
-def renewing(renewal: Renewal, **host: Any) -> tuple[Renewing, Any, Any, Reader]:
+def restoring(partial_restore: PartialRestore, **host: Any) -> tuple[Restoring, Any, Any, Reader]:
     reader = Reader()
     shard = SimpleNamespace(data_rows=3, scatter_=lambda at, records: None, schema=SimpleNamespace(nbytes=8))
     held = SimpleNamespace(
@@ -131,7 +131,7 @@ def renewing(renewal: Renewal, **host: Any) -> tuple[Renewing, Any, Any, Reader]
     told = SimpleNamespace(
         reader=reader, placement=None, **{"frozen": True, "resume_step": 0, "done": 0, "floor": 0, **host}
     )
-    return Renewing(slot, told, renewal), told, ready, reader  # type: ignore[arg-type]
+    return Restoring(slot, told, partial_restore), told, ready, reader  # type: ignore[arg-type]
 
 
 SINCE = [("s10", 10), ("s12", 12), ("s14", 14)]
@@ -139,7 +139,7 @@ SINCE = [("s10", 10), ("s12", 12), ("s14", 14)]
 
 def test_saves_are_read_once_it_is_known_up_to_where_nobody_goes_back() -> None:
     """Steps of training are those of the protocol less 5 here."""
-    one, host, ready, reader = renewing(Renewal([(1, 2, None)], "memory://x", "c", 8, saves=SINCE))
+    one, host, ready, reader = restoring(PartialRestore([(1, 2, None)], "memory://x", "c", 8, saves=SINCE))
     one.begin()
     one.proceed()
     assert reader.asked == [], "it is not known where all go on"
@@ -159,7 +159,7 @@ def test_saves_are_read_once_it_is_known_up_to_where_nobody_goes_back() -> None:
 
 
 def test_without_saves_it_reads_at_once() -> None:
-    one, host, ready, reader = renewing(Renewal([(1, 2, None)], "memory://x", "c", 8))
+    one, host, ready, reader = restoring(PartialRestore([(1, 2, None)], "memory://x", "c", 8))
     one.begin()
     assert reader.asked == [[]]
     reader.finish()
@@ -173,17 +173,17 @@ def test_without_saves_it_reads_at_once() -> None:
 
 def all_saves_are_read(patch: pytest.MonkeyPatch) -> None:
     """Also those of steps to before which others may have to go back."""
-    patch.setattr(Renewing, "_told", lambda self: self.renewal)
+    patch.setattr(Restoring, "_told", lambda self: self.partial_restore)
 
 
 def read_before_it_is_known_where(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Renewing, "begin", lambda self: self._ask(self.renewal))
+    patch.setattr(Restoring, "begin", lambda self: self._ask(self.partial_restore))
 
 
 def not_read_anew(patch: pytest.MonkeyPatch) -> None:
     """All went back, and what was read before is taken."""
-    ask = Renewing._ask
-    patch.setattr(Renewing, "_ask", lambda self, wanted: ask(self, wanted) if self._asked is None else None)
+    ask = Restoring._ask
+    patch.setattr(Restoring, "_ask", lambda self, wanted: ask(self, wanted) if self._asked is None else None)
 
 
 def saves_outlive_their_checkpoint(patch: pytest.MonkeyPatch) -> None:

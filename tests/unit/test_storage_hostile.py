@@ -16,8 +16,8 @@ import msgspec
 import pytest
 import xxhash
 from kept import random_records
-from test_scribe import JOB, Answer, asked_for, committed, ledger_of, order_of, write
-from test_storage_saves import SOME, names_at, renewal, saved
+from test_checkpoint_files import JOB, Answer, asked_for, committed, manifests_of, order_of, write
+from test_storage_saves import SOME, names_at, partial_restore, saved
 
 from torch_ecrec.cli.main import main
 from torch_ecrec.coordinator.checkpointing import Finished
@@ -33,11 +33,11 @@ from torch_ecrec.storage.saves import Saves
 
 
 def place(folder: Path) -> tuple[Any, Restored, str]:
-    """A ledger, a checkpoint that it has written, and the name of a save on that."""
+    """A manifests, a checkpoint that it has written, and the name of a save on that."""
     url, records = str(folder), random_records(JOB, 3)
-    ledger = ledger_of(url, **SOME)
-    full = committed(ledger, url, 40, records)
-    return ledger, full, saved(ledger, url, 50, records, full, 2)
+    manifests = manifests_of(url, **SOME)
+    full = committed(manifests, url, 40, records)
+    return manifests, full, saved(manifests, url, 50, records, full, 2)
 
 
 def altered(**what: Any) -> Callable[[Path], None]:
@@ -117,15 +117,15 @@ def test_a_manifest_of_a_save_that_no_writer_has_written_is_named(
         assert why in out and (more == ["--json"] or f"BROKEN saves/{name}" in out)
         assert full.folder in out, "the checkpoint is listed all the same"
     with pytest.raises(CheckpointError, match=why.replace("(", r"\(")):
-        list(slot_records(renewal(full, name), JOB, 1))
+        list(slot_records(partial_restore(full, name), JOB, 1))
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("do", [deep, huge, pipe, device, folder, loop, newer], ids=lambda do: do.__name__)
 def test_so_is_one_of_a_checkpoint(do: Callable[[Path], None], tmp_path: Path) -> None:
     url, records = str(tmp_path), random_records(JOB, 3)
-    first = committed(ledger_of(url), url, 40, records)
-    second = committed(ledger_of(url), url, 80, records)
+    first = committed(manifests_of(url), url, 40, records)
+    second = committed(manifests_of(url), url, 80, records)
     do(tmp_path / second.folder / "manifest.json")
     assert main(["checkpoints", url]) == CheckpointError.exit_code
     listing = Catalog(url).listing()
@@ -135,7 +135,7 @@ def test_so_is_one_of_a_checkpoint(do: Callable[[Path], None], tmp_path: Path) -
 def test_a_file_that_has_the_name_of_a_folder_hides_nothing_and_is_removed_like_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ledger, full, name = place(tmp_path)
+    manifests, full, name = place(tmp_path)
     strange, others = "000000000051-run-1-9", "000000000052-other-1-9"
     for at in (tmp_path, tmp_path / "saves"):
         (at / strange).write_text("a file")
@@ -143,13 +143,13 @@ def test_a_file_that_has_the_name_of_a_folder_hides_nothing_and_is_removed_like_
     assert main(["checkpoints", str(tmp_path)]) == CheckpointError.exit_code
     out = capsys.readouterr().out
     assert out.count("a file is where a folder is wanted") == 4 and f"saves/{name}" in out and full.folder in out
-    ledger.end("run", 60.0)
+    manifests.end("run", 60.0)
     assert names_at(str(tmp_path)) == [others]
 
 
 def test_copies_beside_the_originals_stop_nobody(tmp_path: Path) -> None:
-    """A person keeps one under another name. The ledger's thread ended at that, and nothing counted any more."""
-    ledger, full, name = place(tmp_path)
+    """A person keeps one under another name. The manifests's thread ended at that, and nothing counted any more."""
+    manifests, full, name = place(tmp_path)
     copies = [tmp_path / f"{full.folder}-copy", tmp_path / "000000000040-run-1-x", tmp_path / "000000000040-run-1-4_0"]
     copies += [
         tmp_path / "000000000040-run-x",
@@ -160,11 +160,11 @@ def test_copies_beside_the_originals_stop_nobody(tmp_path: Path) -> None:
         shutil.copytree(tmp_path / ("saves/" + name if copy.parent.name == "saves" else full.folder), copy)
     left = tmp_path / "000000000041-run-1-x"  # without a manifest
     left.mkdir()
-    later = committed(ledger, str(tmp_path), 80, random_records(JOB, 4))
-    asked_for(ledger)
+    later = committed(manifests, str(tmp_path), 80, random_records(JOB, 4))
+    asked_for(manifests)
     assert name not in names_at(str(tmp_path)), "it was on the checkpoint before"
     assert restoring.newest_of("run", str(tmp_path))[0] == (later, JOB)
-    ledger.end("run", 60.0)
+    manifests.end("run", 60.0)
     assert all(copy.exists() for copy in [*copies, left])
 
 
@@ -197,7 +197,7 @@ def test_of_two_runs_in_one_folder_the_one_that_is_named_is_removed(
 ) -> None:
     url, records = str(tmp_path), random_records(JOB, 3)
     order, answer = order_of(url, 40, run="other"), Answer()
-    ledger_of(url).commit(Finished(order.folder, order.step, 40, "", write(url, order, records), 0), answer)
+    manifests_of(url).commit(Finished(order.folder, order.step, 40, "", write(url, order, records), 0), answer)
     assert answer.wait()[0] is None
     _, full, name = place(tmp_path)
     assert main(["checkpoints", url, "--remove", "40"]) == CheckpointError.exit_code
@@ -303,8 +303,8 @@ def test_no_number_of_a_manifest_has_whoever_lists_it_make_something_of_its_size
     """Every number, each of several sizes, with a right hash; all together in one process with little memory."""
     url, records = str(tmp_path / "place"), random_records(JOB, 3)
     order, answer = order_of(url, 40, **({"zstd": zstd} if zstd else {})), Answer()
-    ledger = ledger_of(url, encoding=(("zstd", zstd),) if zstd else ())
-    ledger.commit(Finished(order.folder, order.step, 40, "", write(url, order, records), 0), answer)
+    manifests = manifests_of(url, encoding=(("zstd", zstd),) if zstd else ())
+    manifests.commit(Finished(order.folder, order.step, 40, "", write(url, order, records), 0), answer)
     assert answer.wait() == (None, True)
     source = Path(url) / order.folder
     said = json.loads((source / "manifest.json").read_bytes())["manifest"]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import wait_until
 from kept import random_records
-from test_scribe import JOB, LIMIT_S, Answer, asked_for, committed, ledger_of, order_of, slots_of, write
+from test_checkpoint_files import JOB, LIMIT_S, Answer, asked_for, committed, manifests_of, order_of, slots_of, write
 from xxhash import xxh3_128_hexdigest
 
 from torch_ecrec.cli.main import main
@@ -29,11 +29,11 @@ from torch_ecrec.storage.saves import Saves
 SOME: dict[str, Any] = {"saver": "mfu", "beyond": "partial", "portion": 0.5, "every_steps": 2}
 
 
-def saved(ledger: Any, url: str, done: int, truth: list[Any], base: messages.Restored, every: int) -> str:
+def saved(manifests: Any, url: str, done: int, truth: list[Any], base: messages.Restored, every: int) -> str:
     """A save of every so-manieth row."""
     order, answer = msgspec.structs.replace(order_of(url, done, base.folder), portion=0.5), Answer()
     parts = write(url, order, truth, every=every, dense=False)
-    ledger.commit(Finished(order.folder, order.step, done, base.folder, parts, 0, save=True), answer)
+    manifests.commit(Finished(order.folder, order.step, done, base.folder, parts, 0, save=True), answer)
     assert answer.wait() == (None, False)
     return order.folder
 
@@ -43,19 +43,19 @@ def rows_of(slab: int, positions_N: Any) -> Any:
     return layout_of(JOB.code.slots, JOB.code.k, JOB.code.parities, JOB.slabs[slab].rows).row_at(1, positions_N)
 
 
-def renewal(base: messages.Restored, *saves: str) -> messages.Renewal:
+def partial_restore(base: messages.Restored, *saves: str) -> messages.PartialRestore:
     since = [(one, int(one[:12])) for one in saves]
-    return messages.Renewal([(1, 2, 70)], base.url, base.folder, base.done, saves=since)
+    return messages.PartialRestore([(1, 2, 70)], base.url, base.folder, base.done, saves=since)
 
 
 def test_a_slot_takes_each_row_from_the_newest_save_that_has_it(tmp_path: Path) -> None:
     old, middle, new = (random_records(JOB, seed) for seed in (3, 4, 5))
     url = str(tmp_path)
-    ledger = ledger_of(url, **SOME)
-    full = committed(ledger, url, 40, old)
-    first, second = saved(ledger, url, 50, middle, full, 2), saved(ledger, url, 60, new, full, 3)
+    manifests = manifests_of(url, **SOME)
+    full = committed(manifests, url, 40, old)
+    first, second = saved(manifests, url, 50, middle, full, 2), saved(manifests, url, 60, new, full, 3)
     counts = dict.fromkeys(("old", "middle", "new"), 0)
-    for slab, positions_N, records_NB in slot_records(renewal(full, first, second), JOB, 1):
+    for slab, positions_N, records_NB in slot_records(partial_restore(full, first, second), JOB, 1):
         rows = np.flatnonzero(slots_of(slab) == 1)
         for row, record in zip(rows_of(slab, positions_N), records_NB, strict=True):
             index = int(np.searchsorted(rows, row))
@@ -64,23 +64,23 @@ def test_a_slot_takes_each_row_from_the_newest_save_that_has_it(tmp_path: Path) 
             right = {"old": old, "middle": middle, "new": new}[where][slab][row]
             assert np.array_equal(record, right), (slab, row, where)
     assert min(counts.values()) > 0 and sum(counts.values()) == sum(int((slots_of(s) == 1).sum()) for s in range(2))
-    for slab, positions_N, records_NB in slot_records(renewal(full), JOB, 1):
+    for slab, positions_N, records_NB in slot_records(partial_restore(full), JOB, 1):
         assert np.array_equal(records_NB, old[slab][rows_of(slab, positions_N)]), "without saves"
 
 
 def test_nobody_begins_with_a_save(tmp_path: Path) -> None:
     """Whoever looks for checkpoints sees the one that they are on; their own place has none, whatever is asked for."""
     url, records = str(tmp_path), random_records(JOB, 3)
-    ledger = ledger_of(url, **SOME)
-    full = committed(ledger, url, 40, records)
-    name = saved(ledger, url, 50, random_records(JOB, 4), full, 2)
+    manifests = manifests_of(url, **SOME)
+    full = committed(manifests, url, 40, records)
+    name = saved(manifests, url, 50, random_records(JOB, 4), full, 2)
     assert restoring.find(url, "") == (full, JOB) == restoring.find("newest", url)
     assert restoring.newest_of("run", url)[0] == (full, JOB)
     for place in (f"{url}@50", f"{url}/saves", f"{url}/saves@50", f"{url}/saves/{name}"):
         with pytest.raises(CheckpointError, match="there is no checkpoint"):
             restoring.find(place, "")
     newest = Answer()
-    ledger.newest("run", None, newest)
+    manifests.newest("run", None, newest)
     assert newest.wait() == ((full, JOB), "")
     listing = Catalog(f"{url}/saves").listing()
     assert not listing.whole and not listing.broken and listing.unfinished == [name]
@@ -92,9 +92,9 @@ def test_nobody_begins_with_a_save(tmp_path: Path) -> None:
 def test_manifests_of_before_are_read_and_none_in_the_place_of_the_other(tmp_path: Path) -> None:
     """Those of saves said neither their kind nor what no save has; those of checkpoints had another order of fields."""
     url, records = str(tmp_path), random_records(JOB, 3)
-    ledger = ledger_of(url, **SOME)
-    full = committed(ledger, url, 40, records)
-    name = saved(ledger, url, 50, random_records(JOB, 4), full, 2)
+    manifests = manifests_of(url, **SOME)
+    full = committed(manifests, url, 40, records)
+    name = saved(manifests, url, 50, random_records(JOB, 4), full, 2)
     checkpoint, save = tmp_path / full.folder / "manifest.json", tmp_path / "saves" / name / "save.json"
     of_checkpoint, of_save = checkpoint.read_bytes(), save.read_bytes()
     before = Catalog(url).read(full.folder), Saves(Location(url)).read(name)
@@ -103,7 +103,7 @@ def test_manifests_of_before_are_read_and_none_in_the_place_of_the_other(tmp_pat
     rewrite(save, ["id", "done", "step", "base", "job", "parts", "encoding", "written_s", "version"])
     assert checkpoint.read_bytes() != of_checkpoint and save.read_bytes() != of_save
     assert (Catalog(url).read(full.folder), Saves(Location(url)).read(name)) == before
-    assert [*slot_records(renewal(full, name), JOB, 1)]
+    assert [*slot_records(partial_restore(full, name), JOB, 1)]
     for file, data, why in ((checkpoint, save.read_bytes(), "its kind is save"), (save, of_checkpoint, "is full")):
         file.write_bytes(data)
         with pytest.raises(CheckpointError, match=rf"{file.name} is no manifest of what belongs there: .*{why}"):
@@ -119,29 +119,29 @@ def rewrite(path: Path, fields: list[str]) -> None:
 
 def test_a_checkpoint_that_counts_ends_the_saves_on_the_one_before(tmp_path: Path) -> None:
     url, records = str(tmp_path), random_records(JOB, 3)
-    ledger = ledger_of(url, **SOME)
-    full = committed(ledger, url, 40, records)
-    before, other = saved(ledger, url, 50, records, full, 2), "000000000050-other-1-50"
+    manifests = manifests_of(url, **SOME)
+    full = committed(manifests, url, 40, records)
+    before, other = saved(manifests, url, 50, records, full, 2), "000000000050-other-1-50"
     (tmp_path / "saves" / other).mkdir()
     (tmp_path / "saves" / "somebody's").mkdir()
     assert Saves(Catalog(url).location).names() == sorted([before, other])
-    committed(ledger, url, 80, records)
+    committed(manifests, url, 80, records)
     wait_until(lambda: Saves(Catalog(url).location).names() == [other], LIMIT_S, "it stays")
     assert (tmp_path / "saves" / "somebody's").exists(), "what has another name is somebody else's"
-    gone = saved(ledger, url, 90, records, full, 2)
-    ledger.discard(gone, save=True)
+    gone = saved(manifests, url, 90, records, full, 2)
+    manifests.discard(gone, save=True)
     wait_until(lambda: Saves(Catalog(url).location).names() == [other], LIMIT_S, "it stays")
 
 
 def test_what_is_altered_missing_or_of_something_else_is_refused(tmp_path: Path) -> None:
     url, records = str(tmp_path), random_records(JOB, 3)
-    ledger = ledger_of(url, **SOME)
-    full, later = committed(ledger, url, 40, records), committed(ledger, url, 45, records)
-    name = saved(ledger, url, 50, records, full, 2)
+    manifests = manifests_of(url, **SOME)
+    full, later = committed(manifests, url, 40, records), committed(manifests, url, 45, records)
+    name = saved(manifests, url, 50, records, full, 2)
     at = tmp_path / "saves" / name
 
     def read(of: messages.Restored = full) -> None:
-        list(slot_records(renewal(of, name), JOB, 1))
+        list(slot_records(partial_restore(of, name), JOB, 1))
 
     read()
     with pytest.raises(CheckpointError, match=f"is on {full.folder}, not on {later.folder}"):
@@ -163,7 +163,7 @@ def test_what_is_altered_missing_or_of_something_else_is_refused(tmp_path: Path)
     again, answer = msgspec.structs.replace(order_of(url, 60, full.folder), portion=0.5), Answer()
     parts = write(url, again, records, dense=False)
     (tmp_path / "saves" / again.folder / "slot-00000").write_bytes(b"short")
-    ledger.commit(Finished(again.folder, again.step, 60, full.folder, parts, 0, save=True), answer)
+    manifests.commit(Finished(again.folder, again.step, 60, full.folder, parts, 0, save=True), answer)
     assert "has 5 bytes" in answer.wait()[0] and not (tmp_path / "saves" / again.folder / "save.json").exists()
 
 
@@ -173,10 +173,13 @@ def names_at(url: str) -> list[str]:
 
 def test_they_are_listed_under_their_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url, records = str(tmp_path), random_records(JOB, 3)
-    ledger = ledger_of(url, **SOME)
-    full, later = committed(ledger, url, 40, records), committed(ledger, url, 45, records)
-    on_full, on_later = saved(ledger, url, 50, records, full, 2), saved(ledger, url, 60, records, later, 3)
-    left, lost = "000000000070-run-1-70", saved(ledger, url, 80, records, messages.Restored(url, "9" * 12 + "-x", 9), 2)
+    manifests = manifests_of(url, **SOME)
+    full, later = committed(manifests, url, 40, records), committed(manifests, url, 45, records)
+    on_full, on_later = saved(manifests, url, 50, records, full, 2), saved(manifests, url, 60, records, later, 3)
+    left, lost = (
+        "000000000070-run-1-70",
+        saved(manifests, url, 80, records, messages.Restored(url, "9" * 12 + "-x", 9), 2),
+    )
     (tmp_path / "saves" / left).mkdir()
     assert main(["checkpoints", url]) == 0
     out = capsys.readouterr().out
@@ -196,9 +199,9 @@ def test_they_are_listed_under_their_checkpoint(tmp_path: Path, capsys: pytest.C
 
 def test_verify_reads_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url, records = str(tmp_path), random_records(JOB, 3)
-    ledger = ledger_of(url, **SOME)
-    full = committed(ledger, url, 40, records)
-    name, other = saved(ledger, url, 50, records, full, 2), saved(ledger, url, 60, records, full, 2)
+    manifests = manifests_of(url, **SOME)
+    full = committed(manifests, url, 40, records)
+    name, other = saved(manifests, url, 50, records, full, 2), saved(manifests, url, 60, records, full, 2)
     assert main(["checkpoints", url, "--verify"]) == 0
     assert capsys.readouterr().out.count("  whole") == 3
     path = tmp_path / "saves" / name / "slot-00001"
@@ -214,9 +217,9 @@ def test_verify_reads_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_with_a_checkpoint_those_on_it_are_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url, records = str(tmp_path), random_records(JOB, 3)
-    ledger = ledger_of(url, **SOME)
-    full, later = committed(ledger, url, 40, records), committed(ledger, url, 45, records)
-    name, stays = saved(ledger, url, 50, records, full, 2), saved(ledger, url, 60, records, later, 3)
+    manifests = manifests_of(url, **SOME)
+    full, later = committed(manifests, url, 40, records), committed(manifests, url, 45, records)
+    name, stays = saved(manifests, url, 50, records, full, 2), saved(manifests, url, 60, records, later, 3)
     assert main(["checkpoints", url, "--remove", "40", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"removed": [full.folder, f"saves/{name}"]}
     assert names_at(url) == [stays]
@@ -224,29 +227,29 @@ def test_with_a_checkpoint_those_on_it_are_removed(tmp_path: Path, capsys: pytes
 
 def test_a_run_that_is_over_takes_its_own_away(tmp_path: Path) -> None:
     url, records = str(tmp_path), random_records(JOB, 3)
-    ledger = ledger_of(url, **SOME)
-    full = committed(ledger, url, 40, records)
-    saved(ledger, url, 50, records, full, 2)
+    manifests = manifests_of(url, **SOME)
+    full = committed(manifests, url, 40, records)
+    saved(manifests, url, 50, records, full, 2)
     left, other = "000000000060-run-1-60", "000000000050-other-1-50"
     for name in (left, other):
         (tmp_path / "saves" / name).mkdir()
-    ledger.end("run", LIMIT_S)
+    manifests.end("run", LIMIT_S)
     assert names_at(url) == [other] and Catalog(url).newest().id == full.folder
 
 
 def test_what_a_killed_run_has_left_goes_with_the_next_ones_checkpoint_whatever_its_saver(tmp_path: Path) -> None:
     """Only where the next one has begun with a checkpoint of it: what else is there may be in use."""
     url, records = str(tmp_path), random_records(JOB, 3)
-    full = committed(ledger_of(url), url, 40, records)
-    left, other = saved(ledger_of(url, **SOME), url, 50, records, full, 2), "000000000050-other-1-50"
+    full = committed(manifests_of(url), url, 40, records)
+    left, other = saved(manifests_of(url, **SOME), url, 50, records, full, 2), "000000000050-other-1-50"
     (tmp_path / "saves" / other).mkdir()
     for began_with, stays in ((None, [left, other]), (full, [other])):
         order, answer = order_of(url, 60 + len(stays), run=f"next{len(stays)}"), Answer()
-        ledger = ledger_of(url)
+        manifests = manifests_of(url)
         parts = write(url, order, records)
-        ledger.commit(Finished(order.folder, order.step, order.done, "", parts, 0, began_with), answer)
+        manifests.commit(Finished(order.folder, order.step, order.done, "", parts, 0, began_with), answer)
         assert answer.wait()[0] is None
-        asked_for(ledger)
+        asked_for(manifests)
         assert sorted(names_at(url)) == sorted(stays)
 
 
@@ -259,6 +262,6 @@ def test_a_store_that_hangs_does_not_keep_a_run_from_its_end(tmp_path: Path, mon
         return []
 
     monkeypatch.setattr(Saves, "names", hanging)
-    ledger_of(str(tmp_path), **SOME).end("run", 0.05)
+    manifests_of(str(tmp_path), **SOME).end("run", 0.05)
     assert reached.wait(LIMIT_S)
     goes_on.set()

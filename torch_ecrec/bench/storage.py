@@ -32,7 +32,7 @@ from torch_ecrec.storage.manifest import Encoding
 from torch_ecrec.storage.parts import PartReader, PartWriter
 
 DIM = 64
-PORTION_BYTES = 2 << 20  # as a server's scribe takes them
+PORTION_BYTES = 2 << 20  # as a server's writer takes them
 ENCODINGS = (Encoding(), Encoding(bits=8), Encoding(bits=4), Encoding(zstd=1))
 COLUMNS = ("write", "synced", "read")
 NOTES = """GB/s of records of {dim} weights and row-wise Adagrad ({mb} MB), one thread: the best of {repeats} rounds."""

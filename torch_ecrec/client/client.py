@@ -92,7 +92,7 @@ class Client(SlotReads):
         self._acknowledged: dict[int, int] = {}  # slot -> the last step that it has acknowledged
         self._owed = False  # a snapshot was due after the step before, and is due after one that loads behind it
         self.open: dict[int, _StepState] = {}
-        self.renewals: list[messages.Renewal] = []  # slots that began anew, in this run
+        self.partial_restores: list[messages.PartialRestore] = []  # slots that began anew, in this run
         self.inexact: list[tuple[int, str]] = []  # what this trainer has said of that
         self.awaited: list[int] = []  # trainers without whom nothing here goes on, as the slots said last
         self._stale: set[RetryingCall[Any]] = set()  # what was out at the last look
@@ -108,8 +108,8 @@ class Client(SlotReads):
                 self.run(self.place, word.placement)
             case messages.Resume():
                 self.run(self.resume, word.era, word.step, word.origin, word.done)
-            case messages.Renewed():
-                self.run(self.renew, word)
+            case messages.PartlyRestored():
+                self.run(self.restore_partly, word)
             case messages.Loaded():
                 self.run(self.begin_training, word.origin)
             case messages.Left():
@@ -164,14 +164,14 @@ class Client(SlotReads):
             self.origin = origin  # the last: the user's thread waits for it
         self.on_change()
 
-    def renew(self, word: messages.Renewed) -> None:
+    def restore_partly(self, word: messages.PartlyRestored) -> None:
         """Some slots have begun anew, and do not know what they acknowledged before: what is not complete goes there
         again. In that era, all that is under way is asked once more."""
-        news, self.renewals = word.renewals[len(self.renewals) :], word.renewals
+        news, self.partial_restores = word.partial_restores[len(self.partial_restores) :], word.partial_restores
         if not self.resumed or word.era <= self.era:
             return
         self.era = word.era
-        anew = sorted({slot for renewal in news for slot, _, _ in renewal.lives})
+        anew = sorted({slot for partial_restore in news for slot, _, _ in partial_restore.lives})
         for step, state in self.open.items():
             for slot in anew:
                 if slot not in state.calls:
@@ -194,7 +194,7 @@ class Client(SlotReads):
             resume_step=self.resume_step,
             done=self.resume_done,
             origin=self.origin,
-            renewals=self.renewals,
+            partial_restores=self.partial_restores,
             left=self.left,
         )
 
@@ -235,8 +235,8 @@ class Client(SlotReads):
         """A step in which others load, and this trainer does not."""
         step = self.step
 
-        def make(slot: int, incarnation: int) -> wire.Pass:
-            return wire.Pass(slot, incarnation, step, self.trainer, self._resumable_before(step))
+        def make(slot: int, incarnation: int) -> wire.NoUpdate:
+            return wire.NoUpdate(slot, incarnation, step, self.trainer, self._resumable_before(step))
 
         self._send_step(make, self._take_over())
 

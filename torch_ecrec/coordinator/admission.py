@@ -131,10 +131,10 @@ def rejoin_refusal(state: ClusterState, rejoin: Rejoin) -> tuple[str, str] | Non
     if (reason := job.refusal(rejoin.known.job)) is not None:
         return "stopped", reason
     member = state.members.by_name.get(rejoin.name)
-    unknown = member is None or (member.alive and member.birth != rejoin.birth)
+    unknown = member is None or (member.alive and member.session_id != rejoin.session_id)
     if state.regathering.active or (unknown and not state.table.placed):
         return ("fenced", FENCED) if state.regathering.knows_better(rejoin) else None
-    if member is None or not member.present or member.birth != rejoin.birth:
+    if member is None or not member.present or member.session_id != rejoin.session_id:
         return "fenced", FENCED
     epoch = rejoin.known.placement.epoch if rejoin.known.placement is not None else 0
     if rejoin.roster > state.roster.version or rejoin.known.era > state.eras.number or epoch > state.table.epoch:

@@ -3,7 +3,7 @@
     idle          until one is due: every N steps of training, every so many seconds
     surveying     all slots have been asked which steps they can show; they keep them
     capturing     one step was chosen, and every slot writes its records as of it, while training goes on
-    committing    all parts are durable: the manifest is written, last, by the ledger
+    committing    all parts are durable: the manifest is written, last, by the manifests
 
 Somebody may ask for one that is not due (`ask`): it begins as soon as it can, and is of a later step than any before.
 
@@ -14,7 +14,7 @@ or changes what it does, and the last checkpoint that counts goes on to count.
 Prioritised saves (`saving.py`) take the same way: of some rows, on a checkpoint that counts. Where both are due, the
 checkpoint comes first, and what fails of saves does not delay it.
 
-Pure, as the coordinator is: what is written, listed or removed is asked of a `Ledger`, which answers by a call.
+Pure, as the coordinator is: what is written, listed or removed is asked of a `Manifests`, which answers by a call.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WRITES_ALONE_S = 60.0  # that writing its part keeps a slot from trainers, once 
 
 @dataclass(frozen=True)
 class Finished:
-    """What a ledger has to write down: a checkpoint whose parts are durable.
+    """What a manifest has to say: a checkpoint whose parts are durable.
 
     Args:
         folder: its name.
@@ -86,10 +86,10 @@ def attempt_of(folder: str) -> tuple[int, int]:
 Restorable = tuple[messages.Restored, JobSpec]
 
 
-class Ledger(Protocol):
+class Manifests(Protocol):
     """Writes manifests, and removes what is not wanted any more; beside the coordinator, in its own time.
 
-    `processes/scribe.py:FileLedger` does it in a store, `tests/harness/checkpoints.py:Shelf` in memory.
+    `processes/checkpoint_files.py:FileManifests` does it in a store, `tests/harness/checkpoints.py:Shelf` in memory.
     """
 
     def commit(self, finished: Finished, done: Callable[[str | None, bool], None]) -> None:
@@ -141,7 +141,7 @@ class Checkpointing:
 
     Args:
         settings: which.
-        ledger: None: `settings` wants none.
+        manifests: None: `settings` wants none.
         job, members: of the coordinator.
         saving: when prioritised saves are due, and which count.
         announce: tells observers of an event.
@@ -155,13 +155,13 @@ class Checkpointing:
     def __init__(
         self,
         settings: CheckpointSettings,
-        ledger: Ledger | None,
+        manifests: Manifests | None,
         job: RunningJob,
         members: Members,
         saving: Saving,
         announce: Callable[[Event], None],
     ) -> None:
-        self.settings, self._ledger, self.saving = settings, ledger, saving
+        self.settings, self._manifests, self.saving = settings, manifests, saving
         self._job, self._members, self._announce = job, members, announce
         self._running: _Running | None = None
         self._released: messages.Release | None = None  # the last one
@@ -179,7 +179,7 @@ class Checkpointing:
 
     @property
     def wanted(self) -> bool:
-        return bool(self.settings.url) and self._ledger is not None
+        return bool(self.settings.url) and self._manifests is not None
 
     def send_to(self, name: str) -> None:
         """Tells a server what it may have missed."""
@@ -342,12 +342,12 @@ class Checkpointing:
             return
         running.committing = True
         order = running.order
-        assert self._ledger is not None
+        assert self._manifests is not None
         began, parts = self._job.restored, running.written
         finished = Finished(
             order.folder, order.step, order.done, order.base, parts, order.dense_of, began, running.save
         )
-        self._ledger.commit(finished, lambda *answer: self._on_committed(running, *answer))
+        self._manifests.commit(finished, lambda *answer: self._on_committed(running, *answer))
 
     def _on_committed(self, running: _Running, error: str | None, full: bool) -> None:
         if running is not self._running:
@@ -431,8 +431,8 @@ class Checkpointing:
             self._discard(before._running)
 
     def _discard(self, running: _Running) -> None:
-        if running.order is not None and not running.committing and self._ledger is not None:
-            self._ledger.discard(running.order.folder, running.save)
+        if running.order is not None and not running.committing and self._manifests is not None:
+            self._manifests.discard(running.order.folder, running.save)
 
     def _release(self, release: messages.Release) -> None:
         self._released = release

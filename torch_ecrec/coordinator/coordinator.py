@@ -19,8 +19,8 @@ training goes on; they go back, make it durable, and say so ("durable"); then th
 server that is lost meanwhile begins one more era: its slots' new hosts may not reach as far.
 
 A member whose connection ended is not lost yet: `Router` finds out whether its process lives. If it comes back within
-its lease ("rejoin", with the `birth` it joined with) it is the member that it was: it is told again what it may have
-missed, and says again what may not have arrived.
+its lease ("rejoin", with the `session_id` it joined with) it is the member that it was: it is told again what it may
+have missed, and says again what may not have arrived.
 
 A coordinator that is started again knows nothing. Members notice the end of the one before, go on without, and tell the
 new one what they know ("rejoin"); when everybody of the newest placement has, or `REGATHER_S` later, it goes on from
@@ -39,7 +39,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch_ecrec.coordinator import admission, departures, succession
-from torch_ecrec.coordinator.checkpointing import Ledger, Restorable
+from torch_ecrec.coordinator.checkpointing import Manifests, Restorable
 from torch_ecrec.coordinator.going_back import GoingBack
 from torch_ecrec.coordinator.launches import Hold
 from torch_ecrec.coordinator.members import MemberRecord
@@ -65,7 +65,7 @@ class Coordinator:
         settings: of the cluster.
         send: sends a message to a member by name.
         announce: tells observers and the log of an event.
-        ledger: writes manifests of checkpoints; None: nobody does.
+        manifests: writes manifests of checkpoints; None: nobody does.
         before: the one that this one takes over from, since its cluster goes back to a checkpoint.
     """
 
@@ -74,10 +74,10 @@ class Coordinator:
         settings: ClusterSettings,
         send: Callable[[str, FromCoordinator], None],
         announce: Callable[[Event], None],
-        ledger: Ledger | None = None,
+        manifests: Manifests | None = None,
         before: Coordinator | None = None,
     ) -> None:
-        self._state = ClusterState(settings, send, announce, ledger)
+        self._state = ClusterState(settings, send, announce, manifests)
         if before is not None:
             self._state.follow(before._state)
         self._send, self._announce = send, announce
@@ -131,9 +131,9 @@ class Coordinator:
         """Slots are lost beyond repair, and a checkpoint is needed that they begin anew with."""
         return bool(self._state.partial.pending) and self.fatal is None
 
-    def renew(self, found: Restorable | None, why: str) -> None:
+    def restore_partly(self, found: Restorable | None, why: str) -> None:
         """Lost slots begin anew. `found`: the newest checkpoint, and the job that it is of; None: there is none."""
-        self._state.table.renew(found, why)
+        self._state.table.restore_partly(found, why)
 
     @property
     def restored(self) -> messages.Restored | None:
@@ -227,9 +227,9 @@ class Coordinator:
         """A name for a process that was not refused."""
         return self._state.members.name_for(join)
 
-    def born_as(self, birth: str) -> str | None:
+    def member_of_session(self, session_id: str) -> str | None:
         """The name of the member that said this word when it joined, unless it is lost or has left."""
-        return self._state.members.born_as(birth)
+        return self._state.members.member_of_session(session_id)
 
     def on_join(self, name: str, join: Join, now_s: float) -> None:
         """A process that was not refused joins under a name from `name_for`."""
@@ -308,7 +308,7 @@ class Coordinator:
         """A member that was not refused comes back: to this coordinator, or to the next one, which it tells all."""
         state, name = self._state, rejoin.name
         member = state.members.by_name.get(name)
-        if not self.regathering and member is not None and member.birth == rejoin.birth:
+        if not self.regathering and member is not None and member.session_id == rejoin.session_id:
             self.on_heard(name, now_s)
             self._announce(events.Back(name, member.pid))
             self._send(name, messages.Rejoined(self.life))
@@ -402,7 +402,7 @@ class Coordinator:
         if isinstance(word, messages.Ready):
             table.on_ready(word.slot, word.incarnation, word.at)
         elif isinstance(word, messages.Rebuilt):
-            table.on_rebuilt(word.slot, word.incarnation, word.renewals)
+            table.on_rebuilt(word.slot, word.incarnation, word.partial_restores)
         elif isinstance(word, messages.Unrecoverable):
             table.on_unrecoverable(word.slot, word.reason)
         elif isinstance(word, messages.Damaged):

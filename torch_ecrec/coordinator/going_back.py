@@ -135,7 +135,7 @@ class Eras:
             else:
                 where = (back.step, back.done, False, back.step or 0)
             step, done, keeps, floor = where
-            word = messages.Era(self.number, step, origin, done, keeps, floor, self._partial.renewals)
+            word = messages.Era(self.number, step, origin, done, keeps, floor, self._partial.partial_restores)
             self._members.send(name, word)
         elif back is None and not self._job.restoring:
             self._members.send(name, messages.Resume(self.number, self.resume_step, origin, self.done))
@@ -150,8 +150,8 @@ class Eras:
 
     def send_renewed(self, name: str) -> None:
         """Trainers hear of slots that have begun anew, once these have a host."""
-        if self._partial.renewals and self.going_back is None and self._members.by_name[name].role == "trainer":
-            self._members.send(name, messages.Renewed(self.number, self._partial.renewals))
+        if self._partial.partial_restores and self.going_back is None and self._members.by_name[name].role == "trainer":
+            self._members.send(name, messages.PartlyRestored(self.number, self._partial.partial_restores))
 
     def _tell_all(self, role: str) -> None:
         for member in self._members.present(role):
@@ -216,7 +216,7 @@ class Eras:
         done = max(told, default=job.done_at_origin + max(0, step - (job.origin or 0)))
         partial.go_on(done)
         lost = partial.portion(job.code.slots, done)
-        last = partial.renewals[-1]
+        last = partial.partial_restores[-1]
         if partial.read_from > done:
             job.lose(f"{partial.why}; the newest checkpoint is of step {partial.read_from}, and training at {done}")
         elif last.dense_lost and before >= step > (job.origin or 0):

@@ -84,7 +84,7 @@ class Launches:
 
     def hold(self, join: Join, now_s: float) -> Hold | None:
         """Why a process that joins has to wait; None: it has not."""
-        if join.role != "trainer" or self._members.born_as(join.birth) is not None:
+        if join.role != "trainer" or self._members.member_of_session(join.session_id) is not None:
             return None
         rivals = [member for member in self._members.present("trainer") if is_rival(member, join)]
         if rivals:

@@ -30,7 +30,7 @@ class MemberRecord:
     """What the coordinator keeps of a process that has joined.
 
     Attributes:
-        birth: a word that only this process says (`messages.Entering`).
+        session_id: a word that only this process says (`messages.Entering`).
         back_s: since when it is heard of again, after a pause of more than `HEARD_S`.
         address: where it listens for as long as it lives; None: it did not say.
         domain: of a server, what it is lost together with; "": it did not say.
@@ -46,7 +46,7 @@ class MemberRecord:
     role: Role
     rank: int
     pid: int
-    birth: str
+    session_id: str
     joined_s: float
     heard_s: float
     endpoint: str = ""
@@ -147,9 +147,9 @@ class Members:
         self._names += 1
         return f"server-{self._names - 1}"
 
-    def born_as(self, birth: str) -> str | None:
+    def member_of_session(self, session_id: str) -> str | None:
         """The name of the member that said this word when it joined, unless it is lost or has left."""
-        return next((member.name for member in self.present() if member.birth == birth), None)
+        return next((member.name for member in self.present() if member.session_id == session_id), None)
 
     def follow(self, life: int) -> None:
         """There was a coordinator of this life before: names and lives begin after its own."""
@@ -165,7 +165,7 @@ class Members:
             entering.role,
             entering.rank,
             entering.pid,
-            entering.birth,
+            entering.session_id,
             now_s,
             now_s,
             address=entering.address,

@@ -24,7 +24,7 @@ import numpy as np
 
 from torch_ecrec.layout import repair
 from torch_ecrec.layout.stripes import Layout
-from torch_ecrec.protocol.messages import Renewal
+from torch_ecrec.protocol.messages import PartialRestore
 
 
 def beyond_repair(layouts: Iterable[Layout], gone: Collection[int], lost: Collection[int]) -> set[int]:
@@ -54,34 +54,34 @@ def beyond_repair(layouts: Iterable[Layout], gone: Collection[int], lost: Collec
         found |= more
 
 
-def lost_steps(renewals: Sequence[Renewal], slots: int) -> list[int]:
+def lost_steps(partial_restores: Sequence[PartialRestore], slots: int) -> list[int]:
     """Returns by slot how many steps of training its records lack.
 
     A step that a slot lacks counts once, also if the slot was lost again before the next checkpoint; what a checkpoint
     lacks, a slot that begins with it lacks, too.
     """
     lacks: list[list[tuple[int, int]]] = [[(0, 0)] for _ in range(slots)]  # (from which step on, how many)
-    for renewal in renewals:
-        for slot, _, at in renewal.lives:
+    for partial_restore in partial_restores:
+        for slot, _, at in partial_restore.lives:
             if at is not None:
-                then = [many for since, many in lacks[slot] if since <= renewal.done][-1]
-                lacks[slot].append((at, then + max(0, at - renewal.done)))
+                then = [many for since, many in lacks[slot] if since <= partial_restore.done][-1]
+                lacks[slot].append((at, then + max(0, at - partial_restore.done)))
     return [history[-1][1] for history in lacks]
 
 
-def portion(renewals: Sequence[Renewal], slots: int, done: int) -> float:
+def portion(partial_restores: Sequence[PartialRestore], slots: int, done: int) -> float:
     """The portion of lost samples, of all until now. `done`: steps of training."""
-    return sum(lost_steps(renewals, slots)) / slots / done if done else 0.0
+    return sum(lost_steps(partial_restores, slots)) / slots / done if done else 0.0
 
 
-def trimmed(renewals: Sequence[Renewal], done: int) -> list[Renewal]:
+def trimmed(partial_restores: Sequence[PartialRestore], done: int) -> list[PartialRestore]:
     """Training went back: steps after `done` are made again, and count in every slot that is there."""
 
     def earlier(at: int | None) -> int | None:
         return None if at is None else min(at, done)
 
-    lives = [[(slot, life, earlier(at)) for slot, life, at in one.lives] for one in renewals]
-    return [msgspec.structs.replace(one, lives=its) for one, its in zip(renewals, lives, strict=True)]
+    lives = [[(slot, life, earlier(at)) for slot, life, at in one.lives] for one in partial_restores]
+    return [msgspec.structs.replace(one, lives=its) for one, its in zip(partial_restores, lives, strict=True)]
 
 
 @dataclass
@@ -91,7 +91,7 @@ class PartialRecovery:
     Attributes:
         wanted: it is what follows when more is lost than can be repaired.
         most: the portion of lost samples beyond which all go back to the checkpoint.
-        renewals: all of this run.
+        partial_restores: all of this run.
         pending: slots that were lost since more was lost than can be repaired; a checkpoint is looked for.
         reason: why, for people.
         reading: slots that begin anew and do not serve yet.
@@ -102,7 +102,7 @@ class PartialRecovery:
 
     wanted: bool = False
     most: float = 1.0
-    renewals: list[Renewal] = field(default_factory=list)
+    partial_restores: list[PartialRestore] = field(default_factory=list)
     pending: set[int] = field(default_factory=set)
     reason: str = ""
     reading: set[int] = field(default_factory=set)
@@ -120,10 +120,10 @@ class PartialRecovery:
         self.pending |= set(lost)
         self.reason = self.reason or reason
 
-    def renew(self, renewal: Renewal, survivors: Collection[int]) -> None:
+    def restore_partly(self, partial_restore: PartialRestore, survivors: Collection[int]) -> None:
         """Slots begin anew. `survivors`: those that keep their records, and lose parities by that."""
-        self.renewals.append(renewal)
-        slots = {slot for slot, _, _ in renewal.lives}
+        self.partial_restores.append(partial_restore)
+        slots = {slot for slot, _, _ in partial_restore.lives}
         self.pending, self.reason, self.why = set(), "", self.reason
         self.reading |= slots
         self.intact = (self.intact | set(survivors)) - slots
@@ -144,19 +144,19 @@ class PartialRecovery:
 
     def go_on(self, at: int) -> None:
         """It is known where those that read will begin. `at`: steps of training."""
-        self._go_on({(s, life) for one in self.renewals for s, life, _ in one.lives if s in self.reading}, at)
+        self._go_on({(s, life) for one in self.partial_restores for s, life, _ in one.lives if s in self.reading}, at)
 
     def _go_on(self, lives: Collection[tuple[int, int]], at: int | None) -> None:
-        self.renewals = [
+        self.partial_restores = [
             msgspec.structs.replace(
                 one, lives=[(s, life, at if (s, life) in lives else was) for s, life, was in one.lives]
             )
-            for one in self.renewals
+            for one in self.partial_restores
         ]
 
     def go_back(self, done: int) -> None:
         """Training goes on after so many steps of it, which is earlier than it was."""
-        self.renewals = trimmed(self.renewals, done)
+        self.partial_restores = trimmed(self.partial_restores, done)
         self.go_on(done)
 
     def begin_again(self, slots: int) -> None:
@@ -166,17 +166,19 @@ class PartialRecovery:
 
     def follow(self, before: PartialRecovery, done: int) -> None:
         """Takes over from a cluster that went back to a checkpoint: what that lacks is lacking."""
-        kept = [[(slot, 0, at) for slot, _, at in one.lives if at and at <= done] for one in before.renewals]
-        self.renewals = [
-            msgspec.structs.replace(one, lives=lives) for one, lives in zip(before.renewals, kept, strict=True) if lives
+        kept = [[(slot, 0, at) for slot, _, at in one.lives if at and at <= done] for one in before.partial_restores]
+        self.partial_restores = [
+            msgspec.structs.replace(one, lives=lives)
+            for one, lives in zip(before.partial_restores, kept, strict=True)
+            if lives
         ]
 
     def portion(self, slots: int, done: int) -> float:
         """The portion of lost samples, of so many slots, after so many steps of training."""
-        return portion(self.renewals, slots, done)
+        return portion(self.partial_restores, slots, done)
 
     @property
     def read_from(self) -> int:
         """Steps of training that the slots which read will have, at most."""
-        reading = [one.done for one in self.renewals for slot, _, _ in one.lives if slot in self.reading]
+        reading = [one.done for one in self.partial_restores for slot, _, _ in one.lives if slot in self.reading]
         return max(reading, default=0)

@@ -263,7 +263,7 @@ class SlotTable:
         else:
             self._job.lose(reason)
 
-    def renew(self, found: Restorable | None, why: str) -> None:
+    def restore_partly(self, found: Restorable | None, why: str) -> None:
         """Slots that are lost beyond repair begin anew with their records of a checkpoint.
 
         Args:
@@ -295,8 +295,10 @@ class SlotTable:
         lives: list[tuple[int, int, int | None]] = [(i, self.slots[i].incarnation, None) for i in sorted(anew)]
         restored = found[0]
         saves = self._checkpointing.saving.on(restored.folder)
-        renewal = messages.Renewal(lives, restored.url, restored.folder, restored.done, dense_lost, saves)
-        partial.renew(renewal, survivors)
+        partial_restore = messages.PartialRestore(
+            lives, restored.url, restored.folder, restored.done, dense_lost, saves
+        )
+        partial.restore_partly(partial_restore, survivors)
         if dense_lost:
             partial.dense |= keepers
         back = self._eras.going_back
@@ -336,7 +338,7 @@ class SlotTable:
         """
         self.epoch, self.slots = epoch, slots
         lives = {i: (i, place.incarnation) for i, place in enumerate(slots)}
-        anew = {(slot, life) for one in self._partial.renewals for slot, life, _ in one.lives}
+        anew = {(slot, life) for one in self._partial.partial_restores for slot, life, _ in one.lives}
         unhealthy = self.unhealthy()
         self._partial.intact = {i for i in unhealthy if lives[i] in kept}
         self._partial.reading = {i for i in unhealthy if lives[i] in anew and lives[i] not in kept}
@@ -382,10 +384,10 @@ class SlotTable:
         event = events.Rehosted if incarnation else messages.Ready
         self._announce(event(slot, incarnation))
 
-    def on_rebuilt(self, slot: int, incarnation: int, renewals: int) -> None:
-        """All records of a slot are there again, as its host said that knew of so many `renewals`."""
+    def on_rebuilt(self, slot: int, incarnation: int, partial_restores: int) -> None:
+        """All records of a slot are there again, as its host said that knew of so many `partial_restores`."""
         place = self.slots[slot]
-        if place.healthy or renewals < len(self._partial.renewals):
+        if place.healthy or partial_restores < len(self._partial.partial_restores):
             return
         self._partial.on_rebuilt(slot)
         self.slots[slot] = SlotPlace(place.server, incarnation, True)

@@ -70,10 +70,10 @@ class MemberReports:
         return set() if placement is None else {place.server for place in placement.slots if place.server != NO_HOST}
 
     @property
-    def renewals(self) -> list[messages.Renewal]:
+    def partial_restores(self) -> list[messages.PartialRestore]:
         """Slots that began anew, as who knows of most of them does."""
-        newest = max(self.said.values(), key=lambda one: (len(one.known.renewals), one.known.era), default=None)
-        return [] if newest is None else list(newest.known.renewals)
+        newest = max(self.said.values(), key=lambda one: (len(one.known.partial_restores), one.known.era), default=None)
+        return [] if newest is None else list(newest.known.partial_restores)
 
     @property
     def saves(self) -> messages.Saves:
@@ -105,9 +105,9 @@ class MemberReports:
         """
         placement = self.placement
         found = [] if placement is None else list(placement.slots)
-        most = len(self.renewals)
+        most = len(self.partial_restores)
         for one in self.said.values():  # who has not heard of the last slots that began anew may lack parity
-            for i, incarnation in one.known.whole if len(one.known.renewals) == most else ():
+            for i, incarnation in one.known.whole if len(one.known.partial_restores) == most else ():
                 if found[i].incarnation == incarnation and found[i].server == one.name:
                     found[i] = SlotPlace(found[i].server, incarnation, True)
         lost = set()
@@ -133,7 +133,9 @@ class Regathering:
         self.said: dict[str, Rejoin] = {}
         self.dead: set[str] = set()
         self._cannot_reach: dict[str, frozenset[str]] = {}  # who is back -> whom not, as it has said last
-        self._others: dict[str, tuple[str, float]] = {}  # births of members of other clusters -> run, and when last
+        self._others: dict[
+            str, tuple[str, float]
+        ] = {}  # session ids of members of other clusters -> run, and when last
         self._until_s = self._last_s = 0.0
         self._settled_s = math.inf  # since when nobody is missing whom it waits for
 
@@ -157,7 +159,7 @@ class Regathering:
 
     def is_outnumbered(self, other: Rejoin, now_s: float) -> bool:
         """Whether more members of another cluster look for their coordinator here than are back of this one."""
-        self._others[other.birth] = other.run, now_s
+        self._others[other.session_id] = other.run, now_s
         recent = [run for run, at_s in self._others.values() if now_s - at_s <= AGAIN_S]
         return recent.count(other.run) > sum(one.known.placement is not None for one in self.said.values())
 
@@ -197,7 +199,7 @@ class Regathering:
     def knows_better(self, rejoin: Rejoin) -> bool:
         """Somebody else of that name is back already, and knows as much or more."""
         said = self.said.get(rejoin.name)
-        return said is not None and said.birth != rejoin.birth and _newest(rejoin) <= _newest(said)
+        return said is not None and said.session_id != rejoin.session_id and _newest(rejoin) <= _newest(said)
 
     def is_over(self, now_s: float, job: JobSpec | None) -> bool:
         """Whether everybody is back who is needed, or the time is up. `job`: where none of them knows it."""

@@ -32,7 +32,7 @@ import msgspec
 
 from torch_ecrec.coordinator.admission import FENCED, WENT_BACK
 from torch_ecrec.coordinator.asked import SILENT_PART, SILENT_S, AskedMembers
-from torch_ecrec.coordinator.checkpointing import Ledger, Restorable
+from torch_ecrec.coordinator.checkpointing import Manifests, Restorable
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.launches import RESTART_S
 from torch_ecrec.coordinator.settings import ClusterSettings
@@ -86,7 +86,7 @@ class Router:
             once a second, and may come behind it.
         looks: what the cluster begins with is not known yet: joins are held until `begin_with` says, or until members
             of before have rejoined who know what is trained.
-        ledger: writes manifests of checkpoints; None: nobody does.
+        manifests: writes manifests of checkpoints; None: nobody does.
         led: since which revision of etcd this coordinator leads. Who enters, stops the cluster, drains a server or asks
             for a checkpoint, and means one that led before, is not heard: while this one stood by, the words waited at
             its port, and are not true, or not wanted, any more. Who was given its address (0) means nobody else, and is
@@ -105,11 +105,11 @@ class Router:
         joins_from_s: float = 0.0,
         first_held_s: float = 0.0,
         looks: bool = False,
-        ledger: Ledger | None = None,
+        manifests: Manifests | None = None,
         led: int = 0,
     ) -> None:
-        self.core = Coordinator(settings, self._send, self._tell_watchers, ledger)
-        self._settings, self._ledger, self._looks = settings, ledger, looks
+        self.core = Coordinator(settings, self._send, self._tell_watchers, manifests)
+        self._settings, self._manifests, self._looks = settings, manifests, looks
         self._found: tuple[Restorable | None, int] | None = None  # what was looked for
         self._hindrance = self._trouble = ""  # why there is nothing to begin with; why that is not known yet
         self._looks_back = False  # for the checkpoint that the cluster goes back to
@@ -117,7 +117,7 @@ class Router:
         self.refused = 0  # messages, since the start
         self._announce, self._stop, self._stamp = announce, stop, stamp
         self._refuse_to_lead, self._refuses = refuse_to_lead, False
-        self._turned_away: set[str] = set()  # births of members of other clusters
+        self._turned_away: set[str] = set()  # session ids of members of other clusters
         self._joins_from_s, self._first_held_s, self._led = joins_from_s, first_held_s, led
         self._connections: dict[str, Peer] = {}
         self._names: dict[Peer, str] = {}
@@ -249,19 +249,21 @@ class Router:
     def _look_beyond(self) -> None:
         """More may be lost than can be repaired: then a checkpoint is looked for."""
         if self.core.goes_back and not self._looks_back:
-            assert self._ledger is not None  # whoever wants to go back has checkpoints written
+            assert self._manifests is not None  # whoever wants to go back has checkpoints written
             self._looks_back = True
-            self._ledger.newest(self.core.run, self.core.restored, self._go_back)
+            self._manifests.newest(self.core.run, self.core.restored, self._go_back)
         elif self.core.recovers_partly and self._looks_for is not self.core:
-            assert self._ledger is not None  # likewise
+            assert self._manifests is not None  # likewise
             core = self._looks_for = self.core
-            self._ledger.newest(core.run, core.restored, lambda found, why: self._renew(core, found, why), read=False)
+            self._manifests.newest(
+                core.run, core.restored, lambda found, why: self._restore_partly(core, found, why), read=False
+            )
 
-    def _renew(self, core: Coordinator, found: Restorable | None, why: str) -> None:
+    def _restore_partly(self, core: Coordinator, found: Restorable | None, why: str) -> None:
         """Slots that are lost beyond repair begin anew, from that checkpoint."""
         self._looks_for = None
         if core is self.core:
-            core.renew(found, why)
+            core.restore_partly(found, why)
             self._look_beyond()
 
     def begin_with(self, restore: Restorable | None, life: int, now_s: float) -> None:
@@ -305,7 +307,7 @@ class Router:
     def _begin_anew(self, settings: ClusterSettings, why: str = WENT_BACK) -> None:
         """Whoever is a member joins again, as another."""
         before = self.core
-        self.core = Coordinator(settings, self._send, self._tell_watchers, self._ledger, before)
+        self.core = Coordinator(settings, self._send, self._tell_watchers, self._manifests, before)
         for name, peer in self._connections.items():
             member = before.members.get(name)  # trainers that were lost are forgotten, and still there to hear it
             kind = "trainers_lost" if member is None or member.role == "trainer" else "fenced"
@@ -421,7 +423,7 @@ class Router:
             if self.core.fatal is None:
                 self._count_refused(f"join: {refusal}", peer, now_s)
             return
-        name = self.core.born_as(join.birth)
+        name = self.core.member_of_session(join.session_id)
         if name is not None:
             self._bind(name, peer)
             self.core.on_join_again(name, now_s)
@@ -442,7 +444,7 @@ class Router:
             self._say(peer, messages.Fatal(*why))
             return
         name, member = rejoin.name, self.core.members.get(rejoin.name)
-        if member is not None and member.birth != rejoin.birth and name in self._connections:
+        if member is not None and member.session_id != rejoin.session_id and name in self._connections:
             self._send(name, messages.Fatal("fenced", FENCED))  # it joins again as another
         self._bind(name, peer)
         self.core.on_rejoin(rejoin, now_s)
@@ -456,8 +458,8 @@ class Router:
         refuses = self._refuses or self.core.refuses_to_lead(rejoin)
         self._say(peer, messages.OtherCluster(self.core.run, self._settings.code, why))
         peer.close()
-        if rejoin.birth not in self._turned_away or refuses != self._refuses:
-            self._turned_away.add(rejoin.birth)
+        if rejoin.session_id not in self._turned_away or refuses != self._refuses:
+            self._turned_away.add(rejoin.session_id)
             self._tell_watchers(events.TurnedAway(rejoin.name, rejoin.run, rejoin.pid, why, refuses))
         if refuses and not self._refuses:
             self._refuses = True
@@ -471,9 +473,9 @@ class Router:
             self._say(peer, messages.OtherCluster(run, self._settings.code, why))
             peer.close()
         for one in self.core.said:
-            self._turned_away.add(one.birth)
+            self._turned_away.add(one.session_id)
             self._tell_watchers(events.TurnedAway(one.name, one.run, one.pid, why, False))
-        self.core = Coordinator(self._settings, self._send, self._tell_watchers, self._ledger)
+        self.core = Coordinator(self._settings, self._send, self._tell_watchers, self._manifests)
         self._forget_members()
 
     def _forget_members(self) -> None:

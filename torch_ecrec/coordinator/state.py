@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch_ecrec.coordinator.checkpointing import Checkpointing, Ledger
+from torch_ecrec.coordinator.checkpointing import Checkpointing, Manifests
 from torch_ecrec.coordinator.going_back import Eras
 from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.launches import Launches
@@ -28,7 +28,7 @@ class ClusterState:
     """The parts, each of which owns what it knows, and uses those before it.
 
     Args:
-        settings, send, announce, ledger: see `Coordinator`.
+        settings, send, announce, manifests: see `Coordinator`.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ClusterState:
         settings: ClusterSettings,
         send: Callable[[str, FromCoordinator], None],
         announce: Callable[[Event], None],
-        ledger: Ledger | None = None,
+        manifests: Manifests | None = None,
     ) -> None:
         self.announce, self.transport = announce, settings.transport
         self.members = Members(send, settings.lease_s)
@@ -61,7 +61,7 @@ class ClusterState:
         self.partial = PartialRecovery(checkpoint.beyond == "partial", checkpoint.most_lost_samples)
         self.saving = Saving(checkpoint)
         self.eras = Eras(self.job, self.members, self.partial, self.saving, announce)
-        self.checkpointing = Checkpointing(checkpoint, ledger, self.job, self.members, self.saving, announce)
+        self.checkpointing = Checkpointing(checkpoint, manifests, self.job, self.members, self.saving, announce)
         self.slowness, self.drains_slow = Slowness(), settings.drain_slow
         self.table = SlotTable(
             settings.without_spare,
@@ -129,7 +129,7 @@ class ClusterState:
         self.roster.learn(said)
         self.job.learn(said, self.eras.number, known.placement)
         self.eras.learn(said)
-        self.partial.renewals = known.renewals
+        self.partial.partial_restores = known.partial_restores
         self.saving.known = known.saves
         if self.job.restoring:
             self.eras.restart()

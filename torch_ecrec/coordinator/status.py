@@ -145,17 +145,17 @@ def _member(state: ClusterState, one: MemberRecord, now_s: float) -> MemberStatu
 def _partial(state: ClusterState) -> PartialStatus | None:
     """What was lost for good; None where nothing was."""
     partial, slots = state.partial, state.job.code.slots
-    if not partial.renewals:
+    if not partial.partial_restores:
         return None
-    went_on = [at for one in partial.renewals for _, _, at in one.lives if at is not None]
+    went_on = [at for one in partial.partial_restores for _, _, at in one.lives if at is not None]
     done = max([state.job.step, *went_on])  # a coordinator that was started again may not have heard of any step yet
-    last = partial.renewals[-1]
+    last = partial.partial_restores[-1]
     return PartialStatus(
         exact=False,
-        times=len(partial.renewals),
+        times=len(partial.partial_restores),
         lost_samples=round(partial.portion(slots, done), 6),
         of_steps=done,
-        lost_steps=lost_steps(partial.renewals, slots),
+        lost_steps=lost_steps(partial.partial_restores, slots),
         last=last.folder,
         last_step=last.done,
         last_saves=len(last.saves),

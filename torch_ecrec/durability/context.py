@@ -26,7 +26,7 @@ Reply = Callable[[A | Refused], None]
 
 class Pending(Protocol):
     """Work under way: a request (`transport/node.py:RetryingCall`), a part of a checkpoint that is written
-    (`processes/scribe.py`) or read (`processes/part_reader.py`)."""
+    (`processes/checkpoint_files.py`) or read (`processes/part_reader.py`)."""
 
     def cancel(self) -> None:
         """Stops it. It is not tried again, and nothing is called for it any more."""

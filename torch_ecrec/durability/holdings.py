@@ -127,7 +127,7 @@ class Holdings:
         layouts: of its slabs.
         index: which slot.
         incarnation: which life of it.
-        incarnations: the incarnation of every slot, known from birth.
+        incarnations: the incarnation of every slot, known from its beginning.
         fresh: true at the start of a job: records get their initial values, parities encode them. False on the new
             host of a lost slot, or where records come from a checkpoint: everything is missing.
         sealed: every record and parity has a seal, by which damage to it is found.

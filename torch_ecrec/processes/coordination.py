@@ -23,10 +23,10 @@ from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.errors import CheckpointError, ClusterError, DataLoss, OtherCluster, StoreUnavailable
 from torch_ecrec.observe.event_log import EventLog
+from torch_ecrec.processes.checkpoint_files import FileManifests
 from torch_ecrec.processes.leadership import LeaderGate, LeaderLease
 from torch_ecrec.processes.restoring import NEWEST, NONE, find_again
 from torch_ecrec.processes.restoring import find as find_checkpoint
-from torch_ecrec.processes.scribe import FileLedger
 from torch_ecrec.processes.supervisor import POLL_S, STAYS
 from torch_ecrec.protocol.bounds import TransportName
 from torch_ecrec.runtime.addresses import text_of
@@ -187,7 +187,7 @@ class _Coordinator:
         office = self._lease
         self._gate = LeaderGate(lambda: office is None or office.holds)
         self._router: Router
-        self._ledger: FileLedger | None = None
+        self._manifests: FileManifests | None = None
         self._began_with = ""
         self._ticked_s = math.inf  # when it did something last, once it serves
         self._missing: CheckpointError | None = None  # why there is nothing to begin with
@@ -292,7 +292,7 @@ class _Coordinator:
         begins = None if again else self._begins(checkpoint.url, began_with)
         self._began_with = began_with or (NONE if begins is None else begins[0].folder)
         if checkpoint.url:
-            self._ledger = FileLedger(checkpoint, lambda: self._router.core.job, self._do_soon)
+            self._manifests = FileManifests(checkpoint, lambda: self._router.core.job, self._do_soon)
         settings = told.settings
         if settings.experiment:
             log.warning("EXPERIMENT %s", settings.experiment)
@@ -311,7 +311,7 @@ class _Coordinator:
                 drain_slow=told.drain_slow,
                 experiment=settings.experiment,
             ),
-            ledger=self._ledger,
+            manifests=self._manifests,
             probe=self._probe,
             announce=self._announce,
             stop=self._stop,
@@ -449,8 +449,8 @@ class _Coordinator:
 
     def _tidy(self) -> None:
         """Nobody goes on with this run."""
-        if self._ledger is not None:
-            self._ledger.end(self._router.core.run)
+        if self._manifests is not None:
+            self._manifests.end(self._router.core.run)
 
     def _end(self, number: int) -> None:
         """This process is told to, by a signal: at once, unless trainers are there, which may have been told, too."""

@@ -37,12 +37,12 @@ from torch_ecrec.errors import ClusterError, DataLoss, Fenced, JoinRefused, Trai
 from torch_ecrec.layout import routing, stripes
 from torch_ecrec.observe.progress import counted
 from torch_ecrec.observe.words import format_gathering
+from torch_ecrec.processes.checkpoint_files import FileCheckpointWriter
 from torch_ecrec.processes.footprint import host_name
 from torch_ecrec.processes.kernel_bits import kernel_bits
 from torch_ecrec.processes.member import Member, exit_code_of
 from torch_ecrec.processes.part_reader import FileReader
 from torch_ecrec.processes.restoring import dense_model
-from torch_ecrec.processes.scribe import FileScribe
 from torch_ecrec.processes.supervisor import Supervisor, await_trainers
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.membership import join_of
@@ -125,7 +125,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
         def run(action: Callable[[], None]) -> None:
             hosts[0].run(action)
 
-        hosts.append(host := Host(name, member, settings, FileScribe(run), FileReader(run)))
+        hosts.append(host := Host(name, member, settings, FileCheckpointWriter(run), FileReader(run)))
         if host.tier is not None:
             host.tier.on_error = member.on_error
         return hosts[0]

@@ -5,7 +5,7 @@ and leaving: it has the threads, the sockets and the clock. It builds its node (
 name, says how it is called, tells its transport who is there (`messages.Roster`), and hands the node everything else.
 It is its node's real `Port`.
 
-The coordinator knows a member again by its `birth`, and that its process lives by its `SignOfLife`.
+The coordinator knows a member again by its `session_id`, and that its process lives by its `SignOfLife`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who reads, in a server, a slot's records of a checkpoint, for one that begins with them (`server/renewing.py`)."""
+"""Who reads, in a server, a slot's records of a checkpoint, for one that begins with them (`server/restoring.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_ecrec.errors import CheckpointError, StoreUnavailable
-from torch_ecrec.protocol.messages import Renewal
+from torch_ecrec.protocol.messages import PartialRestore
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.job import JobSpec
@@ -39,7 +39,7 @@ class FileReader:
 
     def read(
         self,
-        renewal: Renewal,
+        partial_restore: PartialRestore,
         job: JobSpec,
         slot: int,
         take: Callable[[int, Positions, Bytes], None],
@@ -48,7 +48,7 @@ class FileReader:
     ) -> FileReading:
         """See `CheckpointReader`."""
         reading = FileReading(self._run, take, done, failed)
-        work = functools.partial(_work, renewal, job, slot, reading)
+        work = functools.partial(_work, partial_restore, job, slot, reading)
         Worker(work, f"slot {slot} of a checkpoint", log_error).start()
         return reading
 
@@ -89,23 +89,25 @@ class FileReading:
             calls[0](lambda: None if self.cancelled else calls[3](reason, later))
 
 
-def _work(renewal: Renewal, job: JobSpec, slot: int, reading: FileReading) -> None:
+def _work(partial_restore: PartialRestore, job: JobSpec, slot: int, reading: FileReading) -> None:
     try:
-        for slab, positions_N, records_NB in read_ahead(slot_records(renewal, job, slot), AHEAD, renewal.url):
+        for slab, positions_N, records_NB in read_ahead(
+            slot_records(partial_restore, job, slot), AHEAD, partial_restore.url
+        ):
             if reading.cancelled:
                 return
             reading.take(slab, positions_N, records_NB)
     except CheckpointError as error:
-        log.warning("slot %d of checkpoint %s: %s", slot, renewal.folder, error)
+        log.warning("slot %d of checkpoint %s: %s", slot, partial_restore.folder, error)
         reading.fail(str(error), isinstance(error, StoreUnavailable))
     except Exception as error:  # this thread has no caller: whatever it is, the slot cannot begin so
-        log.exception("slot %d of checkpoint %s", slot, renewal.folder)
+        log.exception("slot %d of checkpoint %s", slot, partial_restore.folder)
         reading.fail(repr(error), False)
     else:
         reading.finish()
 
 
-def slot_records(renewal: Renewal, job: JobSpec, slot: int) -> Iterator[tuple[int, Positions, Bytes]]:
+def slot_records(partial_restore: PartialRestore, job: JobSpec, slot: int) -> Iterator[tuple[int, Positions, Bytes]]:
     """A slot's records of a checkpoint, with the prioritised saves on it that are named.
 
     Where all that it builds on was written by a cluster of the same layout, the slot's own parts are read, else all.
@@ -116,9 +118,9 @@ def slot_records(renewal: Renewal, job: JobSpec, slot: int) -> Iterator[tuple[in
     Raises:
         CheckpointError: it is not there, is altered, or of another job; or a slot's part has a row of another slot.
     """
-    catalog = Catalog(renewal.url)
-    manifest = catalog.read(renewal.folder)
-    saves = Saves(catalog.location).on(renewal.folder, [name for name, _ in renewal.saves])
+    catalog = Catalog(partial_restore.url)
+    manifest = catalog.read(partial_restore.folder)
+    saves = Saves(catalog.location).on(partial_restore.folder, [name for name, _ in partial_restore.saves])
     read = [*catalog.chain(manifest), *saves]
     for one in read:
         require_same_model(one, job)
@@ -132,8 +134,8 @@ def slot_records(renewal: Renewal, job: JobSpec, slot: int) -> Iterator[tuple[in
         if alike and not of_slot.all():
             row, other = int(rows_N[~of_slot][0]), int(slot_N[~of_slot][0])
             raise CheckpointError(
-                f"{renewal.folder}: row {row} of slab {slab} is of slot {other}, and stands among those of slot {slot};"
-                f" {ADVICE}"
+                f"{partial_restore.folder}: row {row} of slab {slab} is of slot {other}, and stands among those of slot"
+                f" {slot}; {ADVICE}"
             )
         return of_slot
 

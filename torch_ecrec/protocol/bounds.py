@@ -11,7 +11,7 @@ SLOTS_MOST = 10_000
 TABLES_MOST = 100_000
 MEMBERS_MOST = 100_000
 MESSAGES_MOST = 1000
-RENEWALS_MOST = 10_000
+PARTIAL_RESTORES_MOST = 10_000
 SAVES_MOST = 10_000  # of portions of rows, since the last checkpoint
 INEXACT_MOST = 100  # reasons that are kept
 FIGURES_MOST = 40  # in a progress report
@@ -31,7 +31,7 @@ Folder = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,100}\Z")]  # of one chec
 FolderOrNone = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,100}\Z")]
 Run = Annotated[str, Meta(pattern=r"^[A-Za-z0-9]{1,40}\Z")]  # all that was trained from one start of a cluster
 Url = Annotated[str, Meta(min_length=1, max_length=4096)]
-Birth = Annotated[str, Meta(min_length=1, max_length=64)]
+SessionId = Annotated[str, Meta(min_length=1, max_length=64)]
 Role = Literal["server", "trainer"]
 TransportName = Literal["sockets", "rpc"]
 WireName = Literal["float32", "bfloat16"]

@@ -70,7 +70,7 @@ ENDS: dict[str, type[ClusterError]] = {
 
 def join_of(
     role: Role,
-    birth: str,
+    session_id: str,
     pid: int,
     *,
     rank: int = -1,
@@ -97,7 +97,7 @@ def join_of(
         version=build.version,
         messages={**build.messages, **(bits or {}), **experiment.variables()},
         role=role,
-        birth=birth,
+        session_id=session_id,
         pid=pid,
         rank=rank,
         job=job,

@@ -39,7 +39,6 @@ from torch_ecrec.protocol.bounds import (
     TEXT_MOST,
     Address,
     Addresses,
-    Birth,
     Count,
     Endpoint,
     Endpoints,
@@ -55,6 +54,7 @@ from torch_ecrec.protocol.bounds import (
     Role,
     Run,
     Scalar,
+    SessionId,
     Snapshots,
     Text,
     TransportName,
@@ -62,8 +62,8 @@ from torch_ecrec.protocol.bounds import (
     Version,
 )
 from torch_ecrec.protocol.build import Build, digests_of_words, own_build, refusal
-from torch_ecrec.protocol.recoveries import Renewal as Renewal
-from torch_ecrec.protocol.recoveries import Renewals
+from torch_ecrec.protocol.recoveries import PartialRestore as PartialRestore
+from torch_ecrec.protocol.recoveries import PartialRestores
 from torch_ecrec.protocol.recoveries import Restored as Restored
 from torch_ecrec.protocol.recoveries import Saves as Saves
 from torch_ecrec.protocol.status import Gathering as Gathering
@@ -137,7 +137,7 @@ class Entering(ForLeader, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         messages: of the data plane, as its build declares them: `Build.messages`; and, where it takes part in an
             experiment, the settings that say in which.
-        birth: a random word, the same for as long as this membership lasts, on however many connections.
+        session_id: a random word, the same for as long as this membership lasts, on however many connections.
         address: (host, port) where the process listens for as long as it lives, and closes what it accepts; None: it
             does not, and the end of its connection counts as its own.
         domain: of a server, what it is lost together with (`coordinator/domains.py`); "": it does not say.
@@ -150,7 +150,7 @@ class Entering(ForLeader, frozen=True, kw_only=True, omit_defaults=True):
     messages: Annotated[dict[Text, Text], Meta(min_length=1, max_length=MESSAGES_MOST)]
     role: Role
     pid: Count
-    birth: Birth
+    session_id: SessionId
     address: Address | None = None
     domain: Text = ""
     launch: Text = ""
@@ -194,7 +194,7 @@ class Known(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         resume_step: the protocol's, that the era began after. `done`: steps of training until then. `floor`: see `Era`.
         origin: the protocol's step that training begins after; None: initial values are not loaded.
         left: trainers that are done, as it was told (`Left`).
-        renewals: all slots that began anew, in this run, as it was told.
+        partial_restores: all slots that began anew, in this run, as it was told.
         saves: prioritised ones that count, as it was told.
         kept: (slot, incarnation, whether dense snapshots are there) of the slots here that have all their records.
         whole: (slot, incarnation) of the slots here that have everything.
@@ -210,7 +210,7 @@ class Known(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     floor: Count = 0
     origin: Count | None
     left: Ranks = []
-    renewals: Renewals = []
+    partial_restores: PartialRestores = []
     saves: Saves = Saves()
     kept: Annotated[list[tuple[Count, Count, bool]], Meta(max_length=SLOTS_MOST)] = []
     whole: Annotated[list[tuple[Count, Count]], Meta(max_length=SLOTS_MOST)] = []
@@ -342,9 +342,9 @@ class Ready(OfSlot, frozen=True, omit_defaults=True, tag="ready"):
 
 
 class Rebuilt(OfSlot, frozen=True, tag="rebuilt"):
-    """Nothing is missing. `renewals`: how many its host knows of; after a later one, parity may be missing again."""
+    """Nothing is missing. `partial_restores`: how many its host knows of; after a later one, parity may be missing."""
 
-    renewals: Count = 0
+    partial_restores: Count = 0
 
 
 class Unrecoverable(OfSlot, frozen=True, tag="unrecoverable"):
@@ -534,7 +534,7 @@ class Era(Said, frozen=True, tag="era"):
         step: the protocol's, that they go back to. If `keeps`, nobody goes back: slots that begin anew do so there.
         done: steps of training until then.
         floor: a slot that begins anew is as it begins as of every step from here to `step`.
-        renewals: of all this run.
+        partial_restores: of all this run.
     """
 
     era: Version
@@ -543,7 +543,7 @@ class Era(Said, frozen=True, tag="era"):
     done: Count
     keeps: bool = False
     floor: Count = 0
-    renewals: Renewals = []
+    partial_restores: PartialRestores = []
 
 
 class Resume(Said, frozen=True, tag="resume"):
@@ -553,11 +553,11 @@ class Resume(Said, frozen=True, tag="resume"):
     done: Count
 
 
-class Renewed(Said, frozen=True, tag="renewed"):
+class PartlyRestored(Said, frozen=True, tag="partly_restored"):
     """Some slots begin anew, and trainers go on as they are, in another era: what is not complete is sent to these."""
 
     era: Version
-    renewals: Renewals
+    partial_restores: PartialRestores
 
 
 class Checkpointing(Said, frozen=True, tag="checkpointing"):
@@ -712,7 +712,7 @@ FromCoordinator = (
     | Placed
     | Era
     | Resume
-    | Renewed
+    | PartlyRestored
     | Loaded
     | Checkpointing
     | Survey

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from torch_ecrec.protocol.bounds import (
-    RENEWALS_MOST,
+    PARTIAL_RESTORES_MOST,
     SAVES_MOST,
     SLOTS_MOST,
     Count,
@@ -61,7 +61,7 @@ class Saves(Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, since=[save for save in self.since if save[1] <= done])
 
 
-class Renewal(Struct, frozen=True, forbid_unknown_fields=True):
+class PartialRestore(Struct, frozen=True, forbid_unknown_fields=True):
     """Slots that were lost beyond repair and begin anew with their records of a checkpoint, the others as they are.
 
     Attributes:
@@ -71,7 +71,7 @@ class Renewal(Struct, frozen=True, forbid_unknown_fields=True):
         done: steps of training until then.
         dense_lost: no slot was left that kept dense snapshots.
         saves: prioritised saves since that checkpoint, as in `Saves`. A life takes those of steps that nobody goes back
-            to before of: `Renewing`.
+            to before of: `Restoring`.
     """
 
     lives: Annotated[list[tuple[Count, Version, Count | None]], Meta(max_length=SLOTS_MOST)]
@@ -82,4 +82,4 @@ class Renewal(Struct, frozen=True, forbid_unknown_fields=True):
     saves: Since = []
 
 
-Renewals = Annotated[list[Renewal], Meta(max_length=RENEWALS_MOST)]
+PartialRestores = Annotated[list[PartialRestore], Meta(max_length=PARTIAL_RESTORES_MOST)]

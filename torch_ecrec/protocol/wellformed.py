@@ -182,7 +182,7 @@ class MessageValidator:
     def _check_when(self, request: wire.WhenAcknowledged) -> None:
         check(request.step >= 1, f"`step` must be at least 1, got {request.step}")
 
-    def _check_pass(self, request: wire.Pass) -> None:
+    def _check_no_update(self, request: wire.NoUpdate) -> None:
         check(request.step >= 1, f"`step` must be at least 1, got {request.step}")
 
     def _check_snapshot(self, request: wire.Snapshot) -> None:
@@ -409,7 +409,7 @@ _REQUESTS: dict[type[Request[Any]], Callable[..., None]] = {
     wire.Push: MessageValidator._check_push,
     wire.WhenAcknowledged: MessageValidator._check_when,
     wire.Load: MessageValidator._check_load,
-    wire.Pass: MessageValidator._check_pass,
+    wire.NoUpdate: MessageValidator._check_no_update,
     wire.Snapshot: MessageValidator._check_snapshot,
     wire.Export: MessageValidator._check_export,
     wire.Fold: MessageValidator._check_fold,

@@ -225,8 +225,8 @@ class Load(Request[Acknowledged]):
     """A trainer's part of a step that overwrites records, or some bytes of each; answered as a push is.
 
     Like a push it goes to every slot, also to those of which it changes nothing. Initial values (`alone`) are those
-    of trainer 0, and due when they are here; others, when every other trainer has sent its own, or `Pass`. What several
-    trainers write becomes what the last of them, in trainer order, has written.
+    of trainer 0, and due when they are here; others, when every other trainer has sent its own, or `NoUpdate`. What
+    several trainers write becomes what the last of them, in trainer order, has written.
     """
 
     step: Count
@@ -239,7 +239,7 @@ class Load(Request[Acknowledged]):
     alone: bool
 
 
-class Pass(Request[Acknowledged]):
+class NoUpdate(Request[Acknowledged]):
     """A trainer's part of a step in which others load: it changes nothing itself. Answered as a push is."""
 
     step: Count
@@ -256,7 +256,7 @@ class WhoIsAwaited(Request[Awaited]):
     """For which trainers does a slot wait? A trainer asks that has waited for long: who evaluates takes no part."""
 
 
-Part = Push | Load | Pass  # of a step: what one trainer sends of it
+Part = Push | Load | NoUpdate  # of a step: what one trainer sends of it
 
 
 class Records(Answer):

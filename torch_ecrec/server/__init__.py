@@ -8,7 +8,7 @@ apply.py        what a step does to the records
 reads.py        lookups and exports
 snapshots.py    parts of the dense model
 checkpoints.py  a slot's part in checkpoints: captured (capture.py), some rows first (saving.py)
-renewing.py     a slot that begins anew from one
+restoring.py    a slot that begins anew from one
 exporting.py    a slot that moves: the side that gives; importing.py: the side that takes
 
 What makes a step survive, and brings a lost slot back, is in `torch_ecrec/durability`.

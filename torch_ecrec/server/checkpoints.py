@@ -1,7 +1,7 @@
 """A slot's part in the checkpoints of the cluster.
 
     survey    the coordinator asks which steps this slot can show itself as of; from then on the log keeps them
-    capture   it has chosen one: the slot's records as of it are read in portions and written by the host's scribe
+    capture   it has chosen one: the slot's records as of it are read in portions and written by the host's writer
     release   the checkpoint counts, or it does not: what is kept for it goes
 
 One checkpoint at a time. A new life of the slot knows nothing of one that was under way, so that one is void.
@@ -42,7 +42,7 @@ class SlotCheckpoints:
 
     Args:
         slot: which.
-        host: the process that hosts it; says what the coordinator wants, and has the scribe.
+        host: the process that hosts it; says what the coordinator wants, and has the writer.
         snapshots: of the slot.
         scrubber: of the slot; tells `on_damage` of damage.
         memory_bytes: a capture that keeps more, since steps change records faster than it is written, is given up.
@@ -162,8 +162,8 @@ class SlotCheckpoints:
         """Begins to write the slot's records as of a step."""
         if self._capture is not None or order.checkpoint != self._surveyed:
             return
-        scribe, held = self._host.scribe, self._held
-        if scribe is None or not self._slot.whole or not held.log.floor <= order.step <= held.rule.applied:
+        writer, held = self._host.writer, self._held
+        if writer is None or not self._slot.whole or not held.log.floor <= order.step <= held.rule.applied:
             self._tell_unwritten(order.checkpoint, "this slot cannot show that step (any more)")
             return
         dense = self._dense(order)
@@ -172,7 +172,7 @@ class SlotCheckpoints:
             return
         self._capture = capture = Capture(held, order.step, self._marks_of(order), self._on_broken)
         self._pinned = None
-        self._writing = scribe.write(
+        self._writing = writer.write(
             order,
             held.index,
             held.job.slabs,

@@ -34,7 +34,7 @@ class Inbox:
         match request:
             case wire.Load():
                 self.loads.setdefault(request.step, {})[request.trainer] = request
-            case wire.Pass():
+            case wire.NoUpdate():
                 self.passes.setdefault(request.step, set()).add(request.trainer)
             case wire.Push():
                 self.pushes.setdefault(request.step, {})[request.trainer] = request

@@ -23,10 +23,10 @@ from torch_ecrec.spec.settings import Settings, check_folder
 from torch_ecrec.transport.node import Node, Port
 
 
-class Scribe(Protocol):
+class CheckpointWriter(Protocol):
     """Writes parts of checkpoints, beside the protocol: what it is given to call, it calls inside `Node.run`.
 
-    `processes/scribe.py:FileScribe` writes them to a store, that of
+    `processes/checkpoint_files.py:FileCheckpointWriter` writes them to a store, that of
     `tests/harness/checkpoints.py` on virtual time.
     """
 
@@ -62,7 +62,7 @@ class CheckpointReader(Protocol):
 
     def read(
         self,
-        renewal: messages.Renewal,
+        partial_restore: messages.PartialRestore,
         job: JobSpec,
         slot: int,
         take: Callable[[int, Positions, Bytes], None],
@@ -72,7 +72,7 @@ class CheckpointReader(Protocol):
         """Begins to read one slot's records.
 
         Args:
-            renewal: of which checkpoint.
+            partial_restore: of which checkpoint.
             job: whose layout says which records are the slot's.
             slot: whose.
             take: gets slab, positions (N,) int64, records (N, B) uint8; each record once.
@@ -96,7 +96,7 @@ class ServerProcess(Node, HostContext):
     Args:
         name, port: see `Node`.
         settings: of the process.
-        scribe: writes checkpoints; None: this process writes none.
+        writer: writes checkpoints; None: this process writes none.
         reader: reads them, for slots that begin with their records of one; None: this process reads none.
 
     Attributes:
@@ -108,11 +108,11 @@ class ServerProcess(Node, HostContext):
         name: str,
         port: Port,
         settings: Settings,
-        scribe: Scribe | None = None,
+        writer: CheckpointWriter | None = None,
         reader: CheckpointReader | None = None,
     ) -> None:
         super().__init__(name, port, settings.call_timeout_s)
-        self.settings, self.scribe, self.reader = settings, scribe, reader
+        self.settings, self.writer, self.reader = settings, writer, reader
         self.checkpointing = messages.Checkpointing()
         self.saves = messages.Saves()  # prioritised ones that count
         self.waits = SlotWaits(port.now_s, self.host_of)
@@ -121,7 +121,7 @@ class ServerProcess(Node, HostContext):
         self.resume_step = 0  # where the era began: a step of the protocol
         self.done = 0  # steps of training until then
         self.floor = 0  # a slot that begins anew there is the same from here on: a step of the protocol
-        self.renewals: list[messages.Renewal] = []  # of this run
+        self.partial_restores: list[messages.PartialRestore] = []  # of this run
         self.origin = None
         self.code = LinearCode(1, 0)
 

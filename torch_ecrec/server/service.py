@@ -24,7 +24,7 @@ from torch_ecrec.protocol.wellformed import MessageValidator
 from torch_ecrec.protocol.wire import Answer, Malformed, Refused
 from torch_ecrec.server.flipping import flip, flip_below
 from torch_ecrec.server.importing import SlotImport
-from torch_ecrec.server.process import CheckpointReader, Scribe, ServerProcess
+from torch_ecrec.server.process import CheckpointReader, CheckpointWriter, ServerProcess
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Settings
@@ -43,7 +43,7 @@ TRAINERS_ONLY = (
     wire.WhenAcknowledged,
     wire.Snapshot,
     wire.Load,
-    wire.Pass,
+    wire.NoUpdate,
     wire.Export,
     wire.WhoIsAwaited,
 )
@@ -53,7 +53,7 @@ class Host(ServerProcess):
     """All slots of one server process.
 
     Args:
-        name, port, settings, scribe, reader: see `ServerProcess`.
+        name, port, settings, writer, reader: see `ServerProcess`.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class Host(ServerProcess):
         name: str,
         port: Port,
         settings: Settings,
-        scribe: Scribe | None = None,
+        writer: CheckpointWriter | None = None,
         reader: CheckpointReader | None = None,
     ) -> None:
-        super().__init__(name, port, settings, scribe, reader)
+        super().__init__(name, port, settings, writer, reader)
         self._life: int | None = None  # of the coordinator
         self.job: JobSpec | None = None
         self.restored: messages.Restored | None = None  # the checkpoint that the cluster began with
@@ -112,7 +112,7 @@ class Host(ServerProcess):
                 origin=self.origin,
                 floor=self.floor,
                 left=self.left,
-                renewals=self.renewals,
+                partial_restores=self.partial_restores,
                 saves=self.saves,
                 kept=[
                     (slot.index, slot.incarnation, not slot.snapshots.lacks_all)
@@ -149,8 +149,8 @@ class Host(ServerProcess):
             self._drop_arrivals()
             for slot in self.slots.values():
                 slot.checkpoints.abandon()
-                if slot.renewing is not None:
-                    slot.renewing.cancel()
+                if slot.restoring is not None:
+                    slot.restoring.cancel()
 
         self.run(abandon)
 
@@ -181,7 +181,7 @@ class Host(ServerProcess):
             self.era, self.frozen = era, True
             for slot in self.slots.values():
                 slot.freeze()
-        self._learn(word.renewals)
+        self._learn(word.partial_restores)
         if era == self.era and self.frozen and step is not None:
             self.frozen, self.resume_step, self.done, self.floor = False, step, word.done, word.floor
             self.saves = self.saves.until(word.done)
@@ -191,25 +191,25 @@ class Host(ServerProcess):
                 else:
                     slot.go_back(step, word.done)
 
-    def _learn(self, renewals: list[messages.Renewal]) -> None:
+    def _learn(self, partial_restores: list[messages.PartialRestore]) -> None:
         """Which slots have begun anew so far. Before anything else of that era is done or answered."""
-        news = renewals[len(self.renewals) :]
-        if len(renewals) >= len(self.renewals):
-            self.renewals = renewals
-        for renewal in news:
+        news = partial_restores[len(self.partial_restores) :]
+        if len(partial_restores) >= len(self.partial_restores):
+            self.partial_restores = partial_restores
+        for partial_restore in news:
             for slot in self.slots.values():
-                slot.on_renewal(renewal)
+                slot.on_partial_restore(partial_restore)
 
-    def _restore_of(self, index: int, incarnation: int) -> messages.Renewal:
+    def _restore_of(self, index: int, incarnation: int) -> messages.PartialRestore:
         """What a life of a slot begins with while the whole cluster begins with a checkpoint."""
         restored = self.restored
         assert restored is not None, "a placement that restores comes with the checkpoint"
         lives: list[tuple[int, int, int | None]] = [(index, incarnation, restored.done)]
-        return messages.Renewal(lives, restored.url, restored.folder, restored.done, dense_lost=True)
+        return messages.PartialRestore(lives, restored.url, restored.folder, restored.done, dense_lost=True)
 
-    def _renewal_of(self, index: int, incarnation: int) -> messages.Renewal | None:
+    def _partial_restore_of(self, index: int, incarnation: int) -> messages.PartialRestore | None:
         """What a life of a slot begins anew with; None: it does not."""
-        lives = {(slot, life): one for one in self.renewals for slot, life, _ in one.lives if life > 0}
+        lives = {(slot, life): one for one in self.partial_restores for slot, life, _ in one.lives if life > 0}
         return lives.get((index, incarnation))
 
     def _take_job(self, job: JobSpec, restored: messages.Restored | None) -> None:
@@ -249,13 +249,15 @@ class Host(ServerProcess):
         fresh, arrival = incarnation == 0 and not restores, self.arrivals.get(index)
         if arrival is not None and (not arrival.arrived or arrival.word.incarnation != incarnation):
             arrival = None
-        renewal = self._restore_of(index, incarnation) if restores else self._renewal_of(index, incarnation)
+        partial_restore = (
+            self._restore_of(index, incarnation) if restores else self._partial_restore_of(index, incarnation)
+        )
         if arrival is not None:
             held = arrival.settle()
         else:
             born = [0] * len(incarnations) if fresh else incarnations
             try:
-                held = self._holdings(job, index, incarnation, born, fresh, filled=renewal is not None)
+                held = self._holdings(job, index, incarnation, born, fresh, filled=partial_restore is not None)
             except TierFailed as error:
                 if incarnation:
                     raise  # this server is lost; another one may have room
@@ -263,9 +265,9 @@ class Host(ServerProcess):
                 self.tell(messages.Unrecoverable(index, incarnation, f"{self.name}: {error}"[:TEXT_MOST]))
                 return
         policy = policy_of(job.code.protection, self.settings.experiment)
-        slot = self.slots[index] = Slot(self, held, policy, self.settings, fresh, renewal, arrival)
-        for renewal in self.renewals if fresh else ():
-            slot.on_renewal(renewal)
+        slot = self.slots[index] = Slot(self, held, policy, self.settings, fresh, partial_restore, arrival)
+        for partial_restore in self.partial_restores if fresh else ():
+            slot.on_partial_restore(partial_restore)
         if slot.ready:  # the placement may come late: others were replaced meanwhile, trainers lost
             for other, life in enumerate(incarnations):
                 if other != index:

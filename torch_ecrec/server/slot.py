@@ -10,7 +10,7 @@ A slot runs inside its node (`Node.run`), so nothing here locks. It has
     reads         what trainers read (`reads.py`)
     snapshots     parts of the dense model (`snapshots.py`)
     checkpoints   its part in checkpoints (`checkpoints.py`)
-    renewing      how it begins with its records of one, if it does (`renewing.py`)
+    restoring     how it begins with its records of one, if it does (`restoring.py`)
     slot_export   gives the slot to another server that copies it (`exporting.py`)
 
 Each of these is given the slot as a `SlotContext` (`durability/context.py`), and the parts above it that it needs. The
@@ -36,7 +36,7 @@ from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.durability.policy import PeerRequest, Policy
 from torch_ecrec.durability.scrubber import Scrubber
 from torch_ecrec.protocol import messages, wire
-from torch_ecrec.protocol.messages import Renewal
+from torch_ecrec.protocol.messages import PartialRestore
 from torch_ecrec.protocol.status import SlotReport
 from torch_ecrec.protocol.wire import Answer, Refused
 from torch_ecrec.records.delta_log import DeltaLog
@@ -50,7 +50,7 @@ from torch_ecrec.server.importing import SlotImport
 from torch_ecrec.server.inbox import Inbox
 from torch_ecrec.server.process import ServerProcess
 from torch_ecrec.server.reads import Reads
-from torch_ecrec.server.renewing import Renewing
+from torch_ecrec.server.restoring import Restoring
 from torch_ecrec.server.snapshots import SnapshotStore
 from torch_ecrec.server.spoiling import SpoilingApplier
 from torch_ecrec.spec.settings import Settings
@@ -68,8 +68,8 @@ class Slot(SlotContext):
         settings: of the process.
         fresh: true at the start of a job. False on the new host of a lost slot: it serves once `durability` knows where
             it stands.
-        renewal: of a slot that begins with its records of a checkpoint, since the cluster does, or since it was lost
-            beyond repair: which; None: it is no such one.
+        partial_restore: of a slot that begins with its records of a checkpoint, since the cluster does, or since it was
+            lost beyond repair: which; None: it is no such one.
         arrival: of a slot that was copied here and goes on as it was; None: it is no such one.
     """
 
@@ -80,7 +80,7 @@ class Slot(SlotContext):
         policy: Policy,
         settings: Settings,
         fresh: bool,
-        renewal: Renewal | None = None,
+        partial_restore: PartialRestore | None = None,
         arrival: SlotImport | None = None,
     ) -> None:
         super().__init__(held, host, fresh)
@@ -100,12 +100,12 @@ class Slot(SlotContext):
         self.reads = Reads(self, self.scrubber)
         most_bytes = settings.checkpoint_memory_bytes
         self.checkpoints = SlotCheckpoints(self, host, self.snapshots, self.scrubber, most_bytes)
-        self.renewing = Renewing(self, host, renewal) if renewal is not None else None
+        self.restoring = Restoring(self, host, partial_restore) if partial_restore is not None else None
         self.slot_export = SlotExport(self, host, self.scrubber, self.durability, self.snapshots)
         if arrival is not None:
             self._take_over(arrival)
-        elif self.renewing is not None:
-            self.renewing.begin()
+        elif self.restoring is not None:
+            self.restoring.begin()
         elif not fresh:
             self.durability.adopt()
 
@@ -123,7 +123,7 @@ class Slot(SlotContext):
                 self.slot_export.handle(request, reply)
             case wire.Lookup():
                 self.reads.on_lookup(request, reply)
-            case wire.Push() | wire.Pass():
+            case wire.Push() | wire.NoUpdate():
                 self._on_push(request, reply)
             case wire.WhenAcknowledged():
                 self.durability.on_forgotten(request.step)
@@ -226,7 +226,7 @@ class Slot(SlotContext):
 
     # steps --------------------------------------------------------------------------------------
 
-    def _on_push(self, request: wire.Push | wire.Pass, reply: Reply[wire.Acknowledged]) -> None:
+    def _on_push(self, request: wire.Push | wire.NoUpdate, reply: Reply[wire.Acknowledged]) -> None:
         self.rule.on_resumable(request.trainer, request.resumable)
         self._take(request, reply)
 
@@ -314,7 +314,7 @@ class Slot(SlotContext):
         self.inbox.keep_after(cut)
         self._answer_pushes()  # those of steps up to the cut that came while this was not known
         self.durability.connect()
-        if self.renewing is None or not self.renewing.renewal.dense_lost:
+        if self.restoring is None or not self.restoring.partial_restore.dense_lost:
             self.snapshots.copy_all()
         self.durability.restore()
         self.progress()
@@ -352,8 +352,8 @@ class Slot(SlotContext):
         self.ready, self.dead = False, True
         self.durability.stop()
         self.checkpoints.abandon()
-        if self.renewing is not None:
-            self.renewing.cancel()
+        if self.restoring is not None:
+            self.restoring.cancel()
         self._refuse_all(f"slot {self.index} moved")
 
     # other slots --------------------------------------------------------------------------------
@@ -361,12 +361,12 @@ class Slot(SlotContext):
     def meet(self, slot: int, incarnation: int) -> None:
         self.durability.meet(slot, incarnation)
 
-    def on_renewal(self, renewal: Renewal) -> None:
+    def on_partial_restore(self, partial_restore: PartialRestore) -> None:
         """Some slots begin anew: parities that had their records are missing, until they are encoded again."""
-        lives = [(other, life) for other, life, _ in renewal.lives if other != self.index]
+        lives = [(other, life) for other, life, _ in partial_restore.lives if other != self.index]
         if any([self.durability.meet_anew(other, life) for other, life in lives]):
             self.reported = False
-        if renewal.dense_lost:
+        if partial_restore.dense_lost:
             self.snapshots.begin_anew()
         if self.reported:
             self._tell_rebuilt()  # it was not forgotten what it said before
@@ -415,8 +415,8 @@ class Slot(SlotContext):
             self.durability.connect()
             self.durability.restore()
         self.progress()
-        if self.renewing is not None:
-            self.renewing.proceed()
+        if self.restoring is not None:
+            self.restoring.proceed()
 
     def check_durable(self) -> None:
         """The step that the trainers start again after survives r losses, of records and of the dense model."""
@@ -429,11 +429,11 @@ class Slot(SlotContext):
     # what the coordinator is told ---------------------------------------------------------------
 
     def _tell_ready(self) -> None:
-        self.tell(messages.Ready(*self.life, None if self.renewing is None else self.renewing.at))
+        self.tell(messages.Ready(*self.life, None if self.restoring is None else self.restoring.at))
 
     def _tell_rebuilt(self) -> None:
         """Nothing is missing, as far as this host knows of slots that began anew."""
-        self.tell(messages.Rebuilt(*self.life, len(self.host.renewals)))
+        self.tell(messages.Rebuilt(*self.life, len(self.host.partial_restores)))
 
     def tell_reach(self) -> None:
         """Which steps it can go back to, if that is asked for."""
@@ -454,7 +454,7 @@ class Slot(SlotContext):
             if not self.host.frozen and self.going_back_to is None:
                 self.tell(messages.Durable(*self.life, self.host.era))
         elif self.hopeless:
-            self.give_up(self.renewing.failed if self.renewing is not None else "")
+            self.give_up(self.restoring.failed if self.restoring is not None else "")
 
     def figures(self) -> SlotReport:
         """What `torch-ecrec status` shows of the slot."""
@@ -466,7 +466,7 @@ class Slot(SlotContext):
             step=self.trained(rule.applied),
             acknowledged=self.trained(rule.acknowledged),
             watermark=self.trained(rule.watermark),
-            rebuilt=self.missing.done_fraction if self.renewing is None else self.renewing.done_fraction,
+            rebuilt=self.missing.done_fraction if self.restoring is None else self.restoring.done_fraction,
             record_bytes=sum(shard.data_bytes for shard in self.shards),
             parity_bytes=sum(shard.parity_bytes for shard in self.shards),
             log_bytes=self.log.bytes + self.durability.kept().bytes,

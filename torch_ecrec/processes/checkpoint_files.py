@@ -1,4 +1,4 @@
-"""Who writes checkpoints in real processes: a scribe in each server, a ledger beside the coordinator.
+"""Who writes checkpoints in real processes: servers write parts, and whoever has the coordinator writes manifests.
 
 Both work on threads of their own, and no faster than they may. A store that hangs keeps its thread and nothing else:
 the coordinator calls the checkpoint void when its time is over.
@@ -50,8 +50,8 @@ class _Cancelled(Exception):
     """Nobody wants the part any more."""
 
 
-class FileScribe:
-    """Writes parts of checkpoints of one server process; a `Scribe`.
+class FileCheckpointWriter:
+    """Writes parts of checkpoints of one server process; a `CheckpointWriter`.
 
     Args:
         run: of the node whose slots it writes.
@@ -72,7 +72,7 @@ class FileScribe:
         done: Callable[[dict[str, Any]], None],
         failed: Callable[[str], None],
     ) -> FileWriting:
-        """See `Scribe`."""
+        """See `CheckpointWriter`."""
         writing, before = FileWriting(self._run, next_portion, dense, done, failed), self._threads.get(slot)
         work = functools.partial(self._work, order, slot, slabs, before, writing)
         Worker(work, f"checkpoint of slot {slot}", log_error).start()
@@ -159,7 +159,7 @@ class FileWriting:
         self._dense.clear()
 
     def next_portion(self) -> Portion | None:
-        """See `Scribe`. Raises _Cancelled."""
+        """See `CheckpointWriter`. Raises _Cancelled."""
         found: list[Portion | None] = []
         self._inside(lambda slot: found.append(slot.next_portion(PORTION_BYTES)))
         if not found:
@@ -247,8 +247,8 @@ class _Looking:
                 self.end(None, f"{self._url} has given nothing for {LOOKS_S:g} s: it hangs")
 
 
-class FileLedger:
-    """Writes manifests, on a thread of its own; a `Ledger`.
+class FileManifests:
+    """Writes manifests, on a thread of its own; a `Manifests`.
 
     Args:
         settings: of the checkpoints.
@@ -267,7 +267,7 @@ class FileLedger:
         self._encoding = Encoding.of(dict(settings.encoding))
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sizes: list[tuple[bool, int]] = []  # of this run's checkpoints: whether full, bytes
-        Worker(self._serve, "ledger", log_error).start()
+        Worker(self._serve, "manifests", log_error).start()
 
     def _serve(self) -> None:
         while True:
@@ -278,7 +278,7 @@ class FileLedger:
                 log.exception("what was asked of the store of checkpoints")
 
     def commit(self, finished: Finished, done: Callable[[str | None, bool], None]) -> None:
-        """See `Ledger`."""
+        """See `Manifests`."""
         job = self._job()
         assert job is not None, "what has steps has a job"
         if finished.save:
@@ -310,7 +310,7 @@ class FileLedger:
             self._call(lambda: done(None, False))
 
     def discard(self, folder: str, save: bool = False) -> None:
-        """See `Ledger`. Where that fails, it is tried again when the next checkpoint counts."""
+        """See `Manifests`. Where that fails, it is tried again when the next checkpoint counts."""
 
         def work() -> None:
             try:
@@ -349,7 +349,7 @@ class FileLedger:
         done: Callable[[Restorable | None, str], None],
         read: bool = True,
     ) -> None:
-        """See `Ledger`. If `read`, every file is read: one that is altered is passed over, with a word in the log."""
+        """See `Manifests`. If `read`, every file is read: one that is altered is passed over, as the log says."""
 
         looking = _Looking(self._settings.url, lambda found, why: self._call(functools.partial(done, found, why)))
 
@@ -369,7 +369,7 @@ class FileLedger:
             looking.end(None, why)
 
         self._work.put(work)
-        Worker(looking.watch, "ledger's watch", log_error).start()
+        Worker(looking.watch, "watch of manifests", log_error).start()
 
     def _candidates(self, run: str, began_with: messages.Restored | None) -> Iterator[tuple[Catalog, Manifest]]:
         """Lists the checkpoints that `newest` may take, the newest first."""
@@ -403,7 +403,7 @@ class FileLedger:
         sizes = self._sizes
         last_full = max((i for i, (full, _) in enumerate(sizes) if full), default=None)
         if last_full is None:
-            return True  # what this one builds on was written by another ledger
+            return True  # what this one builds on was written by another process
         following = next_kind(self._settings.policy, [size for _, size in sizes[last_full:]])
         return following.kind == "full"
 

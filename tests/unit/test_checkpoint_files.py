@@ -1,4 +1,4 @@
-"""The scribe, the ledger and a restore, without a cluster: what a slot gives is what a cluster begins with."""
+"""The writer, the manifests and a restore, without a cluster: what a slot gives is what a cluster begins with."""
 
 import gc
 import os
@@ -20,8 +20,8 @@ from torch_ecrec.coordinator.checkpointing import Finished
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.processes import restoring
-from torch_ecrec.processes import scribe as scribe_module
-from torch_ecrec.processes.scribe import FileLedger, FileScribe, FileWriting
+from torch_ecrec.processes import writer as scribe_module
+from torch_ecrec.processes.checkpoint_files import FileCheckpointWriter, FileManifests, FileWriting
 from torch_ecrec.protocol import messages
 from torch_ecrec.server.capture import Portion
 from torch_ecrec.spec.job import CodeSpec, JobSpec
@@ -71,7 +71,7 @@ def write(
         portions = [Portion(s, rows[s], r[rows[s]]) for s, r in enumerate(truth)]
         parts = [((order.step, t), ([order.done, t], torch.full((9,), t, dtype=torch.uint8))) for t in range(2)]
         done, left = Answer(), iter(portions)
-        FileScribe(lambda act: act()).write(
+        FileCheckpointWriter(lambda act: act()).write(
             order,
             slot,
             JOB.slabs,
@@ -86,16 +86,16 @@ def write(
     return told
 
 
-def ledger_of(url: str, **more: Any) -> FileLedger:
-    return FileLedger(CheckpointSettings(**{"url": url, "every_steps": 1, **more}), lambda: JOB, lambda act: act())
+def manifests_of(url: str, **more: Any) -> FileManifests:
+    return FileManifests(CheckpointSettings(**{"url": url, "every_steps": 1, **more}), lambda: JOB, lambda act: act())
 
 
 @pytest.mark.parametrize("encoding", [{}, {"zstd": 3}, {"bits": 8}], ids=["exact", "zstd", "bits"])
 def test_what_slots_write_is_what_a_cluster_begins_with(tmp_path: Path, encoding: dict[str, int]) -> None:
     url, truth = str(tmp_path), random_records(JOB, 3)
     order, answer = order_of(url, 40, **encoding), Answer()
-    ledger = ledger_of(url, encoding=tuple(encoding.items()))
-    ledger.commit(Finished(order.folder, order.step, 40, "", write(url, order, truth), 0), answer)
+    manifests = manifests_of(url, encoding=tuple(encoding.items()))
+    manifests.commit(Finished(order.folder, order.step, 40, "", write(url, order, truth), 0), answer)
     assert answer.wait() == (None, True)
     restored, spec = restoring.find(url, "") or pytest.fail("it is there")
     rounded = f"weights are those of checkpoint {order.folder}, rounded to 8 bits" if "bits" in encoding else ""
@@ -110,25 +110,25 @@ def test_what_slots_write_is_what_a_cluster_begins_with(tmp_path: Path, encoding
     (manifest,) = Catalog(url).checkpoints()
     assert set(manifest.errors) == ({"a", "b", "c"} if "bits" in encoding else set())
     newest = Answer()
-    ledger.newest("run", None, newest)
+    manifests.newest("run", None, newest)
     assert newest.wait() == ((restored, JOB), "")
 
 
-def asked_for(ledger: FileLedger) -> None:
+def asked_for(manifests: FileManifests) -> None:
     """All that was asked of it before is done."""
     answer = Answer()
-    ledger.newest("run", None, answer, read=False)
+    manifests.newest("run", None, answer, read=False)
     answer.wait()
 
 
 def committed(
-    ledger: FileLedger, url: str, done: int, truth: list[Any], base: str = "", **how: Any
+    manifests: FileManifests, url: str, done: int, truth: list[Any], base: str = "", **how: Any
 ) -> messages.Restored:
     order, answer = order_of(url, done, base), Answer()
     parts = write(url, order, truth, **how)
-    ledger.commit(Finished(order.folder, order.step, done, base, parts, 0), answer)
+    manifests.commit(Finished(order.folder, order.step, done, base, parts, 0), answer)
     assert answer.wait()[0] is None
-    asked_for(ledger)  # after its answer it removes what is unfinished, and that the next one is at first
+    asked_for(manifests)  # after its answer it removes what is unfinished, and that the next one is at first
     return messages.Restored(url, order.folder, done)
 
 
@@ -136,9 +136,9 @@ def committed(
 def test_every_slot_reads_its_own_records(tmp_path: Path, code: CodeSpec) -> None:
     """Every row is read by one of them, with its newest value, whichever slots have written the checkpoint."""
     old, new = random_records(JOB, 3), random_records(JOB, 4)
-    url, ledger = str(tmp_path), ledger_of(str(tmp_path))
-    full = committed(ledger, url, 40, old)
-    restored = committed(ledger, url, 80, new, full.folder, every=2)
+    url, manifests = str(tmp_path), manifests_of(str(tmp_path))
+    full = committed(manifests, url, 40, old)
+    restored = committed(manifests, url, 80, new, full.folder, every=2)
     changed = [np.isin(np.arange(len(r)), _every_second(s)) for s, r in enumerate(new)]
     found, times = read_by_slots(restored, JobSpec(JOB.tables, code, JOB.trainers, JOB.seed))
     assert all((count == 1).all() for count in times)
@@ -153,7 +153,7 @@ def _every_second(slab: int) -> Any:
 def test_a_row_among_those_of_another_slot_is_refused(tmp_path: Path) -> None:
     """One slot would have it, and another lack it. Whoever reads all finds it where it is."""
     url = str(tmp_path)
-    restored = committed(ledger_of(url), url, 40, random_records(JOB, 3), swapped=True)
+    restored = committed(manifests_of(url), url, 40, random_records(JOB, 3), swapped=True)
     with pytest.raises(CheckpointError, match=r"row \d+ of slab \d is of slot \d, and stands among those of slot \d"):
         read_by_slots(restored, JOB)
     _, times = read_by_slots(restored, JobSpec(JOB.tables, CodeSpec(5, 3, 2), JOB.trainers, JOB.seed))
@@ -162,7 +162,7 @@ def test_a_row_among_those_of_another_slot_is_refused(tmp_path: Path) -> None:
 
 def test_every_slot_reads_all_where_parts_are_of_no_slots(tmp_path: Path) -> None:
     url, truth = str(tmp_path), random_records(JOB, 3)
-    restored = committed(ledger_of(url), url, 40, truth)
+    restored = committed(manifests_of(url), url, 40, truth)
     catalog = Catalog(url)
     manifest = catalog.read(restored.folder)
     parts = [msgspec.structs.replace(part, slot=-1) for part in manifest.parts]
@@ -176,15 +176,15 @@ def test_every_slot_reads_all_where_parts_are_of_no_slots(tmp_path: Path) -> Non
 
 
 def test_the_newest_that_is_whole_is_taken(tmp_path: Path) -> None:
-    url, truth, ledger = str(tmp_path), random_records(JOB, 3), ledger_of(str(tmp_path))
+    url, truth, manifests = str(tmp_path), random_records(JOB, 3), manifests_of(str(tmp_path))
     for done in (40, 80):
         order, answer = order_of(url, done), Answer()
-        ledger.commit(Finished(order.folder, order.step, done, "", write(url, order, truth), 0), answer)
+        manifests.commit(Finished(order.folder, order.step, done, "", write(url, order, truth), 0), answer)
         assert answer.wait()[0] is None
     path = tmp_path / order.folder / "slot-00001"
     path.write_bytes(path.read_bytes()[:-1])
     newest = Answer()
-    ledger.newest("run", None, newest)
+    manifests.newest("run", None, newest)
     assert newest.wait()[0][0].done == 40
     assert restoring.find(f"{url}@40", "")[0].done == 40  # type: ignore[index]
     with pytest.raises(CheckpointError, match="no checkpoint of step 41"):
@@ -195,9 +195,9 @@ def test_the_newest_that_is_whole_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wanted", ["", "newest"])
 def test_what_a_run_has_begun_with_is_found_again_whatever_is_newer_there(tmp_path: Path, wanted: str) -> None:
     """By a coordinator in the place of one that died with everybody else, before the run's first own checkpoint."""
-    url, truth, ledger = str(tmp_path), random_records(JOB, 3), ledger_of(str(tmp_path))
-    begun = committed(ledger, url, 40, truth)
-    other = committed(ledger, url, 20, truth)
+    url, truth, manifests = str(tmp_path), random_records(JOB, 3), manifests_of(str(tmp_path))
+    begun = committed(manifests, url, 40, truth)
+    other = committed(manifests, url, 20, truth)
     wanted = wanted or url
     assert restoring.find(wanted, url) == (other, JOB)
     assert restoring.find(wanted, url, begun.folder) == (begun, JOB)
@@ -212,8 +212,8 @@ def test_a_store_that_hangs_is_not_waited_for_for_ever(
 ) -> None:
     """Who goes back hears that it hangs, once, whether it does while one looks or in what comes before."""
     url, truth = str(tmp_path), random_records(JOB, 3)
-    ledger, goes_on, reached = ledger_of(url), threading.Event(), threading.Event()
-    committed(ledger, url, 40, truth)
+    manifests, goes_on, reached = manifests_of(url), threading.Event(), threading.Event()
+    committed(manifests, url, 40, truth)
     monkeypatch.setattr(scribe_module, "LOOKS_S", 0.05)
 
     def hanging(*args: Any) -> Any:
@@ -223,25 +223,25 @@ def test_a_store_that_hangs_is_not_waited_for_for_ever(
 
     monkeypatch.setattr(Catalog, "clean" if hangs == "before" else "checkpoints", hanging)
     if hangs == "before":
-        ledger.discard("000000000050-run-1-50")
+        manifests.discard("000000000050-run-1-50")
         assert reached.wait(LIMIT_S)
     told: list[Any] = []
     answer = Answer()
-    ledger.newest("run", None, lambda *values: (told.append(values), answer(*values)))
+    manifests.newest("run", None, lambda *values: (told.append(values), answer(*values)))
     assert answer.wait() == (None, f"{url} has given nothing for 0.05 s: it hangs")
     assert reached.wait(LIMIT_S)
     goes_on.set()
     monkeypatch.undo()
     after = Answer()
-    ledger.newest("run", None, after)  # comes after the one that hung
+    manifests.newest("run", None, after)  # comes after the one that hung
     assert after.wait()[0][0].done == 40 and len(told) == 1
 
 
 def test_each_block_that_is_read_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large checkpoint takes as long as it takes: what is bounded is the time without a block."""
     shelf = random_records(JOB, 3)
-    url, ledger = str(tmp_path), ledger_of(str(tmp_path))
-    committed(ledger, url, 40, shelf)
+    url, manifests = str(tmp_path), manifests_of(str(tmp_path))
+    committed(manifests, url, 40, shelf)
     (manifest,) = Catalog(url).checkpoints()
     blocks = 0
 
@@ -259,10 +259,10 @@ def test_what_earlier_attempts_left_goes_and_what_may_run_stays(tmp_path: Path) 
     parts = {number: write(url, order, truth) for number, order in orders.items()}
     others = order_of(url, 11, run="others").folder
     (tmp_path / others).mkdir()
-    ledger, answer, again = ledger_of(url), Answer(), Answer()
-    ledger.commit(Finished(orders[9].folder, orders[9].step, 9, "", parts[9], 0), answer)
+    manifests, answer, again = manifests_of(url), Answer(), Answer()
+    manifests.commit(Finished(orders[9].folder, orders[9].step, 9, "", parts[9], 0), answer)
     assert answer.wait()[0] is None
-    ledger.newest("run", None, again)  # comes after what is removed
+    manifests.newest("run", None, again)  # comes after what is removed
     again.wait()
     assert sorted(path.name for path in tmp_path.iterdir()) == [orders[9].folder, orders[10].folder, others]
 
@@ -271,26 +271,26 @@ def test_what_is_of_another_run_is_neither_gone_back_to_nor_removed(tmp_path: Pa
     """A folder that was used before, without `--restore`: its steps are of another history."""
     url, truth = str(tmp_path), random_records(JOB, 3)
 
-    def commit(ledger: FileLedger, done: int, run: str, began_with: messages.Restored | None = None) -> str:
+    def commit(manifests: FileManifests, done: int, run: str, began_with: messages.Restored | None = None) -> str:
         order, answer = order_of(url, done, run=run), Answer()
-        ledger.commit(Finished(order.folder, order.step, done, "", write(url, order, truth), 0, began_with), answer)
+        manifests.commit(Finished(order.folder, order.step, done, "", write(url, order, truth), 0, began_with), answer)
         assert answer.wait()[0] is None
         return order.folder
 
-    def newest(ledger: FileLedger, run: str, began_with: messages.Restored | None = None) -> Any:
+    def newest(manifests: FileManifests, run: str, began_with: messages.Restored | None = None) -> Any:
         found = Answer()
-        ledger.newest(run, began_with, found)
+        manifests.newest(run, began_with, found)
         return found.wait()
 
-    ledger = ledger_of(url, keep=1)
-    old = commit(ledger, 70, "old")
-    assert newest(ledger, "new") == (None, "none was written")
+    manifests = manifests_of(url, keep=1)
+    old = commit(manifests, 70, "old")
+    assert newest(manifests, "new") == (None, "none was written")
     began_with = messages.Restored(url, old, 70)
-    assert newest(ledger, "new", began_with)[0][0] == began_with
-    first = commit(ledger, 10, "new")
-    assert newest(ledger, "new", began_with)[0][0].folder == first
-    other = commit(ledger_of(url, keep=1), 20, "other")
-    assert newest(ledger, "new")[0][0].folder == first and sorted(p.name for p in tmp_path.iterdir()) == [
+    assert newest(manifests, "new", began_with)[0][0] == began_with
+    first = commit(manifests, 10, "new")
+    assert newest(manifests, "new", began_with)[0][0].folder == first
+    other = commit(manifests_of(url, keep=1), 20, "other")
+    assert newest(manifests, "new")[0][0].folder == first and sorted(p.name for p in tmp_path.iterdir()) == [
         first,
         other,
         old,
@@ -301,7 +301,7 @@ def test_what_is_of_another_run_is_neither_gone_back_to_nor_removed(tmp_path: Pa
         found, life = restoring.newest_of(run, url)
         assert found is not None and found[0].folder == folder and life == 2, "names of its attempts are new"
     # one that began with a checkpoint goes on with its history: that counts among what is kept
-    following = ledger_of(url, keep=1)
+    following = manifests_of(url, keep=1)
     last = commit(following, 80, "next", began_with)
     assert newest(following, "next", began_with)[0][0].folder == last
     assert sorted(path.name for path in tmp_path.iterdir()) == [first, other, last]
@@ -310,21 +310,21 @@ def test_what_is_of_another_run_is_neither_gone_back_to_nor_removed(tmp_path: Pa
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     failed = Answer()
-    FileScribe(lambda act: act()).write(
+    FileCheckpointWriter(lambda act: act()).write(
         order_of(str(tmp_path / "file"), 1), 0, JOB.slabs, lambda size: None, (), failed, failed
     )
     assert "a file is where a folder is wanted" in failed.wait()[0]
     order, answer = order_of(str(tmp_path / "kept"), 1), Answer()
     parts = write(str(tmp_path / "kept"), order, random_records(JOB, 1))
     (tmp_path / "kept" / order.folder / "slot-00000").unlink()
-    ledger_of(str(tmp_path / "kept")).commit(Finished(order.folder, order.step, 1, "", parts, 0), answer)
+    manifests_of(str(tmp_path / "kept")).commit(Finished(order.folder, order.step, 1, "", parts, 0), answer)
     assert "it is not there" in answer.wait()[0] and not Catalog(str(tmp_path / "kept")).checkpoints()
 
 
 def test_no_write_is_begun_where_one_before_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that hangs has one thread of each slot, however often a checkpoint is tried."""
     monkeypatch.setattr(scribe_module, "HANGS_S", 0.05)
-    hangs, reached, scribe = threading.Event(), threading.Event(), FileScribe(lambda act: act())
+    hangs, reached, writer = threading.Event(), threading.Event(), FileCheckpointWriter(lambda act: act())
 
     class Hanging(scribe_module.PartWriter):
         def write(self, *args: Any) -> int:
@@ -339,7 +339,7 @@ def test_no_write_is_begun_where_one_before_hangs(tmp_path: Path, monkeypatch: p
             return Portion(0, np.arange(4), random_records(JOB, 3)[0][:4])
 
     def begin(next_portion: Callable[[int], Portion | None], told: Answer) -> FileWriting:
-        return scribe.write(order_of(str(tmp_path), 10), 0, JOB.slabs, next_portion, (), told, told)
+        return writer.write(order_of(str(tmp_path), 10), 0, JOB.slabs, next_portion, (), told, told)
 
     held = Held()
     gone = weakref.ref(held)
@@ -370,18 +370,18 @@ def _one_more(begin: Callable[[Callable[[int], Portion | None], Answer], FileWri
 def test_what_is_left_of_a_void_checkpoint_goes_and_nothing_else(tmp_path: Path) -> None:
     """On a full disk it would keep the next one from being written."""
     url, truth = str(tmp_path), random_records(JOB, 3)
-    ledger, answer, other = ledger_of(url), Answer(), order_of(url, 50)
+    manifests, answer, other = manifests_of(url), Answer(), order_of(url, 50)
     order = order_of(url, 40)
-    ledger.commit(Finished(order.folder, order.step, 40, "", write(url, order, truth), 0), answer)
+    manifests.commit(Finished(order.folder, order.step, 40, "", write(url, order, truth), 0), answer)
     answer.wait()
     write(url, other, truth)
     (tmp_path / "mine").mkdir()
     assert (tmp_path / other.folder).is_dir()
     for folder in (other.folder, order.folder):  # the second one counts, whatever anybody says
-        ledger.discard(folder)
+        manifests.discard(folder)
     wait_until(lambda: not (tmp_path / other.folder).exists(), LIMIT_S, "it is removed")
     found = Answer()
-    ledger.newest("run", None, found)  # after all that came before
+    manifests.newest("run", None, found)  # after all that came before
     assert found.wait()[1] == "" and (tmp_path / order.folder).is_dir() and (tmp_path / "mine").is_dir()
 
 

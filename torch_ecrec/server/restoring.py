@@ -24,7 +24,7 @@ import numpy as np
 
 from torch_ecrec.durability.context import Pending, SlotContext
 from torch_ecrec.protocol.bounds import TEXT_MOST
-from torch_ecrec.protocol.messages import Renewal
+from torch_ecrec.protocol.messages import PartialRestore
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.server.process import ServerProcess
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 AGAIN_S = 5.0  # before a store that could not be read is asked again
 
 
-class Renewing:
+class Restoring:
     """How one life of a slot begins with records of a checkpoint.
 
     Attributes:
@@ -41,11 +41,11 @@ class Renewing:
         failed: why it never will, "" if it may.
     """
 
-    def __init__(self, slot: SlotContext, host: ServerProcess, renewal: Renewal) -> None:
+    def __init__(self, slot: SlotContext, host: ServerProcess, partial_restore: PartialRestore) -> None:
         self._patient = host.placement is not None and host.placement.restoring
-        self._slot, self._host, self._held, self.renewal = slot, host, slot.held, renewal
+        self._slot, self._host, self._held, self.partial_restore = slot, host, slot.held, partial_restore
         self._reading: Pending | None = None
-        self._asked: Renewal | None = None  # what is read, or was
+        self._asked: PartialRestore | None = None  # what is read, or was
         self._read = False
         self._count = 0
         self.at: int | None = None
@@ -53,18 +53,20 @@ class Renewing:
 
     def begin(self) -> None:
         """Asks for the slot's records, if it is known which."""
-        if not self.renewal.saves:
-            self._ask(self.renewal)
+        if not self.partial_restore.saves:
+            self._ask(self.partial_restore)
         elif not self._host.frozen:
             self._ask(self._told())
 
-    def _told(self) -> Renewal:
+    def _told(self) -> PartialRestore:
         """What is to be read. Saves of steps that a slot may have to go back to before of are not: it could not."""
         host = self._host
         last = host.done - (host.resume_step - host.floor)
-        return msgspec.structs.replace(self.renewal, saves=[save for save in self.renewal.saves if save[1] <= last])
+        return msgspec.structs.replace(
+            self.partial_restore, saves=[save for save in self.partial_restore.saves if save[1] <= last]
+        )
 
-    def _ask(self, wanted: Renewal) -> None:
+    def _ask(self, wanted: PartialRestore) -> None:
         held, reader = self._held, self._host.reader
         self.cancel()
         self._asked, self._read, self._count = wanted, False, 0
@@ -74,7 +76,7 @@ class Renewing:
             take, read, failed = self._take, self._on_read, self._on_failed
             self._reading = reader.read(wanted, held.job, held.index, take, read, failed)
 
-    def _ask_again(self, asked: Renewal | None) -> None:
+    def _ask_again(self, asked: PartialRestore | None) -> None:
         if asked is not None and asked is self._asked:  # nothing else was asked for since, and it is not over
             self._ask(asked)
 
@@ -97,7 +99,7 @@ class Renewing:
     def _on_read(self) -> None:
         wanted = sum(layout.rows_on(self._held.index) for layout in self._held.layouts)  # padding is zeros, as it is
         if self._count != wanted:
-            has = f"{self.renewal.folder} has {self._count} records of slot {self._held.index}, not {wanted}"
+            has = f"{self.partial_restore.folder} has {self._count} records of slot {self._held.index}, not {wanted}"
             self._on_failed(has, False)
             return
         self._read = True
@@ -118,7 +120,7 @@ class Renewing:
         host, held = self._host, self._held
         if self._slot.ready or self._slot.dead or host.frozen:
             return
-        if self.renewal.saves and self._asked != (told := self._told()):
+        if self.partial_restore.saves and self._asked != (told := self._told()):
             self._ask(told)  # for the first time, or all went back since
         if not self._read:
             return
