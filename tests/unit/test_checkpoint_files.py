@@ -19,8 +19,7 @@ from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.checkpointing import Finished
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.layout.stripes import layout_of
-from torch_ecrec.processes import restoring
-from torch_ecrec.processes import writer as scribe_module
+from torch_ecrec.processes import checkpoint_files, restoring
 from torch_ecrec.processes.checkpoint_files import FileCheckpointWriter, FileManifests, FileWriting
 from torch_ecrec.protocol import messages
 from torch_ecrec.server.capture import Portion
@@ -214,7 +213,7 @@ def test_a_store_that_hangs_is_not_waited_for_for_ever(
     url, truth = str(tmp_path), random_records(JOB, 3)
     manifests, goes_on, reached = manifests_of(url), threading.Event(), threading.Event()
     committed(manifests, url, 40, truth)
-    monkeypatch.setattr(scribe_module, "LOOKS_S", 0.05)
+    monkeypatch.setattr(checkpoint_files, "LOOKS_S", 0.05)
 
     def hanging(*args: Any) -> Any:
         reached.set()
@@ -323,10 +322,10 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 def test_no_write_is_begun_where_one_before_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that hangs has one thread of each slot, however often a checkpoint is tried."""
-    monkeypatch.setattr(scribe_module, "HANGS_S", 0.05)
+    monkeypatch.setattr(checkpoint_files, "HANGS_S", 0.05)
     hangs, reached, writer = threading.Event(), threading.Event(), FileCheckpointWriter(lambda act: act())
 
-    class Hanging(scribe_module.PartWriter):
+    class Hanging(checkpoint_files.PartWriter):
         def write(self, *args: Any) -> int:
             reached.set()
             assert hangs.wait(LIMIT_S)
@@ -344,7 +343,7 @@ def test_no_write_is_begun_where_one_before_hangs(tmp_path: Path, monkeypatch: p
     held = Held()
     gone = weakref.ref(held)
     with monkeypatch.context() as patch:
-        patch.setattr(scribe_module, "PartWriter", Hanging)
+        patch.setattr(checkpoint_files, "PartWriter", Hanging)
         first = begin(held.portion, Answer())
         assert reached.wait(LIMIT_S)
     first.cancel()
@@ -391,9 +390,9 @@ def test_the_default_limit_follows_the_cores_and_counts_records(
     """A limit that somebody has said counts what is in the file; the default one, what was done for it."""
     for cores, wanted in ((1, 5e6), (2, 10e6), (64, 100e6)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
-        assert scribe_module.default_bytes_per_s() == wanted
+        assert checkpoint_files.default_bytes_per_s() == wanted
     spent: list[tuple[int, float]] = []
-    monkeypatch.setattr(scribe_module.Pace, "spend", lambda self, size, rate, writing: spent.append((size, rate)))
+    monkeypatch.setattr(checkpoint_files.Pace, "spend", lambda self, size, rate, writing: spent.append((size, rate)))
     truth, order = random_records(JOB, 3), order_of(str(tmp_path), 40, bits=2)
     found = []
     for limit in (None, 7.0):
