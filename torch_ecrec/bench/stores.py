@@ -312,7 +312,7 @@ class Rocks:
         return there_U, np.frombuffer(b"".join(found), np.uint8).reshape(-1, self._cell_bytes)
 
     def put(self, numbers_U: Positions, cells_UC: Bytes) -> None:
-        """Writes cells."""
+        """Writes (U, C) bytes to cells, whole ones only."""
         batch, values = self._new_batch(raw_mode=True), cells_UC.view(f"V{self._cell_bytes}")[:, 0].tolist()
         for key, value in zip(self._keys(numbers_U), values, strict=True):
             batch[key] = value
@@ -465,7 +465,7 @@ class Replay:
         self.read_cpu_s, self.read = 0.0, 0
 
     def open(self) -> None:
-        """Makes the store."""
+        """Makes the store, whose records have their initial values."""
         job = self.job
         self.shard = Shard(self.schema, job.rows, 0, stores=self._make)
         self.store = self.shard._stores[False]

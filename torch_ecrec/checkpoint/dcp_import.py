@@ -269,7 +269,7 @@ class Chunk:
         return self._mapped
 
     def let_go(self) -> None:
-        """Releases the mapped memory."""
+        """Releases the memory into which the file is mapped."""
         self._mapped = None
 
     def _read(self) -> Tensor:

@@ -36,7 +36,7 @@ BY_MACHINE = ("move_bytes_per_s",)  # their default is not the same everywhere
 
 
 def reference() -> str:
-    """Returns the page."""
+    """Returns the page `docs/reference.md`, made from settings and parsers."""
     explained = Settings.explained()
     rows = [
         _row(f"`{PREFIX}{field.name.upper()}`", _default(field.name, field.default), explained[field.name])

@@ -86,7 +86,7 @@ class LookUp:
         return wire.Lookup(slot, incarnation, self.step, ask.positions, ask.bfloat16, self.int8, ask.bags)
 
     def take(self, slot: int, answer: wire.Rows) -> None:
-        """A slot has answered."""
+        """Takes the answer of one slot to its part of a read."""
         self._answers[slot] = answer
         if len(self._answers) == len(self.asked):
             self.finish()

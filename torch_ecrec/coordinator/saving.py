@@ -107,6 +107,6 @@ class Saving:
         return list(self.known.since) if self.known.base == base else []
 
     def status(self) -> SavesStatus:
-        """What `torch-ecrec status` shows."""
+        """Returns what `torch-ecrec status` shows of prioritised saves."""
         saver, portion = self._settings.saver, self._settings.portion
         return SavesStatus(saver, portion, len(self.known.since), self.known.newest, self.failing)

@@ -83,7 +83,7 @@ class Process(Protocol):
 
     @property
     def pid(self) -> int:
-        """The process's id."""
+        """The id of the operating system's process."""
 
 
 class Cluster(Protocol):

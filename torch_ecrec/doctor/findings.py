@@ -68,7 +68,7 @@ def worst(findings: Sequence[Finding]) -> Level:
 
 
 def diagnosis_of(findings: Sequence[Finding], took_s: float) -> Diagnosis:
-    """Puts findings together."""
+    """Puts the findings of all checks together, as one diagnosis of this host."""
     return Diagnosis(
         version=torch_ecrec.__version__,
         host=host_name(),

@@ -53,7 +53,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """Returns the name of the cell's file, without its ending."""
         failures = f"-f{self.failures}" if self.failures else ""
         return f"{self.model}-{self.mode}-w{self.workers}-s{self.seed}{failures}"
 
@@ -113,7 +113,7 @@ class Group:
         return run(self, factor, data, out)
 
     def model(self, factor: Scale, data: str | None) -> Model:
-        """Returns what it trains."""
+        """Returns the model that the cell trains."""
         first = self.cells[0]
         return Model(factor.shape(first.model, data), first.workers, first.seed)
 

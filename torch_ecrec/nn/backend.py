@@ -134,7 +134,7 @@ class NoTables:
         """Does nothing: nothing was sent."""
 
     def trained_on(self, samples: int) -> None:
-        """Does nothing: nobody asks."""
+        """Does nothing: without a cluster nobody asks for it."""
 
     def close(self) -> None:
         """Does nothing: no cluster was joined."""

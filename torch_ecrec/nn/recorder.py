@@ -84,7 +84,7 @@ class _Warnings(logging.Handler):
         self._writer = writer
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Records one warning."""
+        """Writes one warning of the log to what is recorded."""
         self._writer.write(Warned(record.getMessage()))
 
 

@@ -78,7 +78,7 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """What `torch-ecrec status` returns."""
+        """Returns the exit code of `torch-ecrec status` for this verdict: 0, 1 or 2."""
         return EXIT_CODES[self.level]
 
 

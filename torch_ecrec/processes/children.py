@@ -69,10 +69,10 @@ class Child(Protocol):
         """Sends a signal, unless it has ended."""
 
     def terminate(self) -> None:
-        """Asks it to end."""
+        """Asks the process to end, by SIGTERM."""
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Ends the process at once, by SIGKILL."""
 
 
 @contextlib.contextmanager

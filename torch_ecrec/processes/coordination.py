@@ -142,14 +142,14 @@ class _Watchers:
             self._web.lead(cluster)
 
     def happened(self, event: dict[str, Any]) -> None:
-        """Something has happened."""
+        """Takes an event of the cluster, to show or keep it."""
         if self._web is not None:
             self._web.happened(event)
         if self._file is not None:
             self._file.happened(event)
 
     def close(self) -> None:
-        """This process ends."""
+        """Lets go of what it has, since this process ends."""
         if self._web is not None:
             self._web.close()
         if self._file is not None:

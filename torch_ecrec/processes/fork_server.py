@@ -99,11 +99,11 @@ class Forked:
         self._server.send_signal(self, number)
 
     def terminate(self) -> None:
-        """Asks it to end."""
+        """Asks the process to end, by SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Ends the process at once, by SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def is_gone(self) -> bool:

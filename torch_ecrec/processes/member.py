@@ -342,7 +342,7 @@ class Member:
         self._let(lambda rules: rules.end(error))
 
     def close(self) -> None:
-        """Leaves; see `Membership.leave`. Idempotent."""
+        """Leaves the cluster, as `Membership.leave` does; again, it does nothing."""
         stays_s: list[float] = []
         self._let(lambda rules: stays_s.append(rules.leave()))
         with self._changed:

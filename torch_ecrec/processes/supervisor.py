@@ -148,7 +148,7 @@ class Supervisor:
 
     @property
     def join(self) -> str:
-        """The coordinator's address, HOST:PORT."""
+        """Returns the coordinator's address as HOST:PORT, for `--join`."""
         return text_of(self.address)
 
     @property

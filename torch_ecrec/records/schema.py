@@ -100,7 +100,7 @@ class Schema:
 
     @property
     def bfloat16(self) -> bool:
-        """Whether weights are bfloat16."""
+        """Returns whether weights are kept as bfloat16."""
         return self.weights == "bfloat16"
 
     @cached_property

@@ -220,7 +220,7 @@ class Entries:
         self._remove(lambda name: of_others.fullmatch(name) is not None)
 
     def flush(self) -> None:
-        """Removes the function's files."""
+        """Removes the files that have a compiled function."""
         start = f"{self._name}.{self._sources}."
         self._remove(lambda name: name.startswith(start) and name.endswith(".nbc"))
 

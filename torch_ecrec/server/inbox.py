@@ -68,5 +68,5 @@ class Inbox:
         self.passes = {at: trainers for at, trainers in self.passes.items() if at > step}
 
     def clear(self) -> None:
-        """Lets go of everything."""
+        """Lets go of all parts of steps that came and are not applied."""
         self.pushes, self.loads, self.passes = {}, {}, {}

@@ -152,5 +152,5 @@ class FrameReader:
         return memory
 
     def ends(self) -> bool:
-        """Whether nothing follows."""
+        """Returns whether the file ends here: no frame follows."""
         return not self._file.read_into(np.empty(1, np.uint8))

@@ -83,7 +83,7 @@ class Reader(Protocol):
         """Fills contiguous writable memory; returns how many bytes it got: fewer at the end of the file only."""
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file, of which nothing more is read."""
 
 
 def bytes_of(data: Any) -> memoryview:

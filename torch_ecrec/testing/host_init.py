@@ -52,7 +52,7 @@ def _runs(pid: int) -> bool:
 
 
 def main() -> None:
-    """Runs the process."""
+    """Runs the first process of a namespace until its parent ends."""
     name = sys.argv[1].encode()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNET | CLONE_NEWUTS | CLONE_NEWIPC) or libc.sethostname(name, len(name)):

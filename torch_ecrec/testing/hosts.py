@@ -425,7 +425,7 @@ class Hosts:
                 one.plug_in()
 
     def close(self) -> None:
-        """Ends them all."""
+        """Ends all hosts, with their processes and namespaces."""
         for host in self.hosts:
             host.close()
         self._switch.close()

@@ -31,7 +31,7 @@ def opened(interface: str) -> socket.socket:
 
 
 def main() -> None:
-    """Runs the process."""
+    """Runs the relay until its parent ends."""
     options = json.loads(sys.argv[1])
     one, other = (opened(interface) for interface in options["interfaces"])
     opposite = {one: other, other: one}

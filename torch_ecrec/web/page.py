@@ -13,7 +13,7 @@ FILE = Path(__file__).with_name("page.html")
 
 @functools.cache
 def page() -> bytes:
-    """Returns the page."""
+    """Returns the live page: one file of HTML that loads nothing else."""
     return FILE.read_bytes()
 
 

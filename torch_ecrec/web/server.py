@@ -171,7 +171,7 @@ class WebServer:
         return Place(*self.address).url
 
     def start(self) -> None:
-        """Begins to serve."""
+        """Begins to serve pages and metrics at its address."""
         self._thread.start()
         log.info("serves metrics, status and a page at %s%s", self.url, " (asks for the secret)" * bool(self._secret))
 
@@ -556,7 +556,7 @@ class _Doors(web.Server):
             self._drop_soon(min(idle, key=lambda one: self._peers[one].asked_s))
 
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
-        """One is gone."""
+        """Takes a connection that has ended out of the count."""
         super().connection_lost(handler, exc)
         self._peers = {one: peer for one, peer in self._peers.items() if not one.is_closing()}
 

@@ -244,7 +244,7 @@ class File(Protocol):
         """Writes bytes, whole blocks, from an offset on. Raises TierFailed."""
 
     def read(self, offsets_R: Numbers, lengths_R: Numbers, into: NDArray[np.uint8], at_R: Numbers) -> Any:
-        """As `Reader.read`."""
+        """Reads blocks, as `Reader.read` says."""
 
     def flip_(self, offset: int, bit: int) -> None:
         """Flips one bit of the block that begins at an offset, as a failing disk does: for tests and `chaos`."""

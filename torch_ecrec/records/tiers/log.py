@@ -81,12 +81,12 @@ class SegmentLog:
 
     @property
     def memory_bytes(self) -> int:
-        """Of its buffers."""
+        """Returns how many bytes of memory its buffers take."""
         return len(self._buffer) + len(self._scratch)
 
     @property
     def file_bytes(self) -> int:
-        """Of the file."""
+        """Returns how long the file is, in bytes."""
         return self.segments * self._segment_bytes
 
     @property
@@ -95,7 +95,7 @@ class SegmentLog:
 
     @property
     def live(self) -> int:
-        """Cells that are live."""
+        """Returns how many cells are live: a record lies in each."""
         return int(self._live.sum())
 
     # writing ------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class SegmentLog:
         self._filled = 0
 
     def _end_segment(self) -> None:
-        """Writes the open segment."""
+        """Writes the open segment to the file, and opens another."""
         self._file.write(self._open * self._segment_bytes, self._buffer)
         self.written_bytes += self._segment_bytes
         closed, self._open = self._open, -1

@@ -374,12 +374,12 @@ class TieredStore:
 
     @property
     def file(self) -> SegmentLog:
-        """What is below."""
+        """Returns the log in the file, where records without frames lie."""
         return self._log
 
     @property
     def in_memory(self) -> int:
-        """Records that have frames."""
+        """Returns how many records have frames."""
         return self._in_use
 
     # frames -------------------------------------------------------------------------------------
