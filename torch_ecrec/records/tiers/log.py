@@ -136,7 +136,7 @@ class SegmentLog:
         self._filled = 0
 
     def _end_segment(self) -> None:
-        """Writes the open segment to the file, and opens another."""
+        """Writes the open segment to the file; none is open from then on."""
         self._file.write(self._open * self._segment_bytes, self._buffer)
         self.written_bytes += self._segment_bytes
         closed, self._open = self._open, -1
