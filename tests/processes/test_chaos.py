@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import is_stopped, wait_until
-from coordinator_words import empty_status, healthy, member, status
+from coordinator_words import empty_status, healthy, member, slot_report, status
 
 from torch_ecrec.cli.main import main, parser
 from torch_ecrec.demo import training as demo_training
@@ -24,7 +24,7 @@ from torch_ecrec.demo.chaos.run import ChaosRun
 from torch_ecrec.demo.plot import draw_chaos, spread_bursts
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.errors import ClusterUnavailable
-from torch_ecrec.protocol.status import json_of
+from torch_ecrec.protocol.status import Report, SlotStatus, json_of
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import (
     BEYOND_EVENTS,
@@ -490,15 +490,172 @@ def test_nothing_happens_before_the_first_step(tmp_path: Path, done: list[str]) 
     assert done == [] and one.samples == []
 
 
-def test_a_cluster_that_is_not_whole_again_in_time_ends_the_run(
+def test_a_cluster_that_is_not_whole_again_in_time_ends_the_run_and_names_who_is_not_back(
     tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]
 ) -> None:
     one = training(tmp_path, sleepers)
     one._do("kill-server", 3.5)
+    one._do("kill-trainer", 3.5)
+    killed = {kill.role: kill.number for kill in one.record.kills}
+    trainers = {i: f"trainer-{i}" for i in range(2) if i != killed["trainer"]}
+    one._on_message(event("era", era=1, trainers=list(trainers.values())))
     one.on_tick()
-    one.whole_limit_s = -1000.0
-    with pytest.raises(ClusterUnavailable, match=r"not whole again within .* last event .*'kill-server'"):
+    one.whole_limit_s = -1.0
+    with pytest.raises(ClusterUnavailable) as found:
         one.on_tick()
+    for says in (
+        "not whole again within -1 s",
+        f"kill-server of server-{killed['server']} at step 1: nobody has noticed its loss",
+        f"kill-trainer of trainer-{killed['trainer']} at step 1: not all trainers have joined since",
+        f"trainer {killed['trainer']} is not there",
+        "nothing came nearer for",
+        "last event [{",
+    ):
+        assert says in str(found.value)
+    one._on_message(event("joined", member="trainer-9", role="trainer", rank=killed["trainer"], pid=1))
+    lost = f"server-{killed['server']}"
+    one._on_message(event("lost", member=lost, why="gone", slots=[killed["server"]]))
+    one._on_message(event("re-placed", epoch=2, slots=placed(killed["server"], "server-3", 1)))
+    slot = killed["server"]
+    assert one._lacks() == [
+        f"kill-server of {lost} at step 1: nobody serves its slots [{slot}]",
+        f"slot {slot} is not rebuilt on server-3: 0%",
+    ]
+    one._on_message(event("re-hosted", slot=slot, incarnation=1))
+    assert f"kill-server of {lost} at step 1: its slots [{slot}] are not rebuilt" in one._lacks()
+    one._on_message(event("slot rebuilt", slot=slot, incarnation=1))
+    assert one._lacks() == [] and one._is_whole()
+    one._on_message(event("re-placed", epoch=3, slots=[["server-3", 1]] * 3))
+    assert "server-3 has 3 slots" in one._lacks()
+
+
+def placed(slot: int, server: str, incarnation: int) -> list[list[Any]]:
+    return [[server, incarnation] if i == slot else [f"server-{i}", 0] for i in range(3)]
+
+
+def test_what_takes_its_time_is_waited_for_as_long_as_it_comes_nearer(
+    tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "SAMPLE_S", 0.0)
+    one = training(tmp_path, sleepers)
+    one._do("kill-server", 3.5)
+    one.on_tick()
+    one._patience.vain_s = 119.0
+    one._on_message(event("lost", member=one.record.kills[0].member, why="gone", slots=[]))
+    one.on_tick()
+    assert one._patience.vain_s == 0.0, "its loss was noticed"
+    one._patience.vain_s = 121.0
+    with pytest.raises(ClusterUnavailable, match="nothing came nearer for 121 s"):
+        one.on_tick()
+
+
+def test_one_that_was_stopped_for_longer_than_a_lease_need_not_be_lost(
+    tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody led meanwhile, who would have missed it. So nothing is waited for that never comes."""
+    monkeypatch.setattr(run, "STOPS_S", (20.0,))
+    one = training(tmp_path, sleepers, "--events", "stop-server,kill-coordinator")
+    one._do("stop-server", 3.5)
+    (kill,) = one.record.kills
+    tell(one, sleepers)
+    one.on_tick()
+    assert one.record.kills == [kill], "it is still stopped"
+    one._stopped[kill.pid or 0] = 0.0
+    one.on_tick()
+    assert one.record.kills == [kill], "it was not heard yet"
+    one._went_on[kill.pid or 0] -= 2 * run.STOP_MARGIN_S
+    tell(one, sleepers)
+    one.on_tick()
+    assert one.record.kills == [] and one._is_whole()
+    one._on_message(event("lost", member=kill.member, why="it was silent", slots=[kill.number]))
+    assert one.record.unexpected == [], "it may be taken for lost all the same"
+
+
+# --- disks, and what is damaged --------------------------------------------------------------------------------------
+
+
+def figures(
+    one: ChaosRun, sleepers: dict[str, subprocess.Popen[bytes]], host: str = "server-1", life: int = 0, **more: int
+) -> None:
+    """A status in which slot 1 says this of itself."""
+    of = {"server-1": Report(slots=[slot_report(1, 0)]), host: Report(slots=[slot_report(1, life, **more)])}
+    names = dict.fromkeys([*ROLES[:-1], host])
+    members = [
+        member(name, pid=sleepers[name].pid if name in sleepers else 1, report=of.get(name, Report())) for name in names
+    ]
+    slots = [SlotStatus(i, host if i == 1 else f"server-{i}", life if i == 1 else 0, True) for i in range(3)]
+    one._on_message(json_of(status(members=members, slots=slots, time_s=time.time())))
+
+
+def damaged(one: ChaosRun, count: int, kind: str = "damaged", life: int = 0) -> None:
+    more = {"what": "record", "places": [], "used": 0, "step": 1, "reason": ""} if kind == "damaged" else {}
+    one._on_message(event(kind, slot=1, incarnation=life, count=count, **more))
+
+
+TIER = ("--tier", "/tmp", "--memory", "1GiB")
+
+
+def test_trouble_of_disks_comes_to_who_has_something_on_one(
+    tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]
+) -> None:
+    """Nobody would find a bit in an empty file, or feel that the disk is full: that would be waited for for ever."""
+    one = training(tmp_path, sleepers, *TIER, "--events", "flip-tier,disk-full,disk-slow,disk-error")
+    figures(one, sleepers, tier_written_bytes=0)
+    for kind in one.arguments.events:
+        one._action_of(kind)(kind, 3.5)
+    assert one.schedule == [] and one._is_whole() and all(one.poll() is None for one in sleepers.values())
+    says = "flip-tier never came: `--minutes` must be more, or `--memory` less: no disk was needed"
+    assert says in one.not_effective()
+    figures(one, sleepers, tier_written_bytes=1)
+    sleepers["server-1"].send_signal(signal.SIGSTOP)  # what comes stays where it is
+    for kind in one.arguments.events:
+        one._action_of(kind)(kind, 3.5)
+    assert [entry["member"] for entry in one.schedule][:3] == ["server-1"] * 3 and len(one.schedule) == 4
+
+
+def test_a_bit_that_flipped_is_waited_for_by_name(tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]) -> None:
+    one = training(tmp_path, sleepers, *TIER, "--events", "flip-tier,kill-server")
+    figures(one, sleepers, tier_written_bytes=1)
+    sleepers["server-1"].send_signal(signal.SIGSTOP)
+    one._flip("flip-tier", 3.5)
+    assert one._lacks() == ["the bit of flip-tier in server-1 at step 1 was not found"]
+    damaged(one, 1)
+    assert one._lacks() == ["1 damaged of slot 1 are not repaired"]
+    damaged(one, 1, "mended")
+    assert one._is_whole() and one.not_effective() == []
+
+
+def test_what_a_server_has_not_repaired_goes_with_it(
+    tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]
+) -> None:
+    """A read fails, and before the record is back its server dies: the next life has all of the slot decoded."""
+    one = training(tmp_path, sleepers, *TIER, "--events", "disk-error,kill-server")
+    damaged(one, 3)
+    damaged(one, 2, "mended")
+    assert one._lacks() == ["1 damaged of slot 1 are not repaired"]
+    one._on_message(event("re-placed", epoch=2, slots=placed(1, "server-3", 1)))
+    one._on_message(event("slot rebuilt", slot=1, incarnation=1))
+    assert one._is_whole() and (one.record.found, one.record.mended) == (3, 2)
+    assert not any("bits were flipped" in text for text in one.not_effective())
+
+
+@pytest.mark.parametrize("lost", ["damaged", "mended"])
+def test_a_word_that_went_with_a_coordinator_is_not_waited_for(
+    lost: str, tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]
+) -> None:
+    """The server's own figures tell, at the next one."""
+    one = training(tmp_path, sleepers, *TIER, "--events", "disk-error,kill-coordinator")
+    for kind in ("damaged", "mended"):
+        if kind != lost:
+            damaged(one, 2, kind)
+    figures(one, sleepers)
+    assert one._is_whole() == (lost == "damaged"), "figures of before"
+    figures(one, sleepers, damaged=3, mended=2)
+    assert one._lacks() == ["1 damaged of slot 1 are not repaired"]
+    figures(one, sleepers, damaged=3, mended=3)
+    assert one._is_whole() and (one.record.found, one.record.mended) == (3, 3)
+    one._on_message(event("went_beyond", name="", step=0, reason="all are lost"))
+    assert (one.record.found, one.record.mended) == (3, 3)
 
 
 # --- the picture -----------------------------------------------------------------------------------------------------

@@ -177,7 +177,8 @@ def test_a_coordinator_of_another_code_stands_in_the_place_of_the_right_one(dist
     assert not right.runs, "it is held back"
     (disturbance,) = one._under_way
     wrong = psutil.Process(int(one.schedule[0]["member"].split()[-1][:-1]))
-    assert "-k 3" in " ".join(wrong.cmdline()) and one._hosts.host_of(wrong.pid) == 0
+    assert "-k 3" in " ".join(wrong.cmdline())
+    wait_until(lambda: one._hosts.host_of(wrong.pid) == 0, LIMIT_S, "it is in its network")
     assert disturbance.felt() == "", "it does not listen: it sleeps"
     wrong.kill()
     wait_until(lambda: disturbance.felt().startswith("it ended with"), LIMIT_S, "it has ended")

@@ -43,6 +43,8 @@ from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.status import MemberStatus, RestoredStatus, Status, of_message
 
 Message = dict[str, Any]
+Life = tuple[int, int]  # slot, incarnation
+REPAIRED = ("record", "parity", "mismatch")  # what is damaged and has the same bits again later; logs only get shorter
 KINDS = ("lookup", "push", "fold", "rebuild", "snapshot")
 WARM_STEPS = 5  # not counted in the throughput before a kill
 
@@ -140,6 +142,29 @@ class Kill:
             return self.trains_s
         return self.rebuilt_s if self.role == "server" else self.rejoined_s
 
+    @property
+    def marks(self) -> int:
+        """How many of the times that may follow it are known."""
+        times = self.detected_s, self.resumable_s, self.rejoined_s, self.went_back_s, self.trains_s
+        return sum(time_s is not None for time_s in times) + len(self.rehosted) + len(self.rebuilt)
+
+    @property
+    def lacks(self) -> str:
+        """What is still to follow it, for people; "": the cluster is as it was before."""
+        if self.repaired_s is not None:
+            return ""
+        who = f"{self.spec} of {self.member} at step {self.step}"
+        if self.role == "all" or self.went_back_s is not None:
+            return f"{who}: no step is complete since all went back to a checkpoint"
+        if self.role == "coordinator":
+            return f"{who}: not all members have rejoined at another one"
+        if self.detected_s is None:
+            return f"{who}: nobody has noticed its loss"
+        if self.role == "trainer":
+            return f"{who}: not all trainers have joined since"
+        nobody, rebuilt = sorted(self.lost.keys() - self.rehosted), sorted(self.lost.keys() - self.rebuilt)
+        return f"{who}: nobody serves its slots {nobody}" if nobody else f"{who}: its slots {rebuilt} are not rebuilt"
+
     def to_json(self, step_times: Sequence[float]) -> Message:
         """Returns an entry of `kills` in result.json. `step_times[i]`: when step i + 1 was complete at all trainers."""
         # What was heard by the kill may be late: of steps that were complete by then, the one after may have begun.
@@ -207,13 +232,17 @@ class Record:
         self.went_back: list[WentBack] = []
         self.recovered_partly: list[Partly] = []
         self.damaged: list[messages.Damaged] = []
-        self.mended = 0  # records and parities
+        self._found: Counter[Life] = Counter()  # records and parities that lives of slots have found damaged
+        self._mended: Counter[Life] = Counter()  # of these, those that were repaired
+        self._damage_before = (0, 0)  # found and repaired before all began anew, and lives with them
         self.kills: list[Kill] = []
         self.may_be_lost: set[str] = set()  # members that we stopped for so long that they may be taken for lost
         self.lost: dict[str, str] = {}  # members, and why
         self.excused: set[str] | None = None  # others that may be lost now; unless None, trainers are checked, too
         self.unexpected: list[str] = []  # losses that are not our doing
         self._ranks: set[int] = set()  # of trainers that have joined
+        self._told: Counter[Life] = Counter()  # as `_found`, by events alone: a coordinator that dies takes some along
+        self._healed: Counter[Life] = Counter()  # likewise as `_mended`
         self.fatal: Message | None = None  # kind and reason
         self.status: Status | None = None  # the last
         self.status_count = 0
@@ -279,8 +308,12 @@ class Record:
                 self.places[slot] = (server, incarnation)
         elif isinstance(event, messages.Damaged):
             self.damaged.append(event)
+            if event.what in REPAIRED:
+                self._told[event.slot, event.incarnation] += event.count
+                self._note_damage(event.slot, event.incarnation, found=self._told[event.slot, event.incarnation])
         elif isinstance(event, messages.Mended):
-            self.mended += event.count
+            self._healed[event.slot, event.incarnation] += event.count
+            self._note_damage(event.slot, event.incarnation, mended=self._healed[event.slot, event.incarnation])
         elif isinstance(event, events.Lost):
             self._on_lost(event, time_s)
         elif isinstance(event, (events.Rehosted, events.SlotRebuilt)):
@@ -334,6 +367,9 @@ class Record:
         self.steps = [step] * len(self.steps)
 
     def _forget_members(self) -> None:
+        self._damage_before = self.found, self.mended
+        for counts in (self._found, self._mended, self._told, self._healed):
+            counts.clear()
         self.trainers, self.places = {}, [("", -1)] * len(self.places)
         self.healthy = [False] * len(self.healthy)
 
@@ -355,8 +391,15 @@ class Record:
             self.places[place.slot] = (place.server, place.incarnation)
             self.healthy[place.slot] = place.healthy
         for slot, figures in status.slot_reports().items():
+            self._note_damage(slot, figures.incarnation, figures.damaged, figures.mended)
             if figures.incarnation == self.places[slot][1]:
                 self.rebuilt[slot] = figures.rebuilt
+
+    def _note_damage(self, slot: int, incarnation: int, found: int = 0, mended: int = 0) -> None:
+        """So many records and parities of a life were found damaged, and repaired, at least."""
+        life = (slot, incarnation)
+        self._found[life] = max(self._found[life], found)
+        self._mended[life] = max(self._mended[life], mended)
 
     def _mark(self, what: str, time_s: float, role: str = "trainer", after: str = "kill_s") -> list[Kill]:
         """Sets a time of the kills of a role that lack it, and that have the time `after`."""
@@ -405,6 +448,26 @@ class Record:
         return kill
 
     # what follows ---------------------------------------------------------------------------------
+
+    @property
+    def found(self) -> int:
+        """How many records and parities were found damaged."""
+        return self._damage_before[0] + self._found.total()
+
+    @property
+    def mended(self) -> int:
+        """How many of these were repaired."""
+        return self._damage_before[1] + self._mended.total()
+
+    @property
+    def unmended(self) -> dict[int, int]:
+        """How many are still to be repaired, by slot; slots that have none are left out.
+
+        What a life has not repaired ends with it: the next one has all of the slot decoded.
+        """
+        lives = [(slot, incarnation) for slot, (_, incarnation) in enumerate(self.places)]
+        left = {life[0]: self._found[life] - self._mended[life] for life in lives}
+        return {slot: count for slot, count in left.items() if count > 0}
 
     @property
     def whole(self) -> bool:

@@ -33,7 +33,7 @@ def flip(slots: Iterable[Slot], parity: bool, chance: random.Random) -> bool:
     ]
     shards = [one for one in shards if one[2]]
     if not shards:
-        log.warning("no bit is flipped: there is no slot that is whole")
+        log.warning("no bit is flipped yet: there is no slot that is whole")
         return False
     (slot, slab, rows), *_ = chance.choices(shards, [rows for _, _, rows in shards])
     position, bit = chance.randrange(rows), chance.randrange(8 * slot.shards[slab].schema.nbytes)
@@ -57,7 +57,7 @@ def flip_below(slots: Iterable[Slot], chance: random.Random) -> Callable[[], Non
         if len(below_M := shard.below(parity))
     ]
     if not found:
-        log.warning("no bit is flipped: nothing of a slot that is whole is on a disk")
+        log.warning("no bit is flipped yet: nothing of a slot that is whole is on a disk")
         return None
     ((slot, slab, parity, below_M),) = chance.choices(found, [len(below_M) for *_, below_M in found])
     position, bit = int(chance.choice(below_M)), chance.randrange(8 * slot.shards[slab].schema.nbytes)

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 SCRUB_BYTES = 4e6
 SCRUB_LEAST_S, SCRUB_MOST_S = 0.05, 0.5
 FLIPPED_READ_S = 0.5  # after a bit was flipped on a disk
+FLIP_AGAIN_S = 1.0  # after there was none to flip
 FOLDED = (wire.Folded, wire.Attached)  # they say how far a holder is
 TRAINERS_ONLY = (
     wire.Lookup,
@@ -339,18 +340,25 @@ class Host(ServerProcess):
             self.run(self._scrub_later)
 
     def flip(self, parity: bool) -> None:
-        """A bit of a record, or of a parity, changes by itself: for `torch-ecrec chaos`."""
-        self.run(flip, list(self.slots.values()), parity, random.Random())
+        """A bit of a record, or of a parity, changes by itself: for `torch-ecrec chaos`, which waits until it is found.
+
+        Where no slot is whole just now, it does so once one is.
+        """
+
+        def change() -> None:
+            if not flip(list(self.slots.values()), parity, random.Random()):
+                self.later(FLIP_AGAIN_S, change)
+
+        self.run(change)
 
     def flip_below(self) -> None:
         """Likewise, of a record or parity that is on the disk of its tier; it is read a little later."""
 
-        def flip() -> None:
+        def change() -> None:
             look = flip_below(list(self.slots.values()), random.Random())
-            if look is not None:
-                self.later(FLIPPED_READ_S, look)
+            self.later(*((FLIP_AGAIN_S, change) if look is None else (FLIPPED_READ_S, look)))
 
-        self.run(flip)
+        self.run(change)
 
     def stalled(self) -> ClusterError | None:
         unanswered_s = self.tier.unanswered_s if self.tier is not None else 0.0

@@ -122,22 +122,15 @@ class HostsChaos(ChaosRun):
                 self._world.where[name] = host
         super().on_tick()
 
-    def _is_whole(self) -> bool:
-        return super()._is_whole() and not self._lacking()
-
-    def _lacking(self) -> str:
-        """Returns what is not back yet; "": nothing. Called with the lock."""
-        if self._awaited is not None:
-            return f"{self._awaited.entry['event']} is under way"
+    def _lacks(self) -> list[str]:
+        found = super()._lacks()
         if not self._hosted.complete:
-            return "a process is not there"
+            found.append("a process is not there")
         if self._leader is None:
-            return "the coordinator does not answer"
-        return lacking(self.record.status, self.code.slots + self.arguments.spares)
-
-    def _lacks(self) -> str:
-        with self._lock:
-            return f" ({self._lacking() or 'slots or trainers'}){super()._lacks()}"
+            found.append("the coordinator does not answer")
+        elif why := lacking(self.record.status, self.code.slots + self.arguments.spares):
+            found.append(why)
+        return found
 
     # what happens -------------------------------------------------------------------------------
 

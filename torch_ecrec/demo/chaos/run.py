@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -19,12 +20,13 @@ import psutil
 from torch_ecrec.coordinator.regathering import REGATHER_S
 from torch_ecrec.demo.chaos import disturbances
 from torch_ecrec.demo.chaos.disturbances import STORE_FELT_S, Disturbance
+from torch_ecrec.demo.chaos.patience import Patience, waited_s
 from torch_ecrec.demo.chaos.schedule import FIRST, MUST_COME, at_one_instant, role_of
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.demo.training import STALL_LIMIT_S, DemoRun, example
 from torch_ecrec.demo.troubled_store import TroubledStore
 from torch_ecrec.errors import ClusterUnavailable
-from torch_ecrec.processes.children import descendants, end_tree, free_port
+from torch_ecrec.processes.children import descendants, end_tree, free_port, tail
 from torch_ecrec.records.tiers.trouble import ERRORS, trouble_signals
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import BEYOND_EVENTS, FLIP_EVENTS, STORE_EVENTS, TIER_EVENTS, Settings
@@ -41,12 +43,12 @@ FLIPPED = {  # the settings of servers whose bits flip
 }
 STOPS_S = (1.0, 5.0, 20.0)
 PAUSE_S = (0.3, 4.0)  # between two instants, at least and at most, once the cluster is whole
-WHOLE_LIMIT_S = 120.0  # to be whole again after an event
+WHOLE_LIMIT_S = 120.0  # to be whole again after an event, without progress (`Patience`)
 GIVE_UP_S = 300.0  # for a process that was killed to be started again, on a machine that has much else to do
 FRUITLESS_MOST = 3  # instants without a completed step between them; then none comes before one is
 STOP_MARGIN_S = 2.0  # a process may be silent that much longer than it was stopped
 SAMPLE_S = 0.5
-BEYOND_LIMIT_S = 300.0  # to be whole again after everybody began anew
+BEYOND_LIMIT_S = 300.0  # likewise, after everybody began anew
 LAST_SHARE = 0.97  # of the steps; later there are no events
 
 
@@ -79,7 +81,7 @@ class ChaosRun(DemoRun):
         self.samples: list[dict[str, Any]] = []
         self._random = random.Random(arguments.seed)
         self._next_s: float | None = None  # when the next instant comes; None: not before the cluster is whole
-        self._waiting_since_s = time.monotonic()
+        self._patience = Patience()  # with a cluster that is not whole
         self._fruitless = 0  # instants since the last completed step
         self._step_seen = 0
         self._sampled_s = 0.0
@@ -89,6 +91,7 @@ class ChaosRun(DemoRun):
         self._left_to_lose = code.parities  # slots, at this instant
         self._leaderless = False  # an event of this instant leaves the cluster without a leader for a while
         self._stopped: dict[int, float] = {}  # pid -> when it goes on
+        self._went_on: dict[int, float] = {}  # pid -> when it did (time of day)
         self._under_way: list[Disturbance] = []
 
     def on_tick(self) -> None:
@@ -97,15 +100,20 @@ class ChaosRun(DemoRun):
         for pid in [pid for pid, until_s in self._stopped.items() if until_s <= now_s]:
             del self._stopped[pid]
             send(pid, signal.SIGCONT)
+            self._went_on[pid] = time.time()
         with self._lock:
-            step, begun, whole = self.record.step, self.record.step_times[:1], self._is_whole()
+            step, begun = self.record.step, self.record.step_times[:1]
+            self._look_at_who_went_on()
+            whole, mark = self._is_whole(), self._progress()
         if not begun:
-            self._waiting_since_s = now_s
             return
         since_s = time.time() - begun[0]
         if now_s - self._sampled_s >= SAMPLE_S:
-            self._sampled_s = now_s
-            self._sample(since_s)
+            self._sampled_s, pids = now_s, descendants(os.getpid())
+            self._sample(since_s, pids)
+            if self._stopped:  # nobody need get anywhere meanwhile
+                self._patience.begin()
+            self._patience.look(now_s, mark, waited_s(pids))
         if step > self._step_seen:
             self._step_seen, self._fruitless = step, 0
         last = step >= LAST_SHARE * self.arguments.steps
@@ -115,14 +123,48 @@ class ChaosRun(DemoRun):
 
     def _is_whole(self) -> bool:
         """Returns whether all that former events took is back. Called with the lock."""
-        whole = self.record.settled and len(self.record.trainers) == self.arguments.trainers
-        found = max(self._damaged, *(entry["damaged_before"] + 1 for entry in self._flips()), 0)
-        return whole and self._awaited is None and self.record.mended >= found
+        return not self._lacks()
 
-    @property
-    def _damaged(self) -> int:
-        """Records and parities that were found damaged."""
-        return sum(event.count for event in self.record.damaged)
+    def _lacks(self) -> list[str]:
+        """Returns what is not back yet, for people. Called with the lock."""
+        record, found = self.record, []
+        if self._awaited is not None:
+            found.append(f"{self._awaited.entry['event']} is under way")
+        found += [text for kill in record.kills if (text := kill.lacks)]
+        missing = [rank for rank in range(self.arguments.trainers) if rank not in record.trainers]
+        found += [f"trainer {rank} is not there" for rank in missing]
+        for slot, (server, _) in enumerate(record.places):
+            if not server:
+                found.append(f"nobody has slot {slot}")
+            elif not record.healthy[slot]:
+                found.append(f"slot {slot} is not rebuilt on {server}: {record.rebuilt[slot]:.0%}")
+        shared = Counter(server for server, _ in record.places if server)
+        found += [f"{server} has {count} slots" for server, count in shared.items() if count > 1]
+        found += [f"{count} damaged of slot {slot} are not repaired" for slot, count in record.unmended.items()]
+        for entry in self._flips():
+            if record.found <= entry["damaged_before"]:
+                found.append(f"the bit of {entry['event']} in {entry['member']} at step {entry['step']} was not found")
+        return found
+
+    def _progress(self) -> object:
+        """Returns what is another one once anything is nearer to being back. Called with the lock."""
+        record = self.record
+        marks = sum(kill.marks for kill in record.kills), len(record.pids), record.found, record.mended
+        return *marks, round(sum(record.rebuilt), 2), sum(record.healthy), len(record.trainers)
+
+    def _look_at_who_went_on(self) -> None:
+        """Who was stopped for longer than a lease, and is heard again as the same, was not lost: nobody led meanwhile,
+        or who leads had no core. Called with the lock."""
+        status = self.record.status
+        for kill in [kill for kill in self.record.kills if kill.spec.startswith("stop-") and kill.detected_s is None]:
+            went_on_s = self._went_on.get(kill.pid or 0)
+            if status is None or went_on_s is None:
+                continue
+            for one in self.record.members:
+                heard_s = status.time_s - one.silent_s
+                if one.name == kill.member and one.alive and heard_s > went_on_s + STOP_MARGIN_S:
+                    self.record.kills.remove(kill)
+                    self.record.may_be_lost.add(kill.member)
 
     @property
     def _trouble(self) -> str:
@@ -152,21 +194,27 @@ class ChaosRun(DemoRun):
         if not whole:
             self._next_s = None
             limit_s = BEYOND_LIMIT_S if self.record.went_back else self.whole_limit_s
-            if now_s - self._waiting_since_s > limit_s + max(STOPS_S):
-                raise ClusterUnavailable(f"not whole again within {limit_s:g} s{self._lacks()}")
-        elif self._next_s is None:
+            if self._patience.is_over(limit_s):
+                raise ClusterUnavailable(self._not_whole(limit_s))
+            return
+        self._patience.begin()
+        if self._next_s is None:
             self._next_s = now_s + self._random.uniform(*PAUSE_S)
-            self._waiting_since_s = now_s
         elif now_s >= self._next_s and self._fruitless < FRUITLESS_MOST:
-            self._next_s, self._waiting_since_s = None, now_s
+            self._next_s = None
             self._fruitless += 1
             with self._lock:
                 self._moved_s = now_s  # what comes takes its time
             self._perform(self._instant(), since_s)
 
-    def _lacks(self) -> str:
-        """Returns a text on a cluster that is not whole again."""
-        return f"; last event {self.schedule[-1:]}"
+    def _not_whole(self, limit_s: float) -> str:
+        """Returns who is not back, and why that is waited for no longer."""
+        with self._lock:
+            lacks, trainers = "; ".join(self._lacks()), len(self.record.trainers)
+        patience = self._patience
+        since = f"nothing came nearer for {patience.vain_s:.0f} s, of {patience.all_s:.0f} s since the last event"
+        said = f"\n{tail(self._log)}" if trainers < self.arguments.trainers else ""
+        return f"not whole again within {limit_s:g} s: {lacks} ({since}); last event {self.schedule[-1:]}{said}"
 
     def _instant(self) -> list[str]:
         """Chooses the kinds of events that come at one instant."""
@@ -240,25 +288,41 @@ class ChaosRun(DemoRun):
     def _flips(self) -> list[dict[str, Any]]:
         return [entry for entry in self.schedule if entry["event"] in FLIP_SIGNALS]
 
+    def _victim(self, kind: str) -> tuple[int, str] | None:
+        """Returns a slot, and its host, for an event; None: there is none for it. Called with the lock.
+
+        Of a disk that nothing is asked of, nobody would feel the trouble.
+        """
+        hosts = [(number, self.record.target("server", number)) for number in range(self.code.slots)]
+        there = [(number, member) for number, member in hosts if member is not None]
+        if kind in TIER_EVENTS:
+            there = [(number, member) for number, member in there if self._on_disk(member, number)]
+        return self._random.choice(there) if there else None
+
+    def _on_disk(self, member: str, number: int) -> bool:
+        """Whether something of a slot is in a file, as its host said last. Called with the lock."""
+        slots = [slot for one in self.record.members if one.name == member for slot in one.report.slots or []]
+        return any(slot.slot == number and slot.tier_written_bytes > 0 for slot in slots)
+
     def _flip(self, kind: str, since_s: float) -> None:
         """Flips a bit in the memory of a server with a slot; no other event comes with it."""
         with self._lock:
-            number = self._random.randrange(self.code.slots)
-            member = self.record.target("server", number)
-            if member is None:
+            chosen = self._victim(kind)
+            if chosen is None:
                 return
+            number, member = chosen
             pid = self.record.pids[member]
-            self._note(kind, number, member, pid, since_s, damaged_before=self._damaged)
+            self._note(kind, number, member, pid, since_s, damaged_before=self.record.found)
         send(pid, FLIP_SIGNALS[kind])
 
     def _trouble_disk(self, kind: str, since_s: float) -> None:
         """Brings the disk of a server with a slot into trouble; no other event comes with it."""
         trouble = {"disk-error": "errors", "disk-full": "full"}.get(kind) or self._random.choice(("slow", "hung"))
         with self._lock:
-            number = self._random.randrange(self.code.slots)
-            member = self.record.target("server", number)
-            if member is None:
+            chosen = self._victim(kind)
+            if chosen is None:
                 return
+            number, member = chosen
             pid, failed = self.record.pids[member], self._failed_reads(member)
             if trouble in ("full", "hung"):  # it ends by itself
                 self.record.on_kill(kind, "server", number, time.time())
@@ -367,16 +431,19 @@ class ChaosRun(DemoRun):
                 found.append(f"{at}: nobody went back to a checkpoint")
             if entry.get("felt") == "":
                 found.append(f"{at}: nobody felt it")
-        flips, damaged, mended = len(self._flips()), self._damaged, self.record.mended
+        flips, damaged, mended = len(self._flips()), self.record.found, self.record.mended
         fits = flips <= damaged if "disk-error" in self.arguments.events else flips == damaged
-        if not fits or damaged != mended:
+        if not fits or self.record.unmended:
             found.append(f"{flips} bits were flipped, {damaged} found and {mended} repaired")
         used = sum(event.used for event in self.record.damaged)
         if used:
             found.append(f"{used} damaged records may have been used")
         came = {entry["event"] for entry in self.schedule}
         wanted = [kind for kind in self.arguments.events if kind in MUST_COME and kind not in came]
-        return found + [f"{kind} never came: `--minutes` must be more" for kind in wanted]
+        for kind in wanted:
+            more = ", or `--memory` less: no disk was needed" if kind in TIER_EVENTS else ""
+            found.append(f"{kind} never came: `--minutes` must be more{more}")
+        return found
 
     def _do(self, kind: str, since_s: float) -> None:
         """Kills a server, a trainer or the coordinator, or stops it for a while."""
@@ -404,9 +471,9 @@ class ChaosRun(DemoRun):
         if what == "stop":
             self._stopped[pid] = time.monotonic() + seconds
 
-    def _sample(self, since_s: float) -> None:
+    def _sample(self, since_s: float, pids: Sequence[int]) -> None:
         resident = 0
-        for pid in descendants(os.getpid()):
+        for pid in pids:
             with contextlib.suppress(psutil.Error):
                 resident += psutil.Process(pid).memory_info().rss
         with self._lock:
