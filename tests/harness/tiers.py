@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -179,7 +179,10 @@ class SmallTier(Tier):
             else:
                 self.disks.later(lambda: then() if self._lives() else None)
 
-    def make(self, rows: int, nbytes: int, parity: bool, sealed: bool) -> RecordStore:
+    def let_go(self, stores: Iterable[RecordStore]) -> None:
+        pass  # each has frames of its own
+
+    def make(self, rows: int, nbytes: int, parity: bool, sealed: bool, must: bool = False) -> RecordStore:
         if not rows or not sealed:
             return MemoryStore(rows, nbytes, sealed=sealed)
         with (

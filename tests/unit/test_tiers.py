@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +29,7 @@ from tiered_pairs import (
 from torch_ecrec.errors import TierFailed
 from torch_ecrec.records.store import Use
 from torch_ecrec.records.tiers import log as segments
-from torch_ecrec.records.tiers.budget import Tier
+from torch_ecrec.records.tiers.budget import LEAST_SHARE, Tier
 from torch_ecrec.records.tiers.disk import ScratchFile
 from torch_ecrec.records.tiers.tiered import TieredStore
 from torch_ecrec.records.tiers.trouble import Trouble
@@ -154,3 +156,60 @@ def test_what_a_read_raises_is_told_and_the_next_ones_run(tmp_path: Path) -> Non
     tier.run(lambda: None, lambda: done.append(2))
     wait_until(lambda: done == [2], 60.0, "the last one has run")
     assert [str(error) for error in errors] == ["no more"] * 2
+
+
+def test_a_slot_that_nobody_else_has_is_taken_where_memory_is_too_little_and_one_that_leaves_gives_it_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To refuse a lost slot is to lose those that are here with it."""
+    rows, nbytes = 20_000, 64
+    needed = re.search(r"at least ([\d,]+)", too_little(Tier(tmp_path, 1000), rows, nbytes))
+    assert needed is not None
+    tier = Tier(tmp_path, 2 * int(needed[1].replace(",", "")) - 1000)
+    first: Any = tier.make(rows, nbytes, False, True)
+    alone = first.frames
+    second: Any = tier.make(rows, nbytes, False, True, must=True)
+    assert "bytes more than `tier_memory_bytes`" in caplog.text
+    assert alone > first.frames == second.frames == rows // LEAST_SHARE
+    assert "is too little for the records of this server" in too_little(tier, rows, nbytes)
+    caplog.clear()
+    tier.let_go([second])
+    assert first.frames == alone and caplog.text == "", "though somebody still holds it"
+    second.at(np.arange(100), Use.CHANGE)
+    in_memory: Any = Tier(tmp_path, 3 << 20, parities_only=True)
+    kept = in_memory.make(1000, nbytes, False, True)
+    below = in_memory.make(rows, nbytes, True, True)
+    frames = below.frames
+    other = in_memory.make(5000, nbytes, False, True)
+    assert below.frames < frames
+    in_memory.let_go([other])
+    assert below.frames == frames and kept.rows == 1000
+
+
+def too_little(tier: Tier, rows: int, nbytes: int) -> str:
+    with pytest.raises(TierFailed) as found:
+        tier.make(rows, nbytes, False, True)
+    return str(found.value)
+
+
+def test_a_lost_slot_is_taken_also_where_the_disk_may_be_too_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier, whole = Tier(tmp_path, 64 << 20), os.statvfs(tmp_path)
+
+    class Full:
+        f_bavail, f_frsize = 1, whole.f_frsize
+
+    monkeypatch.setattr(os, "statvfs", lambda _: Full)
+    assert "bytes left, and 20,000 records need up to" in too_little(tier, 20_000, 64)
+    assert tier.make(20_000, 64, False, True, must=True).rows == 20_000
+    assert "goes on until it is full, since nobody else has them" in caplog.text
+
+
+def test_no_bit_flips_where_a_record_is_being_read(tmp_path: Path) -> None:
+    """What is read was there before, and once it has a frame nobody reads the file: the flip would never be found."""
+    _, _, store = tier_of(tmp_path)
+    below = store.below()
+    reading, coming = store.want(below[:7])
+    assert coming and reading is not None
+    assert store.below().tolist() == below[7:].tolist()

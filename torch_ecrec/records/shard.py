@@ -161,6 +161,11 @@ class Shard:
         """The parity records, in bytes, wherever they lie."""
         return self.parity_rows * self.schema.nbytes
 
+    @property
+    def stores(self) -> tuple[RecordStore, RecordStore]:
+        """Where records and parities lie: for who shares memory out among stores, and for nobody else."""
+        return self._stores
+
     def captured(self, marks_P: MarksOf) -> Captured:
         """Returns the marked data records as they are now, to be read in portions while steps go on."""
         return Captured(self._stores[False], marks_P)

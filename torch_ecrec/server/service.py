@@ -6,9 +6,11 @@ incarnation than the caller means is refused, which fences both stale callers an
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch_ecrec.codec.linear import LinearCode
@@ -164,14 +166,23 @@ class Host(ServerProcess):
         if arrival is None or (arrival.word.epoch, arrival.word.era) != (word.epoch, word.era):
             if arrival is not None:
                 arrival.cancel()
+                self._let_go(arrival.held)
             lives = [place.incarnation for place in placement.slots]
             held = self._holdings(self.job, word.slot, word.incarnation, lives, fresh=False)
             arrival = self.arrivals[word.slot] = SlotImport(self, held, word, self.settings)
         arrival.on_word(word)
 
+    def _let_go(self, held: Holdings) -> None:
+        """What a life of a slot had is not here any more: others have its share of a tier's memory."""
+        if self.tier is not None:
+            self.tier.let_go(store for shard in held.shards for store in shard.stores)
+            self.emit(gc.collect)  # a slot and its parts hold each other
+
     def _drop_arrivals(self) -> None:
         for arrival in self.arrivals.values():
             arrival.cancel()
+            if all(slot.held is not arrival.held for slot in self.slots.values()):
+                self._let_go(arrival.held)
         self.arrivals = {}
 
     def _take_era(self, word: messages.Era) -> None:
@@ -238,6 +249,7 @@ class Host(ServerProcess):
             if mine is not None and place.incarnation > mine.incarnation:
                 del self.slots[index]
                 mine.die()
+                self._let_go(mine.held)
             if mine is not None and mine is self.slots.get(index):
                 mine.slot_export.end()
             if place.server == self.name and index not in self.slots:
@@ -280,7 +292,7 @@ class Host(ServerProcess):
         self, job: JobSpec, index: int, incarnation: int, incarnations: list[int], fresh: bool, filled: bool = False
     ) -> Holdings:
         sealed = self.settings.record_checks != "none"
-        stores = None if self.tier is None else self.tier.make
+        stores = None if self.tier is None else partial(self.tier.make, must=incarnation > 0)
         return Holdings(job, self.code, self.layouts, index, incarnation, incarnations, fresh, sealed, filled, stores)
 
     def read_tier(self, read: Callable[[], None], done: Callable[[], None]) -> None:

@@ -5,17 +5,19 @@ eighth is left. What a server without rows takes (the interpreter, torch, compil
 shared with other processes of the host) comes on top.
 
 Frames are shared by bytes: a store of twice the bytes has twice the memory. A slot that comes (another server was
-lost) takes its share of what the others had.
+lost) takes its share of what the others had, and one that leaves gives its share back. Where the budget is too little
+for one more it is exceeded, and the log says by how much: to refuse a lost slot is to lose those that are here, too.
 
 Does not lock: the server's node does.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +29,8 @@ from torch_ecrec.records.tiers.tiered import FRAME_BYTES, ROW_BYTES, TieredStore
 from torch_ecrec.records.tiers.trouble import Trouble, file_of
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.runtime.threads import Worker, log_error
+
+log = logging.getLogger(__name__)
 
 FOR_LOGS = 8  # the 8th part of the budget is not for frames
 LEAST_SHARE = 64  # the 64th part of a store's records has frames, at least
@@ -86,8 +90,11 @@ class Tier:
         """Those that there are now."""
         return list(self._tiered)
 
-    def make(self, rows: int, nbytes: int, parity: bool, sealed: bool) -> RecordStore:
+    def make(self, rows: int, nbytes: int, parity: bool, sealed: bool, must: bool = False) -> RecordStore:
         """Makes a store, and shares memory anew: `Stores`.
+
+        Args:
+            must: it is of a slot that has nobody else; as far as memory and disk go, nothing is too little for it.
 
         Raises:
             TierFailed: there is too little memory or disk for it; says how much it takes.
@@ -96,7 +103,7 @@ class Tier:
         if not rows or (self.parities_only and not parity):
             found = MemoryStore(rows, nbytes, sealed=sealed)
             self._in_memory.add(found)
-            self._share()
+            self._share_with(found, must)
             return found
         cells = bucket_of(nbytes)
         needed = int(GARBAGE * rows * cells / (cells // nbytes)) + 8 * LEAST_SEGMENT_BYTES
@@ -104,26 +111,51 @@ class Tier:
             disk = os.statvfs(self.folder)
         free = disk.f_bavail * disk.f_frsize
         if free < needed:
-            raise TierFailed(f"{self.folder} has {free:,} bytes left, and {rows:,} records need up to {needed:,}")
+            few = f"{self.folder} has {free:,} bytes left, and {rows:,} records need up to {needed:,}"
+            if not must:
+                raise TierFailed(few)
+            log.warning("%s; goes on until it is full, since nobody else has them", few)
         store = TieredStore(rows, nbytes, self._file(self.folder, self.reader, self._watch), 1)
         self._tiered.add(store)
-        self._share()
+        self._share_with(store, must)
         return store
 
-    def _share(self) -> None:
+    def _share_with(self, store: RecordStore, must: bool) -> None:
+        try:
+            self._share(must)
+        except TierFailed:
+            self._discard(store)
+            raise
+
+    def _discard(self, store: RecordStore) -> None:
+        self._tiered.discard(store)  # type: ignore[arg-type]
+        self._in_memory.discard(store)  # type: ignore[arg-type]
+
+    def let_go(self, stores: Iterable[RecordStore]) -> None:
+        """A slot has left with its stores: the others have its memory, however long something still holds them."""
+        for store in stores:
+            self._discard(store)
+        self._share(must=True)
+
+    def _share(self, must: bool) -> None:
         """Gives each store its frames."""
         stores = self.stores
         fixed = sum(store.rows * ROW_BYTES + store.file.memory_bytes for store in stores)
         fixed += sum(store.memory_bytes for store in self._in_memory) + self.memory_bytes // FOR_LOGS
         whole = sum(store.rows * (store.nbytes + FRAME_BYTES) for store in stores)
-        if self.memory_bytes - fixed < whole // LEAST_SHARE:
+        room = self.memory_bytes - fixed
+        if must and room < whole // LEAST_SHARE:
+            over = whole // LEAST_SHARE - room
+            log.warning("the slots that are here take %s bytes more than `tier_memory_bytes`", f"{over:,}")
+            room = whole // LEAST_SHARE
+        if room < whole // LEAST_SHARE:
             least = (sum(s.rows * ROW_BYTES + s.file.memory_bytes for s in stores) + whole // LEAST_SHARE) * FOR_LOGS
             raise TierFailed(
                 f"`tier_memory_bytes` of {self.memory_bytes:,} is too little for the records of this server: give it"
                 f" at least {least // (FOR_LOGS - 1) + sum(store.memory_bytes for store in self._in_memory):,}"
             )
         for store in stores:
-            share = (self.memory_bytes - fixed) / max(1, whole)
+            share = room / max(1, whole)
             store.frames = max(1, min(store.rows, int(share * store.rows)))
 
 

@@ -344,7 +344,7 @@ class TieredStore:
         self._found.append(positions_M)
 
     def below(self) -> Positions:
-        absent_M = np.flatnonzero(self._frame_P < 0)
+        absent_M = np.flatnonzero(self._frame_P == ABSENT)  # what is being read was there before
         return absent_M[self._written(self._place_P[absent_M])]
 
     def flip_below_(self, position: int, bit: int) -> None:

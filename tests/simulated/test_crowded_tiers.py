@@ -1,0 +1,91 @@
+"""Servers with memory for the records of one slot, and no more: a survivor takes a second one all the same."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from disk_runs import calm
+from harness.scenario import Scenario
+from harness.simulation import SimulatedCluster, simulate
+
+from torch_ecrec.errors import TierFailed
+from torch_ecrec.records.store import RecordStore
+from torch_ecrec.records.tiers.budget import Tier
+from torch_ecrec.server.slot import Slot
+
+ONE_LOST = Scenario(steps=6, spares=0, kills=((1, 2),), reborn=True, touch=0.2, tier_frames=1)
+
+
+class Crowded(SimulatedCluster):
+    """A cluster whose servers have real tiers.
+
+    Args:
+        scenario: what runs.
+        folder: for their files.
+        memory_bytes: of each.
+
+    Attributes:
+        most: how many slots one server has had at once.
+        shared: stores of slots, and those among which memory was shared, whenever a slot had died.
+    """
+
+    def __init__(self, scenario: Scenario, folder: Path, memory_bytes: int) -> None:
+        self.folder, self.memory_bytes, self.most = folder, memory_bytes, 0
+        self.shared: list[tuple[int, int]] = []
+        super().__init__(scenario)
+
+    def tier_of(self, name: str) -> Tier | None:
+        tier: Any = Tier(self.folder, self.memory_bytes)
+
+        def run(read: Callable[[], None], then: Callable[[], None]) -> None:
+            self.network.clock.later(0.001, lambda: (read(), then()) if name not in self.network.dead else None)
+
+        tier.run = run
+        return tier  # type: ignore[no-any-return]
+
+    def on_event(self, number: int) -> None:
+        for name, host in self.hosts.items():
+            if name not in self.network.dead and host.tier is not None:
+                self.most = max(self.most, len(host.slots))
+                slots = sum(len(slot.shards) for slot in host.slots.values())
+                arrivals = sum(len(one.held.shards) for one in host.arrivals.values())
+                self.shared.append((2 * (slots + arrivals), len(host.tier.stores) + len(host.tier._in_memory)))
+
+
+def begins(folder: Path, slots: list[Slot], memory_bytes: int) -> bool:
+    """Whether one server can begin with each of these slots, and not with two of them."""
+    for slot in slots:
+        tier, made = Tier(folder, memory_bytes), list[RecordStore]()
+        try:
+            for shard in slot.shards:
+                for parity, store in enumerate(shard.stores):
+                    made.append(tier.make(store.rows, store.nbytes, bool(parity), True))
+        except TierFailed:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("without_spare", ["survivor", "wait"])
+def test_a_survivor_takes_a_lost_slot_though_there_is_memory_for_one(
+    without_spare: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else it would be lost, too, with its own slot: and one parity does not repair two."""
+    base = simulate(calm(ONE_LOST))
+    ample = Crowded(dataclasses.replace(ONE_LOST, kills=()), tmp_path, 64 << 20)
+    ample.go().check_against(base)
+    sizes = range(1 << 20, 64 << 20, 1 << 16)
+    enough = sizes[bisect.bisect_left(sizes, True, key=lambda size: begins(tmp_path, ample.slots(), size))]
+    scenario = dataclasses.replace(ONE_LOST, without_spare=without_spare)
+    cluster = Crowded(scenario, tmp_path, enough)
+    run = cluster.go()
+    assert run.fatal is None and run.kills == 1
+    run.check_against(base)
+    crowded = without_spare == "survivor"
+    assert cluster.most == 1 + crowded
+    assert ("bytes more than `tier_memory_bytes`" in caplog.text) == crowded
+    assert all(stores == beside for stores, beside in cluster.shared), "who has left has no share of the memory"
