@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from disk_runs import calm
+from harness import simulation
 from harness.scenario import Scenario
 from harness.simulation import SimulatedCluster, simulate
 
@@ -18,7 +19,7 @@ from torch_ecrec.records.store import RecordStore
 from torch_ecrec.records.tiers.budget import Tier
 from torch_ecrec.server.slot import Slot
 
-ONE_LOST = Scenario(steps=6, spares=0, kills=((1, 2),), reborn=True, touch=0.2, tier_frames=1)
+ONE_LOST = Scenario(steps=25, spares=0, kills=((1, 2),), reborn=True, touch=0.2, tier_frames=1)
 
 
 class Crowded(SimulatedCluster):
@@ -72,9 +73,10 @@ def begins(folder: Path, slots: list[Slot], memory_bytes: int) -> bool:
 
 @pytest.mark.parametrize("without_spare", ["survivor", "wait"])
 def test_a_survivor_takes_a_lost_slot_though_there_is_memory_for_one(
-    without_spare: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    without_spare: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Else it would be lost, too, with its own slot: and one parity does not repair two."""
+    monkeypatch.setattr(simulation, "REBORN_S", 0.01)  # while it trains: then the slot moves to the new process
     base = simulate(calm(ONE_LOST))
     ample = Crowded(dataclasses.replace(ONE_LOST, kills=()), tmp_path, 64 << 20)
     ample.go().check_against(base)
@@ -87,5 +89,6 @@ def test_a_survivor_takes_a_lost_slot_though_there_is_memory_for_one(
     run.check_against(base)
     crowded = without_spare == "survivor"
     assert cluster.most == 1 + crowded
+    assert any(event["event"] == "moved" for event in run.events) == crowded, "and it leaves again"
     assert ("bytes more than `tier_memory_bytes`" in caplog.text) == crowded
     assert all(stores == beside for stores, beside in cluster.shared), "who has left has no share of the memory"

@@ -34,5 +34,6 @@ and the logs of all processes. A failure prints the seed.
     command.py      the command            schedule.py     what comes at one instant
     run.py          a run on one host      disturbances.py what lasts for a while, and by what it was felt
     hosts.py        a run on several       host_events.py  whom that may cost, by what it was felt
-    hosted.py       services of a host     preempted.py, power.py: a job told to end; is a wrong step found?
+    hosted.py       services of a host     patience.py     how long it waits for a cluster to be whole
+    preempted.py, power.py: a job told to end; is a wrong step found?
 """
