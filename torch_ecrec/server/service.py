@@ -176,7 +176,7 @@ class Host(ServerProcess):
         """What a life of a slot had is not here any more: others have its share of a tier's memory."""
         if self.tier is not None:
             self.tier.let_go(store for shard in held.shards for store in shard.stores)
-            self.emit(gc.collect)  # a slot and its parts hold each other
+            self.emit(_collect)
 
     def _drop_arrivals(self) -> None:
         for arrival in self.arrivals.values():
@@ -404,3 +404,8 @@ class Host(ServerProcess):
 
         self.run_if_idle(look)
         return found[-1]
+
+
+def _collect() -> None:
+    """Frees what has left: a slot and its parts hold each other."""
+    gc.collect()
