@@ -298,8 +298,8 @@ def test_the_memory_of_a_new_host_is_merged_as_the_background_fills_it(monkeypat
     made, merged = [], Counter()
 
     class Spied(Shard):
-        def __init__(self, schema, data_rows, parity_rows, scattered, sealed):
-            super().__init__(schema, data_rows, parity_rows, scattered, sealed)
+        def __init__(self, schema, data_rows, parity_rows, scattered, sealed, stores):
+            super().__init__(schema, data_rows, parity_rows, scattered, sealed, stores)
             made.append(scattered)
 
         def merge_pages(self, begin, end, parity):

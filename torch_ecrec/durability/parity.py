@@ -24,7 +24,7 @@ from torch_ecrec.durability.holdings import Change
 from torch_ecrec.durability.policy import Durability, Kept, PeerRequest
 from torch_ecrec.durability.rebuild import Rebuild
 from torch_ecrec.durability.scrubber import Scrubber
-from torch_ecrec.durability.streams import FoldStream
+from torch_ecrec.durability.streams import FoldStream, Parts
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.waits import Round
 from torch_ecrec.protocol.wire import Answer, Refused
@@ -87,8 +87,9 @@ class Parity(Durability):
 
     def on_applied(self, step: int) -> None:
         self._rounds[step] = self.host.waits.begin(self.streams)
+        parts = Parts(self.held)
         for stream in self.streams.values():
-            stream.pump()
+            stream.pump(parts)
         self.slot.on_settled(self.settled)
 
     def on_forgotten(self, step: int) -> None:
@@ -102,7 +103,8 @@ class Parity(Durability):
                 self.host.waits.answered(one, holder)
                 if step <= settled:
                     del self._rounds[step]
-        self.slot.on_settled(self.settled)
+        if not settled <= before < through:  # else others still have to fold what this one has
+            self.slot.on_settled(self.settled)
 
     def _stop_streams(self) -> None:
         for stream in self.streams.values():

@@ -3,8 +3,9 @@
 A stream sends steps in order once the holder is attached. A new incarnation on either side detaches it; the source then
 attaches again, and the holder says from where (docs/design.md, rules 1 to 5).
 
-A fold carries one part for each slab and each `Run` of the pair (`layout/stripes.py`), slab by slab: the records of a
-run lie side by side in the source's log, and so do their parities at the holder, so nothing is copied to split a step.
+A fold carries one part for each slab and each `SharedRun` of the pair (`layout/stripes.py`), slab by slab: the records
+of a run lie side by side in the source's log, and so do their parities at the holder, so nothing is copied to split a
+step. It is split once, and all holders get views of the same parts (`Parts`).
 
 Shape legend: U records, B record bytes; lists hold one array per slab and run.
 """
@@ -12,13 +13,50 @@ Shape legend: U records, B record bytes; lists hold one array per slab and run.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
-import numpy as np
 import torch
 
 from torch_ecrec.durability.context import HostContext, Pending
 from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.protocol import wire
+
+Part = tuple[torch.Tensor, torch.Tensor]  # (U,) positions and (U, B) deltas
+
+
+class Parts:
+    """A slot's steps, each split once for all the holders that it is sent to now. Not kept: it holds on to the log.
+
+    Args:
+        held: of the slot.
+    """
+
+    def __init__(self, held: Holdings) -> None:
+        self._held = held
+        self._of_step: dict[int, list[dict[int, Part]]] = {}
+
+    def of(self, step: int) -> list[dict[int, Part]]:
+        """Returns what the step changed, for each slab by the member of their stripes that the records are: views."""
+        found = self._of_step.get(step)
+        if found is None:
+            found = self._of_step[step] = self._split(step)
+        return found
+
+    def _split(self, step: int) -> list[dict[int, Part]]:
+        held = self._held
+        if step < held.rule.applied:  # it has waited; what was applied a moment ago is as it was made
+            held.log.check(step)
+        found = []
+        for layout, (positions_U, deltas_UB) in zip(held.layouts, held.log.get(step), strict=True):
+            cuts = positions_U.searchsorted(layout.data_first[held.index]).tolist()
+            members = layout.data_member[held.index].tolist()
+            found.append(
+                {
+                    member: (torch.from_numpy(positions_U[begin:end]), torch.from_numpy(deltas_UB[begin:end]))
+                    for member, (begin, end) in zip(members, pairwise(cuts), strict=True)
+                }
+            )
+        return found
 
 
 class FoldStream:
@@ -47,7 +85,9 @@ class FoldStream:
         self.sent = 0
         self.under_way: dict[int, Pending] = {}
         self.attaching: Pending | None = None
-        self.runs = [layout.runs(held.index, holder) for layout in held.layouts]
+        self.members = [  # for each part of a fold: slab, and as which member of their stripes the slot has its records
+            (slab, run.member) for slab, layout in enumerate(held.layouts) for run in layout.runs(held.index, holder)
+        ]
 
     def stop(self) -> None:
         """Nothing is sent any more until it is attached again."""
@@ -71,20 +111,21 @@ class FoldStream:
             self.attaching = None
             self.attached, self.sent = True, answer.folded
             self._on_folded(incarnation, answer.folded)
-            self.pump()
+            self.pump(Parts(held))
 
         self.attaching = self.host.ask(self.holder, make, done, bound_to=incarnation)
 
-    def pump(self) -> None:
-        """Sends every applied step that the holder was not sent yet."""
+    def pump(self, parts: Parts) -> None:
+        """Sends every applied step that the holder was not sent yet. `parts`: of the slot's steps."""
         while self.attached and self.sent < self.held.rule.applied:
             self.sent += 1
-            self._send(self.sent)
+            self._send(self.sent, parts.of(self.sent))
 
-    def _send(self, step: int) -> None:
+    def _send(self, step: int, parts: list[dict[int, Part]]) -> None:
         held = self.held
         incarnation = held.rule.incarnations[self.holder]
-        positions, deltas = self._part(step)
+        mine = [parts[slab][member] for slab, member in self.members]
+        positions, deltas = [positions_U for positions_U, _ in mine], [deltas_UB for _, deltas_UB in mine]
         fold = wire.Fold(
             self.holder, incarnation, held.index, held.incarnation, step, held.log.floor, positions, deltas
         )
@@ -93,18 +134,6 @@ class FoldStream:
             self._on_folded(incarnation, answer.step)
 
         self.under_way[step] = self.host.ask(self.holder, lambda _: fold, done, bound_to=incarnation)
-
-    def _part(self, step: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The deltas of a step whose parities the holder has: views of the log."""
-        positions, deltas = [], []
-        if step < self.held.rule.applied:  # it has waited; what was applied a moment ago is as it was made
-            self.held.log.check(step)
-        for runs, (positions_U, deltas_UB) in zip(self.runs, self.held.log.get(step), strict=True):
-            for run in runs:
-                begin, end = np.searchsorted(positions_U, (run.first, run.end))
-                positions.append(torch.from_numpy(positions_U[begin:end]))
-                deltas.append(torch.from_numpy(deltas_UB[begin:end]))
-        return positions, deltas
 
     def _on_folded(self, incarnation: int, step: int) -> None:
         for done in [t for t in self.under_way if t <= step]:

@@ -17,6 +17,7 @@ Shape legend: U records, D embedding dim, B record bytes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -37,6 +38,8 @@ ASKS_MOST = 1024  # lookups with a push: one of each sharded module of a model
 LIVES_AHEAD = 64  # of the placement that is known: it may be some losses old
 
 STEPS = ("step", "floor", "base", "cut", "acknowledged", "resumable", "folded")
+# A field that names another slot, and the one that has its incarnation
+OTHERS = {"source": "source_incarnation", "lost": "lost_incarnation", "holder": "holder_incarnation"}
 
 Lives = Callable[[int], int]  # slot -> its incarnation
 
@@ -103,27 +106,27 @@ class MessageValidator:
 
     def _check_fields(self, request: Request[Any], applied: int | None, lives: Lives) -> None:
         slots = self.job.code.slots
-        for name, limit in (("trainer", self.job.trainers), ("slab", len(self.job.slabs))):
-            value = getattr(request, name, 0)
-            check(0 <= value < limit, f"`{name}` must be in 0..{limit - 1}, got {value}")
-        for name, life in (
-            ("source", "source_incarnation"),
-            ("lost", "lost_incarnation"),
-            ("holder", "holder_incarnation"),
-        ):
-            other = getattr(request, name, None)
-            if other is None or (name == "holder" and other == -1):
+        numbers, others, steps = _fields_of(type(request))
+        for name in numbers:
+            value, limit = getattr(request, name), self.job.trainers if name == "trainer" else len(self.job.slabs)
+            if not 0 <= value < limit:
+                raise Fault(f"`{name}` must be in 0..{limit - 1}, got {value}")
+        for name in others:
+            other, life = getattr(request, name), OTHERS[name]
+            if name == "holder" and other == -1:
                 continue  # a trainer asks
-            check(0 <= other < slots and other != request.slot, f"`{name}` must be another slot, got {other}")
-            most = lives(other) + LIVES_AHEAD
-            incarnation = getattr(request, life)
-            check(0 <= incarnation <= most, f"`{life}` must be in 0..{most}, got {incarnation}")
-        for name in STEPS:
-            step = getattr(request, name, 0)
-            check(step >= 0, f"`{name}` must not be negative, got {step}")
-            if applied is not None:
+            if not 0 <= other < slots or other == request.slot:
+                raise Fault(f"`{name}` must be another slot, got {other}")
+            most, incarnation = lives(other) + LIVES_AHEAD, getattr(request, life)
+            if not 0 <= incarnation <= most:
+                raise Fault(f"`{life}` must be in 0..{most}, got {incarnation}")
+        for name in steps:
+            step = getattr(request, name)
+            if step < 0:
+                raise Fault(f"`{name}` must not be negative, got {step}")
+            if applied is not None and step > applied + STEPS_AHEAD:
                 most = applied + STEPS_AHEAD
-                check(step <= most, f"`{name}` must be at most {most}, got {step}: the slot is at step {applied}")
+                raise Fault(f"`{name}` must be at most {most}, got {step}: the slot is at step {applied}")
         if isinstance(request, wire.Part):
             check(request.resumable < request.step, f"`resumable` must be before step {request.step}")
 
@@ -364,14 +367,16 @@ class MessageValidator:
             raise Fault(f"position {int(positions_U[outside])} of slab {slab}: slot {slot} has {limit} {kind}")
 
     def _check_ascending(self, positions_U: Tensor, first: int, end: int, where: str) -> None:
-        if not len(positions_U):
+        ascending_U = positions_U.numpy()
+        if not len(ascending_U):
             return
         try:
-            require_ascending("positions", positions_U.numpy())
+            require_ascending("positions", ascending_U)
         except ValueError as error:
             raise Fault(f"{error} ({where})") from error
-        low, high = int(positions_U[0]), int(positions_U[-1])
-        check(first <= low and high < end, f"positions must be in {first}..{end - 1}, got {low}..{high} ({where})")
+        low, high = ascending_U[0], ascending_U[-1]
+        if low < first or high >= end:
+            raise Fault(f"positions must be in {first}..{end - 1}, got {low}..{high} ({where})")
 
     def _check_moved(self, name: str, slot: int, positions: Sequence[Tensor], parity: bool) -> None:
         self._check_count(name, positions)
@@ -400,8 +405,15 @@ class MessageValidator:
 
 
 def _check_shape(name: str, slab: int, tensor: Tensor, wanted: tuple[int, int]) -> None:
-    got = tuple(tensor.shape)
-    check(got == wanted, f"`{name}` of slab {slab} must have shape {wanted}, got {got}")
+    if tensor.shape != wanted:
+        raise Fault(f"`{name}` of slab {slab} must have shape {wanted}, got {tuple(tensor.shape)}")
+
+
+@functools.cache
+def _fields_of(kind: type[Request[Any]]) -> tuple[list[str], list[str], list[str]]:
+    """Returns which fields a class of requests has of those that mean the same in all: numbers, other slots, steps."""
+    has = kind.__struct_fields__
+    return tuple([name for name in names if name in has] for names in (("trainer", "slab"), OTHERS, STEPS))  # type: ignore[return-value]
 
 
 _REQUESTS: dict[type[Request[Any]], Callable[..., None]] = {
