@@ -1,6 +1,7 @@
 """The live page in a real browser: what it shows, that text stays text, keyboard, screen readers, 360 px, reconnecting.
 
-Needs Debian's chromium, and for the audits axe-core. With `TORCH_ECREC_TEST_SHOTS=FOLDER`, pictures of the page are left there.
+Needs Debian's chromium, and for the audits axe-core. With `TORCH_ECREC_TEST_SHOTS=FOLDER`, pictures of the page are
+left there.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ RULES = {
 @pytest.mark.skipif(browser.axe() is None, reason="axe-core is not installed: make setup brings it")
 @pytest.mark.parametrize("may_kill", [False, True], ids=["may-look", "may-kill"])
 def test_an_audit_finds_nothing_before_during_and_after_a_kill(may_kill: bool, tmp_path: Path) -> None:
-    """axe-core, which Lighthouse asks, too, in light and dark, on a phone and on a desk; with each dialog open as well."""
+    """axe-core, which Lighthouse asks, too, in light and dark, on a phone and on a desk; each dialog, too."""
     made_up = MadeUp()
     made_up.may_kill = may_kill
 

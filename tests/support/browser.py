@@ -128,7 +128,7 @@ class Page:
         await self.call("Emulation.setEmulatedMedia", features=features)
 
     async def audit(self) -> tuple[list[str], set[str]]:
-        """What is wrong for who sees little, hears the page, or has no mouse; and the rules that found all as it is to be.
+        """What is wrong for who sees little, hears the page, or has no mouse; and the rules that found nothing wrong.
 
         Needs axe-core.
         """
