@@ -18,7 +18,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -187,6 +187,11 @@ class Watching:
         return {**block, "coordinator": spent, "looked": looked}
 
 
+def middle(values: Iterable[float]) -> float:
+    """Returns the median."""
+    return record.spread(values)["median"]
+
+
 def rows(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """Returns the table: a row for each system, with the ratio of its blocks to those in which nobody looked."""
     lines = []
@@ -199,7 +204,6 @@ def rows(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any
         cpu = [
             one["cpu_s_per_step"] / other["cpu_s_per_step"] for one, other in zip(blocks, found[NOBODY], strict=False)
         ]
-        middle = lambda values: record.spread(values)["median"]  # noqa: E731
         lines.append(
             {
                 "system": name,
