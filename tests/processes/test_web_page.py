@@ -1,6 +1,7 @@
 """The live page in a real browser: what it shows, that text stays text, keyboard, screen readers, 360 px, reconnecting.
 
-Needs Debian's chromium. With `TORCH_ECREC_TEST_SHOTS=FOLDER`, pictures of the page are left there.
+Needs Debian's chromium, and for the audits axe-core. With `TORCH_ECREC_TEST_SHOTS=FOLDER`, pictures of the page are
+left there.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ EVIL = "<img src=x onerror=\"document.body.dataset.evil='1'\"><b>bold</b>"
 STATE = "document.querySelector('#word').textContent"
 FOCUS = "document.activeElement"
 SAY = "document.querySelector('#secret').value = '%s'; document.querySelector('#login-form').requestSubmit()"
+PAINTED = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))"
 SHOTS = os.environ.get("TORCH_ECREC_TEST_SHOTS")
 
 
@@ -107,7 +109,7 @@ def test_what_an_operator_sees(tmp_path: Path) -> None:
                 "[...document.querySelectorAll('main *')].filter((e) => e.getBoundingClientRect().right > innerWidth)"
             )
             assert await page.ask(f"{over}.map((e) => e.outerHTML.slice(0, 80))") == []
-            low = await page.ask(CONTRAST)
+            low = await page.ask(browser.CONTRAST)
             assert not low, f"{scheme}: text that is hard to read: {low}"
             await shoot(page, f"page-{width}-{scheme}")
         made_up.status = replace(made_up.status, fatal="slots 0, 1 are lost together")
@@ -116,24 +118,83 @@ def test_what_an_operator_sees(tmp_path: Path) -> None:
     shown(tmp_path, made_up, look)
 
 
-# Contrast of each text with what is behind it, as WCAG has it; those below 4.5.
-CONTRAST = """(() => {
-  const parse = (c) => c.match(/[\\d.]+/g).map(Number);
-  const light = ([r, g, b]) => [r, g, b].map((v) => (v /= 255) <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
-    .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
-  const ground = (e) => parse(getComputedStyle(e).backgroundColor);
-  const behind = (e) => !e ? [1, 1, 1] : ground(e).length < 4 || ground(e)[3] ? ground(e) : behind(e.parentElement);
-  const low = [];
-  for (const e of document.querySelectorAll("header *, main *, footer *")) {
-    const says = [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
-    if (!says || !e.getClientRects().length) continue;
-    const svg = e instanceof SVGElement, style = getComputedStyle(e);
-    const a = light(parse(svg ? style.fill : style.color)), b = light(behind(svg ? e.closest("section") : e));
-    const ratio = (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
-    if (ratio < 4.5) low.push(`${e.textContent.slice(0, 30)}: ${ratio.toFixed(2)}`);
-  }
-  return low;
-})()"""
+# Rules that must have had something to look at: an audit that loads nothing finds nothing either.
+RULES = {
+    *("color-contrast", "target-size", "button-name", "link-name", "svg-img-alt", "label-content-name-mismatch"),
+    *("html-has-lang", "html-lang-valid", "document-title", "meta-viewport", "meta-viewport-large", "skip-link"),
+    *("heading-order", "page-has-heading-one", "landmark-one-main", "landmark-unique", "region", "td-has-header"),
+    *("aria-roles", "aria-valid-attr-value", "aria-required-attr", "nested-interactive", "tabindex", "list"),
+}
+
+
+@pytest.mark.skipif(browser.axe() is None, reason="axe-core is not installed: make setup brings it")
+@pytest.mark.parametrize("may_kill", [False, True], ids=["may-look", "may-kill"])
+def test_an_audit_finds_nothing_before_during_and_after_a_kill(may_kill: bool, tmp_path: Path) -> None:
+    """axe-core, which Lighthouse asks, too, in light and dark, on a phone and on a desk; each dialog, too."""
+    made_up = MadeUp()
+    made_up.may_kill = may_kill
+
+    async def look(page: Page, web: Any) -> None:
+        found: list[str] = []
+
+        async def audit(when: str) -> None:
+            for width in (360, 1280):
+                for scheme in ("light", "dark"):
+                    await page.look(width, 1000, scheme)
+                    await page.until(f"innerWidth === {width}", "it has that size")
+                    await page.ask(PAINTED)
+                    wrong, rules = await page.audit()
+                    assert rules >= RULES or when.startswith("asked"), RULES - rules
+                    found.extend(f"{when}, {width}, {scheme}: {one}" for one in wrong)
+
+        await page.until(f"{STATE} === 'OK'", "all is well")
+        await page.until(f"document.querySelectorAll('.kill:not([hidden])').length === {6 * may_kill}", "as allowed")
+        await audit("before")
+        made_up.status = rebuilding(made_up.status, 0.43)
+        web.happened({"event": "lost", "member": "server-1", "why": "its process is gone", "slots": [1]})
+        await page.until(f"{STATE} === 'WARN' && document.querySelector('svg .mark')", "a kill")
+        await page.until("document.querySelector('#slots progress:not([hidden])')", "a rebuild")
+        await audit("during")
+        slots = [replace(one, healthy=True, filling=None) for one in made_up.status.slots]
+        made_up.status = replace(made_up.status, slots=slots)
+        web.happened({"event": "healthy", "slot": 1})
+        await page.until("!document.querySelector('#slots progress:not([hidden])')", "all is there again")
+        await audit("after")
+        drained = [replace(one, draining=one.name == "server-0") for one in made_up.status.members]
+        made_up.status = replace(made_up.status, members=drained)
+        await page.until("document.querySelector('.drain[data-undo=\"1\"]')", "a drain")
+        await audit("a drain")
+        asks = ["askCheckpoint()", "askDrain('server-2', false)", *["askKill('server-2', 'server')"] * may_kill]
+        for ask in asks:
+            await page.ask(ask)
+            await page.until("document.querySelector('dialog').open", "it asks")
+            await audit(f"asked, {ask}")
+            await page.ask("document.querySelector('#ask').close()")
+        assert found == [], "\n".join(found)
+
+    shown(tmp_path, made_up, look)
+
+
+@pytest.mark.skipif(browser.axe() is None, reason="axe-core is not installed: make setup brings it")
+def test_an_audit_finds_nothing_where_a_secret_is_asked_for_or_nobody_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_ECREC_SECRET", SECRET)
+
+    async def look(page: Page, web: Any) -> None:
+        await page.until("document.activeElement.id === 'secret'", "it asks for the secret")
+        for scheme in ("light", "dark"):
+            await page.look(360, 1000, scheme)
+            wrong, rules = await page.audit()
+            assert wrong == [] and {"label", "button-name", "color-contrast"} <= rules
+        await page.ask(SAY % SECRET)
+        await page.until(f"{STATE} === 'OK'", "it shows the cluster")
+        web.close()
+        await page.until(f"{STATE} === 'NO CONTACT'", "it says that nobody answers")
+        assert (await page.audit())[0] == []
+
+    shown(tmp_path, MadeUp(), look, "ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_INCOMPLETE_CHUNKED",
+          "status of 401")  # fmt: skip
 
 
 def test_text_of_the_cluster_is_text(tmp_path: Path) -> None:

@@ -1,10 +1,15 @@
-"""A browser that a test drives: Debian's chromium without a window, by its DevTools protocol."""
+"""A browser that a test drives: Debian's chromium without a window, by its DevTools protocol.
+
+What a page is for people who see little, hear it read out, or have no mouse is looked at by axe-core, the rules that
+Lighthouse has, too (`Page.audit`). It comes in the wheel of axe-playwright-python, of which nothing else is used.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import contextlib
+import importlib.util
 import itertools
 import json
 import os
@@ -26,6 +31,48 @@ WAIT_S = 120.0  # for anything at all: only a hang reaches it
 def found() -> str | None:
     """The browser's command; None: there is none here."""
     return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def axe() -> str | None:
+    """The script of axe-core; None: it is not installed."""
+    package = importlib.util.find_spec("axe_playwright_python")
+    folders = [] if package is None else list(package.submodule_search_locations or [])
+    return next((Path(one, "axe.min.js").read_text(encoding="utf-8") for one in folders), None)
+
+
+# All rules of WCAG 2.2 AA and of good practice, and those that Lighthouse has besides. What axe-core cannot decide is
+# the contrast of text within an image, and of single signs: `CONTRAST` and `SMALL` look at those as well.
+AUDIT = """axe.run(document, {
+  runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice", "experimental"],
+  rules: Object.fromEntries(["target-size", "label-content-name-mismatch", "table-fake-caption", "td-has-header"]
+    .map((one) => [one, {enabled: true}]).concat([["hidden-content", {enabled: false}]])),
+}).then(({violations, incomplete, passes}) => ({
+  rules: passes.map((one) => one.id),
+  found: [...violations, ...incomplete.filter((one) => one.id !== "color-contrast")].flatMap((rule) =>
+    rule.nodes.map((one) => `${rule.id}: ${one.html.slice(0, 160)}: ${one.failureSummary}`)),
+}))"""
+# Contrast of each text with what is behind it, as WCAG has it; those below 4.5.
+CONTRAST = """(() => {
+  const parse = (c) => c.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((v) => (v /= 255) <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+  const ground = (e) => parse(getComputedStyle(e).backgroundColor);
+  const behind = (e) => !e ? [1, 1, 1] : ground(e).length < 4 || ground(e)[3] ? ground(e) : behind(e.parentElement);
+  const low = [];
+  for (const e of document.querySelectorAll("header *, main *, footer *, dialog *")) {
+    const says = [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
+    if (!says || !e.getClientRects().length) continue;
+    const svg = e instanceof SVGElement, style = getComputedStyle(e);
+    const a = light(parse(svg ? style.fill : style.color)), b = light(behind(svg ? e.closest("section") : e));
+    const ratio = (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
+    if (ratio < 4.5) low.push(`contrast of ${e.textContent.slice(0, 30)}: ${ratio.toFixed(2)}`);
+  }
+  return low;
+})()"""
+# Text that is smaller than Lighthouse wants it.
+SMALL = """[...document.querySelectorAll("body *")].filter((e) => e.getClientRects().length &&
+  [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()) && parseFloat(getComputedStyle(e).fontSize) < 12)
+  .map((e) => `size of ${e.textContent.slice(0, 30)}: ${getComputedStyle(e).fontSize}`)"""
 
 
 class Page:
@@ -79,6 +126,16 @@ class Page:
         )
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         await self.call("Emulation.setEmulatedMedia", features=features)
+
+    async def audit(self) -> tuple[list[str], set[str]]:
+        """What is wrong for who sees little, hears the page, or has no mouse; and the rules that found nothing wrong.
+
+        Needs axe-core.
+        """
+        if not await self.ask("!!window.axe"):
+            await self.ask(f"{axe()}; 0")
+        seen = await self.ask(AUDIT)
+        return [*seen["found"], *await self.ask(CONTRAST), *await self.ask(SMALL)], set(seen["rules"])
 
     async def shoot(self, path: Path) -> None:
         shot = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)

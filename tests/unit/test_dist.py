@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -25,7 +26,7 @@ CONTAINERFILE = ROOT / "deploy" / "Containerfile"
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The sdist, and the wheel that is made of it, of a copy: a build leaves files in its folder."""
-    pytest.importorskip("build", reason="pip install -r requirements/dist.txt, as `make dist` does")
+    pytest.importorskip("build.__main__", reason="pip install -r requirements/dist.txt, as `make dist` does")
     folder = tmp_path_factory.mktemp("dist")
     (folder / "src").mkdir()
     for one in ("torch_ecrec", "examples", "requirements", "docs", "deploy", ".ci", "tests"):
@@ -59,6 +60,35 @@ def test_the_wheel_has_all_that_runs_and_nothing_else(built: tuple[Path, Path], 
     assert done.stdout.splitlines() == [
         str(tmp_path / "torch_ecrec" / "__init__.py"), f"torch-ecrec {torch_ecrec.__version__}",
     ]  # fmt: skip
+
+
+def test_pip_finds_that_what_the_wheel_needs_is_there(built: tuple[Path, Path], tmp_path: Path) -> None:
+    """In an environment of its own, which has the pinned set beside the wheel: nothing is downloaded."""
+    venv.create(tmp_path, with_pip=False)
+    (packages,) = tmp_path.glob("lib/python*/site-packages")
+    python = str(tmp_path / "bin" / "python")
+    pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "--no-input"]
+    install = [*pip, "install", "-qq", "--no-index", "--no-deps", str(built[1])]
+    subprocess.run(install, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    pinned = sorted({_folder_of(name) for name in ("torch", "numba", "torchrec")})
+    (packages / "pinned.pth").write_text("".join(f"{path}\n" for path in pinned))
+    code = "import torch_ecrec; print(torch_ecrec.__file__)"
+    found = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert Path(found.stdout.strip()).is_relative_to(tmp_path), "the wheel's, not the checkout's"
+    done = subprocess.run([*pip, "check"], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    said = {line for line in done.stdout.splitlines() if not line.startswith("No broken requirements")}
+    meant = {line for line in said if re.fullmatch(r"torchrec \S+ requires fbgemm-gpu, which is not installed\.", line)}
+    not_ours = {line for line in said if line.startswith("axe-playwright-python ")}  # its driver is not used
+    assert said == meant | not_ours, done.stdout + done.stderr
+    listed = subprocess.run([*pip, "list"], capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout
+    assert re.search("^torch-ecrec ", listed, re.M) and re.search("^numba ", listed, re.M), "pip has seen both"
+
+
+def _folder_of(name: str) -> str:
+    """Where a module's package is installed."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.origin is not None
+    return str(Path(spec.origin).parent.parent)
 
 
 def test_the_sdist_has_what_a_checkout_has(built: tuple[Path, Path]) -> None:

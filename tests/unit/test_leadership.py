@@ -13,6 +13,8 @@ from torch_ecrec.coordinator.election import RENEWS, EtcdPutBack, Standing
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.processes import leadership
 from torch_ecrec.processes.leadership import LeaderLease
+from torch_ecrec.protocol.build import Build
+from torch_ecrec.protocol.messages import whole_build
 from torch_ecrec.transport.etcd import EtcdUnavailable, Run
 
 LIMIT_S = 60.0
@@ -111,6 +113,34 @@ def test_who_waits_for_leases_of_another_length_stands_by_nobody(keys: Ending) -
         standing_by().stand(lambda: None)
     keys.end(keys.newest)
     assert office().holds, "nobody leads any more"
+
+
+def told(version: str, **more: str) -> str:
+    return Build(version, {**whole_build().messages, **more}).told().decode()
+
+
+@pytest.mark.parametrize("leads", [True, False], ids=["led", "nobody-leads"])
+def test_who_is_of_another_build_stands_by_nobody(keys: Ending, leads: bool) -> None:
+    """It would lead at the next election. While nobody leads, that would be at once."""
+    lease = keys.grant(LEASE_S if leads else 0)
+    keys.run = Run("run", "another", "none", revision=10, build=told("9.9.1", Adopt="0"))
+    if leads:
+        keys.take(("here", 1), lease, LEASE_S, keys.run, 10)
+    with pytest.raises(
+        ClusterError, match=r"may not stand by at etcd://a/ads: .*version 9\.9\.1, here .*: Adopt\)\. St"
+    ):
+        standing_by().stand(lambda: None)
+    assert keys.newest.leader == "another"
+    keys.end(keys.newest)
+    assert office().holds, "the run is over: who is next begins another"
+
+
+@pytest.mark.parametrize("build", ["", told("9.9.1")], ids=["of-before", "compatible"])
+def test_who_is_of_a_compatible_build_stands_by_and_leads(keys: Ending, build: str) -> None:
+    keys.run = Run("run", "another", "none", revision=10, build=build)
+    found = office()
+    assert found.candidate.again and keys.newest.word == "run"
+    assert keys.newest.build == whole_build().told().decode(), "it says which it is"
 
 
 def test_a_defect_costs_the_lead(

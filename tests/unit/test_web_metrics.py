@@ -281,6 +281,64 @@ def test_what_is_deployed_names_metrics_that_there_are(name: str) -> None:
     assert not named((DEPLOY / name).read_text(encoding="utf-8")) - names(), "in texts, too"
 
 
+GRAFANA = range(37, 43)  # schema versions that Grafana 13 reads, and migrates by itself to the last of these
+SUFFIXES = {"_seconds": "s", "_bytes": "bytes", "_bytes_total": "Bps", "_ratio": "percentunit"}
+
+
+def dashboard() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((DEPLOY / "grafana-dashboard.json").read_text(encoding="utf-8"))
+    return found
+
+
+def labels() -> set[str]:
+    """Those of our samples, and those that Prometheus and its configuration here add."""
+    families = [*metrics_of(whole()), *metrics_of(rebuilding(whole(), 0.5))]
+    return {"job", "cluster", "instance"} | {
+        name for one in families for sample in one.samples for name in sample.labels
+    }
+
+
+def test_the_dashboard_is_one_that_grafana_reads() -> None:
+    """Without Grafana: its form, that nothing overlaps, and that each name in braces is there."""
+    board = dashboard()
+    assert board["schemaVersion"] in GRAFANA and board["uid"] and board["title"]
+    variables = {one["name"] for one in board["templating"]["list"]}
+    assert set(re.findall(r"\$\{?(\w+)", json.dumps(board))) - {"__all"} <= variables
+    panels, cells = board["panels"], set[tuple[int, int]]()
+    assert len({panel["id"] for panel in panels}) == len(panels) == len({panel["title"] for panel in panels})
+    for panel in panels:
+        at = panel["gridPos"]
+        taken = {(at["x"] + i, at["y"] + j) for i in range(at["w"]) for j in range(at["h"])}
+        assert not taken & cells and at["x"] + at["w"] <= 24, panel["title"]
+        cells |= taken
+        assert panel["type"] in ("stat", "timeseries") and panel["targets"], panel["title"]
+        assert len({one["refId"] for one in panel["targets"]}) == len(panel["targets"])
+        for one in (panel, *panel["targets"]):
+            assert one["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        for target in panel["targets"]:
+            expr, legend = target["expr"], target.get("legendFormat", "")
+            inside = ",".join(re.findall(r"\{([^}]*)\}", expr))
+            said = {*re.findall(r"(\w+)[!=]", inside), *re.findall(r"\{\{(\w+)\}\}", legend)}
+            said |= set(",".join(re.findall(r"by \(([^)]*)\)", expr)).replace(" ", "").split(",")) - {""}
+            assert said <= labels(), f"{panel['title']}: {said - labels()}"
+            assert expr.count('job=~"$job", cluster=~"$cluster"') == len(re.findall(PREFIX, expr)), panel["title"]
+
+
+def test_units_and_thresholds_of_the_dashboard_are_those_of_its_metrics() -> None:
+    age = yaml.safe_load((DEPLOY / "prometheus-alerts.yml").read_text(encoding="utf-8"))["groups"]
+    (old,) = (one["expr"] for group in age for one in group["rules"] if one["alert"] == "TorchEcrecCheckpointOld")
+    for panel in dashboard()["panels"]:
+        shown = panel["fieldConfig"]["defaults"]
+        wanted = {unit for name in named(json.dumps(panel)) for end, unit in SUFFIXES.items() if name.endswith(end)}
+        if len(panel["targets"]) == 1 or len(wanted) > 1 or "s" in wanted:
+            assert {shown["unit"]} == (wanted or {"short"}), panel["title"]
+        assert shown["min"] == 0 and shown.get("max") == (1 if shown["unit"] == "percentunit" else None)
+        steps = [one["value"] for one in shown.get("thresholds", {"steps": [{"value": None}]})["steps"]]
+        assert steps[0] is None and steps[1:] == sorted(steps[1:]), panel["title"]
+        if panel["title"] == "Last checkpoint":
+            assert f"> {steps[-1]} " in old, "red where the alert is"
+
+
 def test_every_alert_says_how_bad_and_what_to_do() -> None:
     groups = yaml.safe_load((DEPLOY / "prometheus-alerts.yml").read_text(encoding="utf-8"))["groups"]
     rules = [rule for group in groups for rule in group["rules"]]

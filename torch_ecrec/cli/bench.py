@@ -15,6 +15,7 @@ BENCHMARKS = {
     "partial": "CPR's emulation, scaled: full recovery, and partial recovery by what is saved first",
     "tiers": "training with tables that do not fit in memory, beside all in memory",
     "stores": "our store of records on a disk, beside RocksDB and LMDB; reads of a disk alone",
+    "watching": "training while pages are open and metrics are read, beside nobody",
     "codec": "encode, fold and decode, beside memcpy and ISA-L",
     "optimizers": "a step of each sparse optimizer, beside memcpy and a scattered copy",
     "seals": "what seals cost a step, a fold and a log of it; how fast a scrubber reads",

@@ -129,6 +129,7 @@ class Candidate:
         ttl_s: length of its lease, in seconds. The same for all candidates: each waits for leases of that length.
         word: of the run, if it is the first to lead one; else the run has a word.
         known: what etcd has said to this process before. It goes on with that run, and begins no other.
+        build: of its process, which those who stand by compare with theirs.
 
     Attributes:
         standing: what it is.
@@ -139,8 +140,10 @@ class Candidate:
         led: the revision since when it leads, by which members know it; 0: it has not led.
     """
 
-    def __init__(self, id: str, address: tuple[str, int], ttl_s: int, word: str, known: View | None = None) -> None:
-        self.id, self._address, self._ttl_s, self._word = id, address, ttl_s, word
+    def __init__(
+        self, id: str, address: tuple[str, int], ttl_s: int, word: str, known: View | None = None, build: str = ""
+    ) -> None:
+        self.id, self._address, self._ttl_s, self._word, self._build = id, address, ttl_s, word, build
         self.standing, self.view, self.lease = Standing.STANDBY, known, 0
         self.again, self.run, self.began_with, self.led = False, "", "", 0
         self._question: Question = Look()
@@ -220,10 +223,10 @@ class Candidate:
         assert self.view is not None, "it has looked before"
         seen = self.view.run
         if seen is not None and not seen.over:
-            self.again, run = True, dataclasses.replace(seen, leader=self.id)
+            self.again, run = True, dataclasses.replace(seen, leader=self.id, build=self._build)
         else:
             assert self._begins is not None, "that was asked before"
-            self.again, run = False, Run(self._word, self.id, self._begins[1])
+            self.again, run = False, Run(self._word, self.id, self._begins[1], build=self._build)
         return Take(self._address, lease, self._ttl_s, run, 0 if seen is None else seen.revision)
 
     def _on_renewed(self, was_there: bool, now_s: float) -> float:

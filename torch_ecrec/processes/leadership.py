@@ -16,10 +16,11 @@ from collections.abc import Callable
 
 from torch_ecrec.coordinator.election import RETRY_S, Begin, Candidate, EtcdPutBack, Standing
 from torch_ecrec.errors import ClusterError
+from torch_ecrec.protocol.messages import whole_build
 from torch_ecrec.runtime.addresses import text_of
 from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.spec.settings import new_run
-from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Leader, View, parse_place
+from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Leader, Run, View, parse_place
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,10 @@ class LeaderLease:
         # Several addresses and a renewal must fit into the lease; where each answer is slow, at least one must.
         place = parse_place(elect)
         self._keys = EtcdKeys(place, lease_s / (4 * len(place.addresses)), PATIENT * lease_s)
-        self.candidate = Candidate(uuid.uuid4().hex, address, lease_s, new_run(), known)
+        self._build = whole_build()
+        self.candidate = Candidate(
+            uuid.uuid4().hex, address, lease_s, new_run(), known, build=self._build.told().decode()
+        )
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._told: dict[int, str] = {}  # by level, what was told last
@@ -100,13 +104,16 @@ class LeaderLease:
 
         Raises:
             EtcdPutBack: etcd knows less than it has said to this process before.
-            ClusterError: who leads has a lease of another length.
+            ClusterError: who leads has a lease of another length, or the run is of a build that this one is not
+                compatible with.
         """
         while self.candidate.standing is Standing.STANDBY and not withdrawn():
             wait_s = self._step()
             on_look()
             view = self.candidate.view
             leads = None if view is None else view.leader
+            if self.candidate.standing is Standing.STANDBY and view is not None and view.run is not None:
+                self._compare(view.run)  # also while nobody leads: it would be the next one
             if self.candidate.standing is Standing.STANDBY and leads is not None:
                 if leads.ttl_s != self._lease_s:
                     self._refuse(leads)
@@ -114,6 +121,17 @@ class LeaderLease:
             if self.candidate.standing is Standing.STANDBY:
                 time.sleep(wait_s)  # until its next look, at most `POLL_S`
         return self.candidate.standing
+
+    def _compare(self, run: Run) -> None:
+        """Members of a run that is not over, and its checkpoints, are of the build that has led it."""
+        if run.over or not run.build or run.build == self._build.told().decode():
+            return
+        if difference := self._build.difference_told(run.build.encode()):
+            raise ClusterError(
+                f"this coordinator may not stand by at {self._elect}: the cluster there is of another build"
+                f" ({difference}). Start one of its build. Or end that cluster, and start all of it with this one;"
+                " where nobody of it is left to end, under another name of `--elect`"
+            )
 
     def _refuse(self, leads: Leader) -> None:
         who = f"{text_of(leads.address)}, which leads at {self._elect}"

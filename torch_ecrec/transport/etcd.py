@@ -3,7 +3,7 @@
 A cluster has a name, and in etcd two keys under it:
 
     /torch-ecrec/NAME/leader    where the leader listens, and its id; with a lease: it goes when its owner is silent
-    /torch-ecrec/NAME/run       the word of the run, who has led it last, what it began with, whether it is over
+    /torch-ecrec/NAME/run       the run's word, who has led it last, of which build, what it began with, if it is over
 
 etcd's revision at which `leader` was written tells one leader from the next. Every call is one transaction of etcd, and
 asks one address after the other. How long each may take follows from how long it took before: on a busy machine etcd
@@ -107,6 +107,7 @@ class Run:
         leader: id of who has led it last.
         began_with: the checkpoint that it began with, as the first to lead has found it.
         over: the run has ended. Who leads next begins another.
+        build: of who has led it last, as `protocol/build.py:Build.told`; "": it has not said.
         revision: at which etcd has written this; 0: it has not yet.
     """
 
@@ -115,6 +116,7 @@ class Run:
     began_with: str
     over: bool = False
     revision: int = 0
+    build: str = ""
 
 
 @dataclass(frozen=True)
@@ -286,7 +288,8 @@ def _leader(found: Mapping[str, Any]) -> Leader | None:
 
 def _run(found: Mapping[str, Any]) -> Run:
     said = json.loads(_decoded(found["value"]))
-    return Run(said["word"], said["leader"], said["began_with"], bool(said["over"]), int(found["mod_revision"]))
+    revision, build = int(found["mod_revision"]), str(said.get("build", ""))  # one of before does not say which
+    return Run(said["word"], said["leader"], said["began_with"], bool(said["over"]), revision, build)
 
 
 def _encoded(text: str) -> str:

@@ -73,4 +73,5 @@ class Feed:
 
     def since(self, number: int) -> list[Kept]:
         """The events after that one, oldest first, as far as they are still there."""
-        return [one for one in self._events if one.number > number]
+        missed = min(self.number - number, len(self._events))  # mostly 0, and every page asks again and again
+        return [self._events[at] for at in range(-missed, 0)]

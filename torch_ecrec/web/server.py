@@ -118,10 +118,16 @@ class _NotAsked(Exception):
 
 @dataclass(frozen=True)
 class _Seen:
-    """A status. `said`: with its verdict, as JSON. `asked_s`: when it was asked for, on this loop's clock."""
+    """A status.
+
+    Attributes:
+        said: with its verdict, as JSON; `sent`: the same as an event, for all pages.
+        asked_s: when it was asked for, on this loop's clock.
+    """
 
     status: Status
     said: bytes
+    sent: bytes
     asked_s: float
 
 
@@ -275,7 +281,8 @@ class WebServer:
         await asyncio.sleep(self._asked_s + FRESH_S - self._loop.time())
         self._asked_s = asked_s = self._loop.time()
         status = msgspec.json.decode(await self._await(cluster.status), type=Status)
-        seen = _Seen(status, msgspec.json.encode(json_of(status, cluster.join)), asked_s)
+        said = msgspec.json.encode(json_of(status, cluster.join))
+        seen = _Seen(status, said, _sse("status", said), asked_s)
         if cluster is self._cluster:
             self._seen = seen
             self._totals.follow(seen.status)
@@ -444,20 +451,20 @@ class WebServer:
         """Sends until the page is gone. All that waits for it is its own place among the events."""
         last = self._feed.number_of(request.headers.get("Last-Event-ID", ""))
         shown: _Seen | None = None
-        hello, missed = self._hello(last > 0), last > 0
-        parts = [b"retry: 1000\n", hello, _sse("history", self._feed.history())]
+        missed, may_kill = last > 0, self._may_kill
+        parts = [b"retry: 1000\n", self._hello(missed), _sse("history", self._feed.history())]
         while not self._stop.is_set() and request.transport is not None and not request.transport.is_closing():
             news = self._news
-            if (now := self._hello(missed)) != hello:  # it leads since then, perhaps
-                hello = now
-                parts.append(hello)
+            if self._may_kill != may_kill:  # it leads since then, perhaps
+                may_kill = self._may_kill
+                parts.append(self._hello(missed))
             for one in self._feed.since(last):
                 parts.append(_sse("happened", one.said, self._feed.id_of(one.number)))
                 last = one.number
             await _write(found, parts)
             try:
                 seen = await self._status()
-                parts = [] if seen is shown else [_sse("status", seen.said)]
+                parts = [] if seen is shown else [seen.sent]
                 shown = seen
             except _Unavailable as error:
                 parts = [_sse("silent", json.dumps({"why": str(error)}).encode())]
@@ -466,10 +473,13 @@ class WebServer:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(news.wait(), 2 * TICK_S)
 
+    @property
+    def _may_kill(self) -> bool:
+        return self._cluster is not None and self._cluster.kill is not None
+
     def _hello(self, missed: bool) -> bytes:
         """What a page is told first: who answers, whether it has missed events, and what may be done here."""
-        may_kill = self._cluster is not None and self._cluster.kill is not None
-        about = {"life": self._life, "missed": missed, "kill": may_kill}
+        about = {"life": self._life, "missed": missed, "kill": self._may_kill}
         return _sse("hello", json.dumps(about).encode())
 
 
