@@ -62,7 +62,7 @@ def messages_before_training(scenario: Scenario) -> list[tuple[int, tuple[str, s
     """(number, message) of the load, up to the first of training."""
     sent = oracle(scenario).messages
     first = next(number for number, message in enumerate(sent) if message[2] == "Lookup")
-    begun = next(number for number, message in enumerate(sent) if message[2] == "Pass") - 12
+    begun = next(number for number, message in enumerate(sent) if message[2] == "NoUpdate") - 12
     return [(number, sent[number]) for number in range(max(0, begun), first)]
 
 

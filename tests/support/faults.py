@@ -92,7 +92,7 @@ def sweep_loads(scenario: Scenario, kinds, every: int) -> None:
     """Of a run whose trainers load: servers and trainers are lost, or messages are lost, late or repeated."""
     healthy, became, _ = sweep(scenario, kinds, every=every)
     print(points(became))
-    assert {"Load", "Pass", "Push", "Snapshot", "Fold", "Export"} <= {name for _, _, name in healthy.messages}
+    assert {"Load", "NoUpdate", "Push", "Snapshot", "Fold", "Export"} <= {name for _, _, name in healthy.messages}
     assert all(became[kind]["fired"] for kind in kinds)
 
 
