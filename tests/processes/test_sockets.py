@@ -156,10 +156,13 @@ def test_a_connection_of_another_build_is_told_which_messages_differ(pair: Pair)
     )
     assert pair.a.complaints.counts["a connection to b is closed"] == 1
     wait_until(lambda: pair.b.complaints.counts["a stranger's connection is closed"] == 1, WAIT_S, "b has complained")
-    pair.a.build = Build("9.9.9", mine.messages)
+    pair.a.build = Build("9.9.9", {**mine.messages, "Push": "another"})
     outcome = pair.call(wire.Versions(0, 0))
     assert isinstance(outcome, wire.Failed) and f"version {mine.version}, here 9.9.9" in outcome.reason
-    pair.a.build, pair.handle = mine, lambda request, reply: reply(wire.VersionsAre({}))
+    pair.handle = lambda request, reply: reply(wire.VersionsAre({}))
+    pair.a.build = Build("9.9.9", mine.messages)  # the same but for the release: both may serve one cluster
+    assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
+    pair.a.build = mine
     assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
 
 
