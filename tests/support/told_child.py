@@ -25,6 +25,11 @@ class Model(nn.Module):
         return self.over(self.bags(batch).values())
 
 
+def say(line: str) -> None:
+    """By one write: torchrun's workers share a pipe, and with `python -u` a print is two."""
+    os.write(sys.stdout.fileno(), f"{line}\n".encode())
+
+
 def main() -> None:
     torch.manual_seed(0)
     dist.init_process_group("gloo")
@@ -37,13 +42,13 @@ def main() -> None:
         model(KeyedJaggedTensor(["x"], ids, lengths=torch.tensor([1, 1]))).sum().backward()
         step += 1
         if step == 3:
-            print(f"READY {os.getpid()}", flush=True)
+            say(f"READY {os.getpid()}")
         time.sleep(0.01)
         stop = torch.tensor(float(bool(told)))
         dist.all_reduce(stop, op=dist.ReduceOp.MAX)
     time.sleep(float(os.environ.get("BEFORE_SAVING_S", "0")))
     dcp.save({"model": model.state_dict()}, checkpoint_id=sys.argv[1])
-    print(f"SAVED {step}", flush=True)
+    say(f"SAVED {step}")
     model.close()
 
 
