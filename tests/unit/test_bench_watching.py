@@ -20,9 +20,9 @@ LIMIT_S = 60.0
 
 def test_every_page_gets_statuses_and_metrics_are_read() -> None:
     with watched(MadeUp()) as web, Watchers(Place(*web.address), 5, 0.05) as watchers:
-        assert watchers.statuses >= 5, "each has one before anything is measured"
-        wait_until(lambda: watchers.statuses >= 20 and watchers.scrapes >= 3, LIMIT_S, "they go on")
-    assert watchers.received_bytes > 20 * 1000 and watchers.cpu_s > 0
+        assert watchers.counts["statuses"] >= 5, "each has one before anything is measured"
+        wait_until(lambda: watchers.counts["statuses"] >= 20 and watchers.counts["scrapes"] >= 3, LIMIT_S, "they go on")
+    assert watchers.counts["received_bytes"] > 20 * 1000 and watchers.cpu_s > 0
 
 
 def test_a_coordinator_that_ends_meanwhile_is_an_error() -> None:

@@ -293,7 +293,7 @@ def measure(point: Point, arguments: argparse.Namespace) -> dict[str, Any]:
         Stopped: a process failed; its log is in OUT/logs.
     """
     mode = dataclasses.replace(parse_mode(f"k{point.k}r{point.r}" if point.parity else "none"), code=point.code)
-    turns = train.Blocks(arguments.warmup, arguments.least_steps, arguments.seconds)
+    turns = train.blocks_of(arguments)
     model = Model(point.shape, point.trainers, arguments.seed)
     part = Part(point.name, mode, model, [functools.partial(turns.turn, mode)])
     experiment = Experiment(point.name, arguments.out, [part], repeats=arguments.blocks, begin=turns.warm_up)

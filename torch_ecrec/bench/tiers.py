@@ -23,7 +23,7 @@ import numpy as np
 
 from torch_ecrec.bench import record, workload
 from torch_ecrec.bench.experiment import Experiment, Mode, Model, Part, Running, parse_mode
-from torch_ecrec.bench.train import Blocks, add_blocks, add_shape, shape_of, summarise
+from torch_ecrec.bench.train import Blocks, add_blocks, add_shape, blocks_of, shape_of, summarise
 from torch_ecrec.records.tiers.budget import FOR_LOGS
 from torch_ecrec.records.tiers.disk import BLOCK_BYTES, Reader, ScratchFile, reader, untouched
 from torch_ecrec.records.tiers.log import READ_BYTES, SEGMENT_BYTES
@@ -170,7 +170,7 @@ def run(arguments: argparse.Namespace) -> int:
     reads_per_s = disk_rate(arguments.tier)
     print(f"the disk of {arguments.tier} reads {reads_per_s:,.0f} blocks of 4 KiB a second, 32 at once", flush=True)
     model = Model(shape, arguments.trainers, arguments.seed, pool=0)
-    blocks = Blocks(arguments.warmup, arguments.least_steps, arguments.seconds)
+    blocks = blocks_of(arguments)
     counted = Counted(blocks)
     experiment = Experiment(
         record.labelled(f"tiers-{arguments.shape}", arguments),

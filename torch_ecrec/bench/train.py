@@ -137,6 +137,11 @@ def shape_of(arguments: argparse.Namespace) -> workload.Shape:
     )
 
 
+def blocks_of(arguments: argparse.Namespace) -> Blocks:
+    """Returns turns of systems, as long as the command line says (`add_blocks`)."""
+    return Blocks(arguments.warmup, arguments.least_steps, arguments.seconds)
+
+
 def check(arguments: argparse.Namespace) -> tuple[workload.Shape, list[Mode]]:
     """Returns the model's shape and the modes. Raises ValueError or TypeError if an argument is wrong."""
     shape = shape_of(arguments)
@@ -217,7 +222,7 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
 
 
 def add_blocks(parser: argparse.ArgumentParser, warmup: int) -> None:
-    """Adds what `Blocks` is made of. `warmup`: the default."""
+    """Adds what `Blocks` is made of. `warmup`: the default. `blocks_of` reads it."""
     parser.add_argument("--blocks", type=int, default=5, metavar="N", help="turns of each system (default 5)")
     parser.add_argument("--seconds", type=float, default=4.0, help="length of a block, about (default 4)")
     parser.add_argument("--least-steps", type=int, default=8, help="steps of a block, at least (default 8)")

@@ -18,14 +18,15 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from torch_ecrec.bench import record
 from torch_ecrec.bench.experiment import Experiment, Model, Part, Running, Stopped, cpu_s, parse_mode
-from torch_ecrec.bench.train import Blocks, add_blocks, add_shape, shape_of
+from torch_ecrec.bench.train import Blocks, add_blocks, add_shape, blocks_of, shape_of
 from torch_ecrec.processes.children import free_port
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.runtime.threads import Worker, log_error
@@ -54,7 +55,8 @@ class Watchers:
         every_s: between two scrapes.
 
     Attributes:
-        statuses, scrapes, received_bytes, cpu_s: so far, of all of them together.
+        counts: statuses, scrapes and received_bytes so far, of all of them together.
+        cpu_s: of the thread, once it has ended.
 
     Raises:
         Stopped: not every page got a status in time, or one ended early.
@@ -62,7 +64,7 @@ class Watchers:
 
     def __init__(self, place: Place, pages: int, every_s: float) -> None:
         self._place, self._pages, self._every_s = place, pages, every_s
-        self.statuses = self.scrapes = self.received_bytes = 0
+        self.counts = dict.fromkeys(("statuses", "scrapes", "received_bytes"), 0)
         self.cpu_s = 0.0
         self._there = 0
         self._all_there, self._stop = threading.Event(), asyncio.Event()
@@ -122,9 +124,9 @@ class Watchers:
         async with self._asked("/events") as reader:
             there, end = False, b""  # of what came before: a word may be cut in two
             while piece := await reader.read(READ_BYTES):
-                self.received_bytes += len(piece)
+                self.counts["received_bytes"] += len(piece)
                 found = (end + piece).count(STATUS)
-                self.statuses += found
+                self.counts["statuses"] += found
                 end = piece[1 - len(STATUS) :]
                 if found and not there:
                     there = True
@@ -137,8 +139,8 @@ class Watchers:
         while True:
             async with asyncio.timeout(LONGEST_S), self._asked("/metrics", "Connection: close\r\n") as reader:
                 while piece := await reader.read(READ_BYTES):
-                    self.received_bytes += len(piece)
-            self.scrapes += 1
+                    self.counts["received_bytes"] += len(piece)
+            self.counts["scrapes"] += 1
             await asyncio.sleep(self._every_s)
 
 
@@ -167,14 +169,11 @@ class Watching:
             yield found
             return
         with Watchers(self.place, self.pages, self.every_s) as watchers:
-            begin_s, before = time.monotonic(), (watchers.statuses, watchers.scrapes, watchers.received_bytes)
+            begin_s, before = time.monotonic(), dict(watchers.counts)
             yield found
-            seconds = time.monotonic() - begin_s
-            after = watchers.statuses, watchers.scrapes, watchers.received_bytes
-        found.update(
-            {name: (b - a) / seconds for name, a, b in zip(found, before, after, strict=False)},
-            readers=watchers.cpu_s / seconds,
-        )
+            seconds, after = time.monotonic() - begin_s, dict(watchers.counts)
+        found.update({name: (after[name] - before[name]) / seconds for name in before})
+        found["readers"] = watchers.cpu_s / seconds
 
     def turn(self, watched: bool, running: Running) -> dict[str, Any]:
         """Trains one block; returns its figures, and those of who looked."""
@@ -187,37 +186,30 @@ class Watching:
         return {**block, "coordinator": spent, "looked": looked}
 
 
-def middle(values: Iterable[float]) -> float:
-    """Returns the median."""
-    return record.spread(values)["median"]
-
-
 def rows(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """Returns the table: a row for each system, with the ratio of its blocks to those in which nobody looked."""
     lines = []
     for name, blocks in found.items():
-        ratios = [
-            one["samples_per_s"] / other["samples_per_s"] for one, other in zip(blocks, found[NOBODY], strict=False)
-        ]
+        ratios, cpu = (
+            [one[figure] / other[figure] for one, other in zip(blocks, found[NOBODY], strict=False)]
+            for figure in ("samples_per_s", "cpu_s_per_step")
+        )
         if not ratios:
             continue
-        cpu = [
-            one["cpu_s_per_step"] / other["cpu_s_per_step"] for one, other in zip(blocks, found[NOBODY], strict=False)
-        ]
         lines.append(
             {
                 "system": name,
-                "samples/s": middle(one["samples_per_s"] for one in blocks),
-                f"rate / {NOBODY}": middle(ratios),
+                "samples/s": median(one["samples_per_s"] for one in blocks),
+                f"rate / {NOBODY}": median(ratios),
                 "least": min(ratios),
                 "most": max(ratios),
-                f"CPU / {NOBODY}": middle(cpu),
-                "coordinator ms/s": 1e3 * middle(one["coordinator"] for one in blocks),
+                f"CPU / {NOBODY}": median(cpu),
+                "coordinator ms/s": 1e3 * median(one["coordinator"] for one in blocks),
                 "most ms/s": 1e3 * max(one["coordinator"] for one in blocks),
-                "readers ms/s": 1e3 * middle(one["looked"]["readers"] for one in blocks),
-                "statuses/s": middle(one["looked"]["statuses"] for one in blocks),
-                "scrapes/s": middle(one["looked"]["scrapes"] for one in blocks),
-                "KB/s": middle(one["looked"]["received_bytes"] for one in blocks) / 1e3,
+                "readers ms/s": 1e3 * median(one["looked"]["readers"] for one in blocks),
+                "statuses/s": median(one["looked"]["statuses"] for one in blocks),
+                "scrapes/s": median(one["looked"]["scrapes"] for one in blocks),
+                "KB/s": median(one["looked"]["received_bytes"] for one in blocks) / 1e3,
             }
         )
     return lines
@@ -256,7 +248,7 @@ def run(arguments: argparse.Namespace) -> int:
     mode, place = parse_mode(arguments.system), Place("127.0.0.1", free_port())
     require(mode.code is not None, f"`--system` must be one with servers of ours, got {arguments.system}")
     model = Model(shape, arguments.trainers, arguments.seed)
-    blocks = Blocks(arguments.warmup, arguments.least_steps, arguments.seconds)
+    blocks = blocks_of(arguments)
     watching, serves = Watching(blocks, place, arguments.pages, arguments.scrape_every), ("--http", str(place))
     experiment = Experiment(
         record.labelled(f"watching-{arguments.shape}", arguments),

@@ -83,9 +83,8 @@ class LeaderLease:
         place = parse_place(elect)
         self._keys = EtcdKeys(place, lease_s / (4 * len(place.addresses)), PATIENT * lease_s)
         self._build = whole_build()
-        self.candidate = Candidate(
-            uuid.uuid4().hex, address, lease_s, new_run(), known, build=self._build.told().decode()
-        )
+        self._told_build = self._build.told().decode()
+        self.candidate = Candidate(uuid.uuid4().hex, address, lease_s, new_run(), known, build=self._told_build)
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._told: dict[int, str] = {}  # by level, what was told last
@@ -124,7 +123,7 @@ class LeaderLease:
 
     def _compare(self, run: Run) -> None:
         """Members of a run that is not over, and its checkpoints, are of the build that has led it."""
-        if run.over or not run.build or run.build == self._build.told().decode():
+        if run.over or not run.build or run.build == self._told_build:
             return
         if difference := self._build.difference_told(run.build.encode()):
             raise ClusterError(

@@ -412,8 +412,11 @@ def _check_shape(name: str, slab: int, tensor: Tensor, wanted: tuple[int, int]) 
 @functools.cache
 def _fields_of(kind: type[Request[Any]]) -> tuple[list[str], list[str], list[str]]:
     """Returns which fields a class of requests has of those that mean the same in all: numbers, other slots, steps."""
-    has = kind.__struct_fields__
-    return tuple([name for name in names if name in has] for names in (("trainer", "slab"), OTHERS, STEPS))  # type: ignore[return-value]
+
+    def of(names: Iterable[str]) -> list[str]:
+        return [name for name in names if name in kind.__struct_fields__]
+
+    return of(("trainer", "slab")), of(OTHERS), of(STEPS)
 
 
 _REQUESTS: dict[type[Request[Any]], Callable[..., None]] = {

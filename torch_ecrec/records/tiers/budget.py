@@ -143,17 +143,16 @@ class Tier:
         fixed = sum(store.rows * ROW_BYTES + store.file.memory_bytes for store in stores)
         fixed += sum(store.memory_bytes for store in self._in_memory) + self.memory_bytes // FOR_LOGS
         whole = sum(store.rows * (store.nbytes + FRAME_BYTES) for store in stores)
-        room = self.memory_bytes - fixed
-        if must and room < whole // LEAST_SHARE:
-            over = whole // LEAST_SHARE - room
-            log.warning("the slots that are here take %s bytes more than `tier_memory_bytes`", f"{over:,}")
-            room = whole // LEAST_SHARE
-        if room < whole // LEAST_SHARE:
-            least = (sum(s.rows * ROW_BYTES + s.file.memory_bytes for s in stores) + whole // LEAST_SHARE) * FOR_LOGS
+        room, enough = self.memory_bytes - fixed, whole // LEAST_SHARE
+        if room < enough and not must:
+            least = (sum(s.rows * ROW_BYTES + s.file.memory_bytes for s in stores) + enough) * FOR_LOGS
             raise TierFailed(
                 f"`tier_memory_bytes` of {self.memory_bytes:,} is too little for the records of this server: give it"
                 f" at least {least // (FOR_LOGS - 1) + sum(store.memory_bytes for store in self._in_memory):,}"
             )
+        if room < enough:
+            log.warning("the slots that are here take %s bytes more than `tier_memory_bytes`", f"{enough - room:,}")
+            room = enough
         for store in stores:
             share = room / max(1, whole)
             store.frames = max(1, min(store.rows, int(share * store.rows)))
