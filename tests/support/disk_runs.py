@@ -6,15 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-from flipped_runs import Flipped
+from flipped_runs import Flipped, is_damaged
 from harness.membership import VirtualProcess
 from harness.scenario import Scenario
 from harness.tiers import Disks, SmallTier
 
 from torch_ecrec.errors import TierFailed
 from torch_ecrec.records.tiers.budget import Tier
-from torch_ecrec.server.slot import Slot
 
 
 class OnDisks(Flipped):
@@ -76,26 +74,8 @@ class OnDisks(Flipped):
 
     def all_mended(self) -> bool:
         """Nothing that is there is damaged."""
-        return not any(
-            len(shard.broken(np.arange(shard.parity_rows if parity else shard.data_rows), parity))
-            for slot in self.slots()
-            for shard in slot.shards
-            for parity in (False, True)
-        )
-
-    def scrub(self, most_bytes: int) -> None:
-        """At the end somebody reads all: nobody looks at a disk in the background."""
-        super().scrub(most_bytes)
-        for slot in self.slots() if self.scripts.done else ():
-            for slab, shard in enumerate(slot.shards):
-                for parity, rows in ((False, shard.data_rows), (True, shard.parity_rows)):
-                    host = self.hosts[self.slots_known[slot.index].server]
-                    host.run(self._look, slot, slab, parity, np.arange(rows))
-
-    @staticmethod
-    def _look(slot: Slot, slab: int, parity: bool, every: np.ndarray) -> None:
-        if slot.ready and not slot.dead:
-            slot.scrubber.look(slab, parity, every)
+        stores = [store for slot in self.slots() for shard in slot.shards for store in shard.stores]
+        return not any(is_damaged(store, 0, store.rows) for store in stores)
 
     @property
     def figures(self) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from harness.scenario import Scenario
 from harness.simulation import SimulatedCluster
 
+from torch_ecrec.records.store import RecordStore
 from torch_ecrec.server.slot import Slot
 
 SCRUB_EVERY_S = 0.003  # virtual: a message takes about as long
@@ -87,8 +89,9 @@ class Flipped(SimulatedCluster):
 
     def all_mended(self) -> bool:
         """Nothing is damaged in a slot that lives."""
-        living = [flip for flip in self.flipped if flip[0] in self.slots()]
-        return not any(is_damaged(slot.shards[slab]._stores[parity], at) for slot, slab, parity, at in living)
+        slots = self.slots()
+        living = [flip for flip in self.flipped if flip[0] in slots]
+        return not any(is_damaged(slot.shards[slab].stores[parity], at, at + 1) for slot, slab, parity, at in living)
 
     def settled(self) -> bool:
         return super().settled() and (self.all_mended() or self.scrubs == "never")
@@ -109,17 +112,18 @@ class Flipped(SimulatedCluster):
         return [(event["what"], *place) for event in self.told("damaged") for place in event["places"]]
 
 
-def is_damaged(store: Any, position: int) -> bool:
-    """Whether a record does not fit its seal, in memory or on a disk. Nobody hears of that from this."""
+def is_damaged(store: RecordStore, first: int, end: int) -> bool:
+    """Whether any of some records does not fit its seal, in memory or on a disk. Nobody hears of that from this."""
     if not store.sealed:
         return False
-    if len(store.broken_run(position, position + 1)):
+    if len(store.broken_run(first, end)):
         return True
-    _, reading = store.scan(position, position + 1, 0)
+    seen, reading = store.scan(first, end, sys.maxsize)
+    assert seen == end
     if reading is None:
         return False
     reading.run()
-    return bool(reading.broken_A[0])
+    return bool(reading.broken_A.any())
 
 
 def name_of(slot: Slot, slab: int, parity: bool, position: int) -> tuple[str, str, int, int]:
