@@ -20,8 +20,8 @@ than others. Time (pauses, limits) passes when nothing is under way.
 All orders of all messages are too many: 10^5 states for one step, without any crash. So an exploration names the
 messages that are *free*, which arrive at any time; the others arrive at once, in a fixed order. A crash may come
 between any two arrivals, of either kind. Names: classes of requests (`wire.py`), also as `Push of trainer 1`, `Fold of
-slot 0`; classes of answers, and `answer` for all; `end` (the one asked is gone), `loss` (between trainers); types of
-words, also as `placement to server`.
+slot 0`; classes of answers, and `answer` for all; `end` (the one asked is gone), `loss` (between trainers), `disk` (of
+a server: it answers); types of words, also as `placement to server`.
 
 Checked in each state: records as of every step that the logs reach, parities as of what was folded, lookups, losses
 and dense values are those of the undisturbed run (I1 to I4, I7); nobody gives up (I5); logs are bounded (I6); what a
@@ -55,7 +55,7 @@ from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
 
 
-def tiny(steps: int, loads: int = 0) -> Scenario:
+def tiny(steps: int, loads: int = 0, frames: int | None = None) -> Scenario:
     """Three slots, (2, 1), two trainers, one table of two stripes: a slot with records only, two with parities, too."""
     table = TableSpec("a", rows=4, dim=1, low=-1.0, high=1.0, optimizer=OptimizerSpec("rowwise_adagrad", lr=0.1))
     return Scenario(
@@ -66,12 +66,16 @@ def tiny(steps: int, loads: int = 0) -> Scenario:
         rebuild_chunk_bytes=1 << 20,
         late=0.0,
         loads=(Load(0, 0, 2), Load(0, 1, 3, change=True))[:loads],
+        tier_frames=frames,
     )
 
 
 @dataclass(frozen=True)
 class Exploration:
     """What is explored: so many steps, with these crashes, and these messages free; after so many loads (2 at most).
+
+    With `frames`, each store of a server has so many records in memory, and the others on a disk, whose answers are
+    messages, too.
 
     With loads no trainers may die: those that come load again, and count other steps than the undisturbed run does.
     """
@@ -80,10 +84,11 @@ class Exploration:
     budget: Budget
     free: frozenset[str]
     loads: int = 0
+    frames: int | None = None
 
     def explorer(self) -> Explorer:
         require(not (self.loads and self.budget.trainers), "trainers cannot die where there are `loads`")
-        return Explorer(tiny(self.steps, self.loads), self.budget, self.free)
+        return Explorer(tiny(self.steps, self.loads, self.frames), self.budget, self.free)
 
 
 class Violation(AssertionError):
@@ -279,6 +284,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--leases", type=int, default=0, help="servers that are taken for lost and live")
     parser.add_argument("--cuts", type=int, default=0, help="of the network between two servers, for good")
     parser.add_argument("--moves", type=int, default=0, help="of a slot to a spare")
+    parser.add_argument("--frames", type=int, help="records of each store in memory, the others on a disk")
     parser.add_argument(
         "--free",
         type=lambda text: frozenset(text.split(",")) - {""},
@@ -329,7 +335,7 @@ def main() -> int:
     if args.free is not None:
         crashes = args.server_crashes, args.trainer_crashes, args.coordinator_crashes, args.leases
         budget = Budget(*crashes, args.cuts, args.moves)
-        chosen = [Exploration(args.steps, budget, args.free, args.loads)]
+        chosen = [Exploration(args.steps, budget, args.free, args.loads, args.frames)]
     print(HEADER, flush=True)
     for exploration in chosen:
         try:

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
+from harness.tiers import AskedStore
 from torch_ecrec.codec.linear import LinearCode
 from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.protocol.wellformed import MessageValidator
@@ -95,6 +96,8 @@ class _Walk:
             self.hash.update(value.tobytes())
         elif isinstance(value, TieredStore):  # what it holds: where that lies changes nothing
             self.walk(value.look(np.arange(value.rows))[:2])
+            if isinstance(value, AskedStore):
+                self.walk(value.whereabouts())
         elif id(value) in self.met:
             self.write(f"@{self.met[id(value)]}")
         else:

@@ -136,6 +136,8 @@ class LocalStates:
             return "flight", asker, self.message(key, (kind, process.name, asker, token, answer))
         if kind == "loss":
             return "flight", one[1], self.message((process.name, *one), (kind, process.name, *one[1:]))
+        if kind == "disk":
+            return "flight", process.name, self.message((kind, process.name), (kind, process.name))
         if kind == "tell":
             return "tell", self.word(one[1])
         if kind == "send":

@@ -36,7 +36,7 @@ from harness.scenario import (
     payload_of,
 )
 from harness.simulation import simulate
-from harness.tiers import tier_of
+from harness.tiers import AskedTier, tier_of
 from harness.trainer_scripts import Looked, asks_ahead, routes_of
 from harness.verification import BOUNDS, parity_of, steps_kept
 from torch_ecrec.client.client import Client
@@ -190,14 +190,25 @@ class Process:
 
 
 class Server(Process):
-    """A server process, and what must hold of each of its slots at any time."""
+    """A server process, and what must hold of each of its slots at any time.
 
-    def __init__(self, name: str, settings: Settings, oracle: Oracle) -> None:
+    Args:
+        frames: of each store, the other records being on a disk that answers at any time; None: as pytest says.
+    """
+
+    def __init__(self, name: str, settings: Settings, oracle: Oracle, frames: int | None = None) -> None:
         super().__init__(name, "server")
         self.node: Host = Host(name, self, settings)
-        self.node.tier = tier_of(None)
+        self.node.tier = AskedTier(frames, self._ask_disk) if frames else tier_of(frames)
         self._oracle = oracle
         self.join(join_of("server", "one", 0))
+
+    def _ask_disk(self) -> None:
+        self.out.append(("disk",))
+
+    def on_disk(self, _: None) -> None:
+        assert isinstance(self.node.tier, AskedTier)
+        self.node.tier.answer()
 
     def on_control(self, word: messages.FromCoordinator) -> None:
         self.node.on_control(word)

@@ -19,7 +19,7 @@ from torch_ecrec.errors import TierFailed
 from torch_ecrec.records.store import MemoryStore, RecordStore
 from torch_ecrec.records.tiers import log
 from torch_ecrec.records.tiers.budget import Tier
-from torch_ecrec.records.tiers.tiered import TieredStore
+from torch_ecrec.records.tiers.tiered import NO_PLACE, TieredStore
 
 FRAMES = 0  # no tier
 BLOCK_BYTES, SEGMENT_BYTES = 64, 128
@@ -147,8 +147,12 @@ class SmallTier(Tier):
         lives: whether the server does.
     """
 
+    block_bytes, segment_bytes = BLOCK_BYTES, SEGMENT_BYTES
+    store: type[TieredStore] = TieredStore
+
     def __init__(self, frames: int, disks: Disks | None = None, lives: Callable[[], bool] = lambda: True) -> None:
         self.frames, self.disks, self._lives = frames, disks or Disks(), lives
+        self.over_bytes = 0
         self._due: list[Callable[[], None]] = []
 
     @property
@@ -186,10 +190,63 @@ class SmallTier(Tier):
         if not rows or not sealed:
             return MemoryStore(rows, nbytes, sealed=sealed)
         with (
-            mock.patch.object(log, "BLOCK_BYTES", BLOCK_BYTES),
-            mock.patch.object(log, "LEAST_SEGMENT_BYTES", SEGMENT_BYTES),
+            mock.patch.object(log, "BLOCK_BYTES", self.block_bytes),
+            mock.patch.object(log, "LEAST_SEGMENT_BYTES", self.segment_bytes),
         ):
-            return TieredStore(rows, nbytes, VirtualFile(self.disks), self.frames)
+            return self.store(rows, nbytes, VirtualFile(self.disks), self.frames)
+
+
+class AskedStore(TieredStore):
+    """A store whose disk answers late: what it does next follows from where its records are, too."""
+
+    def whereabouts(self) -> tuple[Any, ...]:
+        """What it goes by: frames, what is in the file, what was used lately, how often each was changed."""
+        used = slice(self._top)
+        lately_F = self._meta_F[used, 0] >= self._steps[0]
+        last_F = self._meta_F[used, 0] >= self._steps[1]
+        states_F, positions_F = self._meta_F[used, 1], self._position_F[used]
+        there_P = self._place_P != NO_PLACE
+        free = self._free_F[: self._free]
+        return (
+            self._frame_P,
+            there_P,
+            self._count_P,
+            self._hand,
+            self._due,
+            positions_F,
+            states_F,
+            lately_F,
+            last_F,
+            free,
+        )
+
+
+class AskedTier(SmallTier):
+    """A tier of a server of the exploration: what is read comes when `answer` is called, in the order of asking.
+
+    Each record is a segment of its own, so that whatever is put away is read from the disk. It is read when it is asked
+    for, as early as can be: between then and the answer the server may do anything.
+
+    Args:
+        frames: of each store.
+        asked: is called when something is asked for.
+    """
+
+    block_bytes = segment_bytes = 8
+    store = AskedStore
+
+    def __init__(self, frames: int, asked: Callable[[], None]) -> None:
+        super().__init__(frames)
+        self._asked, self._under_way = asked, list[Callable[[], None]]()
+
+    def run(self, read: Callable[[], None], then: Callable[[], None]) -> None:
+        read()
+        self._under_way.append(then)
+        self._asked()
+
+    def answer(self) -> None:
+        """What was asked for first is there."""
+        self._under_way.pop(0)()
 
 
 def tier_of(frames: int | None) -> Tier | None:

@@ -79,9 +79,10 @@ class Transitions:
 
     def _born(self, draft: Draft, rank: int, name: str) -> None:
         scenario, settings, oracle = self.scenario, self.settings, self.oracle
+        frames = scenario.tier_frames
         draft.connected.add(name)
         if rank < 0:
-            draft.processes[name] = self.states.birth(name, lambda: Server(name, settings, oracle))
+            draft.processes[name] = self.states.birth(name, lambda: Server(name, settings, oracle, frames))
         else:
             restarted = "_" in name
             make = lambda: Trainer(name, rank, restarted, scenario, settings, oracle)  # noqa: E731
@@ -144,6 +145,8 @@ class Transitions:
                 self._at(draft, call.sender, "end", call.token, number)
         elif message[0] == "end":
             self._at(draft, message[1], "end", message[2], number)
+        elif message[0] == "disk":
+            self._at(draft, message[1], "disk", None, number)
         elif message[0] == "answer":
             _, _, asker, token, answer = message
             self._at(draft, asker, "answer", (token, answer), number)
@@ -217,4 +220,6 @@ def _ends(message: tuple[Any, ...]) -> tuple[str, str, str]:
         return message[1].sender, message[1].receiver, message[1].token
     if message[0] == "end":
         return "", message[1], message[2]
+    if message[0] == "disk":
+        return "", message[1], ""
     return message[1], message[2], message[3] if message[0] == "answer" else ""

@@ -180,6 +180,23 @@ def test_a_kill_and_a_restart_from_a_checkpoint(tmp_path: Path, capsys: pytest.C
     assert "over 1 kills in training" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_a_kill_of_a_server_with_records_on_a_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same kill in memory and with a quarter of the records there, and both beside each other."""
+    words = ["--gigabytes", 0.02, "--kills", 1, "--steady-s", 2, "--batch-size", 256, "--no-checkpoint", "--no-idle"]
+    words += ["--zipf", 0, "--rebuild-mb-per-s", 0, "--tier", tmp_path, "--share", 0.25]
+    assert run(recovery, tmp_path, *words) == 0
+    rows = result(tmp_path, "recovery")["rows"]
+    assert [(row["case"], row["share_in_memory"]) for row in rows] == [
+        ("0.02 GB, no limit", None), ("0.02 GB, no limit, 25 % in memory", 0.25)
+    ]  # fmt: skip
+    assert all(row["lost_mb_per_s_median"] > 0 and row["first_step_s_median"] > 0 for row in rows)
+    assert "beside the same case in memory" in capsys.readouterr().out
+    wrong = ["--gigabytes", 0.02, "--tier", tmp_path / "none"]
+    with pytest.raises(ValueError, match="must be a folder that exists"):
+        run(recovery, tmp_path, *wrong)
+
+
 def test_a_training_that_ends_is_an_error_with_its_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer that cannot start: the reason is in the message, what was measured in the file, nothing goes on."""
     monkeypatch.setattr(Shape, "__post_init__", lambda self: None)  # here; a trainer refuses it

@@ -32,11 +32,12 @@ class Crowded(SimulatedCluster):
 
     Attributes:
         most: how many slots one server has had at once.
+        over: bytes that one has taken beyond its budget, at most, and at the end.
         shared: stores of slots, and those among which memory was shared, whenever a slot had died.
     """
 
     def __init__(self, scenario: Scenario, folder: Path, memory_bytes: int) -> None:
-        self.folder, self.memory_bytes, self.most = folder, memory_bytes, 0
+        self.folder, self.memory_bytes, self.most, self.over = folder, memory_bytes, 0, (0, 0)
         self.shared: list[tuple[int, int]] = []
         super().__init__(scenario)
 
@@ -53,6 +54,7 @@ class Crowded(SimulatedCluster):
         for name, host in self.hosts.items():
             if name not in self.network.dead and host.tier is not None:
                 self.most = max(self.most, len(host.slots))
+                self.over = max(self.over[0], host.tier.over_bytes), host.tier.over_bytes
                 slots = sum(len(slot.shards) for slot in host.slots.values())
                 arrivals = sum(len(one.held.shards) for one in host.arrivals.values())
                 self.shared.append((2 * (slots + arrivals), len(host.tier.stores) + len(host.tier._in_memory)))
@@ -90,5 +92,6 @@ def test_a_survivor_takes_a_lost_slot_though_there_is_memory_for_one(
     crowded = without_spare == "survivor"
     assert cluster.most == 1 + crowded
     assert any(event["event"] == "moved" for event in run.events) == crowded, "and it leaves again"
-    assert ("bytes more than `tier_memory_bytes`" in caplog.text) == crowded
+    assert ("bytes more than `tier_memory_bytes`" in caplog.text) == (cluster.over[0] > 0) == crowded
+    assert not cluster.over[1]
     assert all(stores == beside for stores, beside in cluster.shared), "who has left has no share of the memory"

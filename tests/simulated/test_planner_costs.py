@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +23,13 @@ from virtual_session import VirtualSession
 from virtual_trainers import Trainers, TurnsSession
 
 from torch_ecrec import DistributedModelParallel
+from torch_ecrec.errors import TierFailed
 from torch_ecrec.planner import EmbeddingShardingPlanner, ParameterConstraints, Report, Topology
-from torch_ecrec.planner.estimates import Cost, Servers, cost_of, largest_slot, slot_bytes
+from torch_ecrec.planner.estimates import Cost, Servers, cost_of, fit_of, slot_bytes, slot_sizes
 from torch_ecrec.processes.member import KINDS
 from torch_ecrec.protocol.status import SlotReport
+from torch_ecrec.records.tiers.budget import Tier
+from torch_ecrec.records.tiers.tiered import TieredStore
 from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
 
 TABLES = (
@@ -130,7 +134,40 @@ def test_costs_are_what_a_cluster_holds_and_sends(code: CodeSpec) -> None:
         assert measured.sent[kind] / STEPS == pytest.approx(bytes_, rel=0.03), kind
     assert sum(slot_bytes(TABLES, code)) == cost.records + cost.parities
     largest = max(slot.record_bytes + slot.parity_bytes + slot.log_bytes for slot in slots)
-    assert largest <= largest_slot(TABLES, cost, code)
+    assert largest <= fit_of(TABLES, cost, servers).needed
+
+
+@pytest.mark.parametrize("code", CODES, ids=lambda code: f"{code.slots}-{code.k}-{code.parities}")
+def test_what_fits_with_a_disk_is_what_servers_take(code: CodeSpec, tmp_path: Path) -> None:
+    """The least that is told is taken by each server, and not by all with less; frames are as many as is told."""
+    larger = [dataclasses.replace(table, rows=1000 * table.rows) for table in TABLES]
+    needed = fit_of(larger, Cost(), Servers(code, memory_bytes=1, tier=True)).needed
+    assert made(tmp_path, larger, code, needed)
+    with pytest.raises(TierFailed, match=r"`tier_memory_bytes` of .* is too little"):
+        made(tmp_path, larger, code, int(0.98 * needed))
+    for memory_bytes in (2 * needed, 4 * needed):
+        fit = fit_of(larger, Cost(), Servers(code, memory_bytes=memory_bytes, tier=True))
+        stores = made(tmp_path, larger, code, memory_bytes)
+        shares = [sum(s.frames for s in of_slot) / sum(s.rows for s in of_slot) for of_slot in stores]
+        assert fit.needed <= memory_bytes and min(shares) == pytest.approx(fit.in_memory, rel=0.01)
+        assert (fit.in_memory == 1.0) == (fit.on_disk == 0)
+
+
+def test_logs_that_need_more_than_is_left_for_them_leave_less_for_records() -> None:
+    larger = [dataclasses.replace(table, rows=1000 * table.rows) for table in TABLES]
+    servers = Servers(CODES[0], memory_bytes=32 << 20, tier=True)
+    few, many = (fit_of(larger, Cost(logs=logs), servers) for logs in (0, 16 << 20))
+    assert few.in_memory > many.in_memory and few.on_disk < many.on_disk and few.needed < many.needed
+
+
+def made(folder: Path, tables: Sequence[TableSpec], code: CodeSpec, memory_bytes: int) -> list[list[TieredStore]]:
+    """The stores of each slot, as a server with a tier makes them."""
+    found = []
+    for sizes in slot_sizes(tables, code):
+        tier = Tier(folder, memory_bytes)
+        stores = [tier.make(rows, nbytes, False, True) for rows, nbytes in sizes]
+        found.append([store for store in stores if isinstance(store, TieredStore)])
+    return found
 
 
 def test_a_narrow_wire_halves_what_travels_and_nothing_else() -> None:

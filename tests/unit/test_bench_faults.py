@@ -22,6 +22,8 @@ def test_cases_are_sizes_by_limits_and_one_idle_each() -> None:
     names = [case.name for case in recovery.cases([1.0, 0.5], [0.0, 50.0], 0.5, False)]
     assert names == ["1 GB, no limit", "0.5 GB, no limit", "0.5 GB, 50 MB/s"]
     assert [case.idle for case in recovery.cases([1.0], [], None, True)] == [True]
+    names = [case.name for case in recovery.cases([1.0], [0.0], None, True, share=0.25)]
+    assert names == [f"1 GB, {how}{memory}" for how in ("no limit", "idle") for memory in ("", ", 25 % in memory")]
 
 
 @pytest.mark.parametrize("gigabytes", [0.02, 1.0, 8.0])
@@ -94,6 +96,18 @@ def test_what_is_printed_and_drawn_of_kills(tmp_path: Path) -> None:
     recovery.draw(rows, [done, skipped]).savefig(tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
     assert recovery.tables([], [], 1800.0) == ""
+
+
+def test_a_case_on_a_disk_stands_beside_the_same_in_memory() -> None:
+    """Not beside one of another size or limit; a figure that one of both lacks has no ratio."""
+    rows = [a_row(Case(1.0, 0.0, False), 0.3), a_row(Case(2.0, 0.0, False, 0.25), 0.3), a_row(Case(1.0, 0.0, True), 1)]
+    assert recovery.beside_memory(rows) == []
+    tiered = a_row(Case(1.0, 0.0, False, 0.25), 0.3) | {"lost_mb_per_s_median": 0.5}
+    (line,) = recovery.beside_memory([*rows, tiered])
+    assert line["case"] == "1 GB, no limit, 25 % in memory" and line["lost_mb_per_s / in memory"] == 0.5
+    (line,) = recovery.beside_memory([*rows, a_row(Case(1.0, 0.0, True, 0.1), 1)])
+    assert line["first_step_s / in memory"] is None
+    assert "beside the same case in memory" in recovery.tables([*rows, tiered], [], 1800.0)
 
 
 # --- outages ---------------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import re
 import warnings
 from typing import Any
 
@@ -108,6 +110,19 @@ def test_servers_that_are_too_small_are_told() -> None:
     large = {"users": EITHER, "goods": EITHER}
     found = types(two(), planner_of(servers=servers, constraints=large))
     assert found == {"users": "table_wise", "goods": "table_wise", "country": "erasure_coded", "hour": "erasure_coded"}
+
+
+def test_servers_with_a_disk_take_more_than_their_memory(caplog: pytest.LogCaptureFixture) -> None:
+    report, servers = Report(), Servers(CodeSpec(4, 2, 1), memory_bytes=GB // 8, tier=True)
+    found = types(two(), planner_of(servers=servers, stats=report))
+    assert set(found.values()) == {"erasure_coded"}
+    (line,) = [line for line in report.servers if "on its disk" in line]
+    assert re.match(r"of the largest slot \d+% of the records are in memory, by 134\.2 MB; the others, ", line)
+    tiny = dataclasses.replace(servers, memory_bytes=GB // 128)
+    with pytest.raises(PlannerError, match=r"take \d+ bytes of the server of a slot, .* a larger k, or leave tables"):
+        planner_of(servers=tiny).plan(two(), get_default_sharders())
+    with pytest.raises(ValueError, match="needs `memory_bytes`"):
+        Servers(tier=True)
 
 
 def test_a_plan_that_protects_nothing_is_refused() -> None:

@@ -276,6 +276,11 @@ STATES: dict[str, tuple[Status, str, str, str]] = {
         trains(members=of_servers(server_1={"report": FULL}, server_2={"report": FULL})), "WARN",
         "memory of host1 is nearly full: 93.0 GiB of 100.0 GiB are used, 1.0 GiB by server-1", "drain",
     ),
+    "a survivor has a lost slot and no memory for it": (
+        trains(members=of_servers(server_1={"report": Report(slots=[slot_report(1, 0, tier_over_bytes=3 << 20)])})),
+        "WARN", r"server-1, pid \d+ on host1 takes 3\.0 MiB more than its --memory: it has a lost slot",
+        "start a server",
+    ),
 }  # fmt: skip
 
 

@@ -14,6 +14,10 @@ local disk (not from the page cache), redo half an interval between checkpoints;
 All processes share this machine: the killed one is started again at once, and its start takes cores from training
 while the rebuild runs, as it would not on a host of its own. `--restart rebuilt`, and `idle`, start it once all is
 rebuilt.
+
+`--tier DIR` adds to each case one with a share of the records in memory (`--share`) and the others on a disk, and a
+table of such a case beside the one in memory. A row that no step has changed lies on no disk, so that these cases want
+`--zipf 0` and tables of which training changes every row before the first kill.
 """
 
 from __future__ import annotations
@@ -30,10 +34,12 @@ from typing import TYPE_CHECKING, Any
 from torch_ecrec.bench import record, workload
 from torch_ecrec.bench.experiment import Experiment, Model, Part, Running, Stopped, parse_mode
 from torch_ecrec.bench.faults import KILLED, MB, Kill, start_training
+from torch_ecrec.bench.tiers import budget, tier_settings
 from torch_ecrec.demo.result import arguments_json
 from torch_ecrec.records.optimizers import optimizer
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.spec.settings import check_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,19 +68,34 @@ RESTARTS = ("gigabytes", "save_s", "start_s", "load_s", "until_training_s", "red
 
 @dataclass(frozen=True)
 class Case:
-    """The kills of one cluster. `mb_per_s`: `Settings.rebuild_bytes_per_s` in 10^6; 0 for no limit."""
+    """The kills of one cluster.
+
+    Args:
+        gigabytes: of all records, in 10^9 bytes.
+        mb_per_s: `Settings.rebuild_bytes_per_s` in 10^6; 0 for no limit.
+        idle: trainers pause meanwhile.
+        share: of records and parities in memory, the others are on a disk; None: there is no disk.
+    """
 
     gigabytes: float
     mb_per_s: float
     idle: bool
+    share: float | None = None
 
     @property
     def name(self) -> str:
         limit = f"{self.mb_per_s:g} MB/s" if self.mb_per_s else "no limit"
-        return f"{self.gigabytes:g} GB, {'idle' if self.idle else limit}"
+        memory = "" if self.share is None else f", {100 * self.share:g} % in memory"
+        return f"{self.gigabytes:g} GB, {'idle' if self.idle else limit}{memory}"
 
 
-def cases(gigabytes: Sequence[float], limits: Sequence[float], throttled: float | None, idle: bool) -> list[Case]:
+def cases(
+    gigabytes: Sequence[float],
+    limits: Sequence[float],
+    throttled: float | None,
+    idle: bool,
+    share: float | None = None,
+) -> list[Case]:
     """Returns all cases, ordered by size.
 
     Args:
@@ -82,12 +103,15 @@ def cases(gigabytes: Sequence[float], limits: Sequence[float], throttled: float 
         limits: of the rebuild rate in 10^6 bytes/s, 0 for none.
         throttled: the only size at which limits other than 0 are measured; None for all.
         idle: whether the rebuild is also measured alone.
+        share: of records in memory, of a second case beside each; None: there are no second ones.
     """
-    found = []
+    found: list[Case] = []
     for size in gigabytes:
         found += [Case(size, limit, False) for limit in limits if not limit or throttled in (None, size)]
         found += [Case(size, 0.0, True)] * idle
-    return found
+    if share is None:
+        return found
+    return [one for case in found for one in (case, dataclasses.replace(case, share=share))]
 
 
 def rows_per_table(gigabytes: float) -> int:
@@ -103,11 +127,15 @@ def model_of(gigabytes: float, arguments: argparse.Namespace) -> Model:
 
 def part_of(case: Case, code: CodeSpec, arguments: argparse.Namespace) -> Part:
     """Returns a case as a part of the experiment."""
+    model = model_of(case.gigabytes, arguments)
+    mode = dataclasses.replace(parse_mode("k2r1"), code=code, snapshot=True)
     settings = {"TORCH_ECREC_REBUILD_BYTES_PER_S": str(case.mb_per_s * MB)}
+    if case.share is not None:
+        settings |= tier_settings(arguments.tier, budget(model.shape, mode, case.share))
     return Part(
         case.name,
-        dataclasses.replace(parse_mode("k2r1"), code=code, settings=settings, snapshot=True),
-        model_of(case.gigabytes, arguments),
+        dataclasses.replace(mode, settings=settings),
+        model,
         [Kill(arguments.steady_s, f"{arguments.seed} {case.name}", case.mb_per_s, case.idle)],
         spares=arguments.spares,
         restart=arguments.restart == "at-once" and not case.idle,
@@ -122,6 +150,7 @@ def summary(case: Case, kills: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "gigabytes": case.gigabytes,
         "mode": "idle" if case.idle else "training",
         "limit_mb_per_s": case.mb_per_s,
+        "share_in_memory": case.share,
         "kills": len(kills),
     }
     for figure in KILLED:
@@ -129,6 +158,23 @@ def summary(case: Case, kills: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         spread = record.spread(values) if values else dict.fromkeys(("median", "min", "max"))
         row |= {f"{figure}_{name}": value for name, value in spread.items()}
     return row
+
+
+def beside_memory(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a row for each case with records on a disk: its medians beside those of the same case in memory."""
+    alike = ("gigabytes", "mode", "limit_mb_per_s")
+    in_memory = {tuple(row[c] for c in alike): row for row in rows if row["share_in_memory"] is None}
+    found = []
+    for row in rows:
+        whole = in_memory.get(tuple(row[c] for c in alike))
+        if row["share_in_memory"] is None or whole is None:
+            continue
+        line = {"case": row["case"]}
+        for figure in ("lost_mb_per_s", "first_step_s", "during_share"):
+            here, there = row[f"{figure}_median"], whole[f"{figure}_median"]
+            line |= {figure: here, f"{figure} / in memory": here / there if here is not None and there else None}
+        found.append(line)
+    return found
 
 
 # the alternative --------------------------------------------------------------------------------------
@@ -225,6 +271,8 @@ def tables(rows: Sequence[Mapping[str, Any]], checkpoints: Sequence[Mapping[str,
     for title, figures in SHOWN.items() if rows else ():
         shown = [{c: row[c] for c in ("case", "kills")} | {f: row[f"{f}_median"] for f in figures} for row in rows]
         blocks.append(f"{title} (medians):\n{record.table(shown)}")
+    if compared := beside_memory(rows):
+        blocks.append(f"records on a disk, beside the same case in memory (medians):\n{record.table(compared)}")
     training = [row for row in rows if row["mode"] == "training"]
     if training:
         lines = [
@@ -272,8 +320,9 @@ def _spread(axes: Any, at: Sequence[float], of: Sequence[Mapping[str, Any]], nam
 
 def _draw_times(times: Any, rows: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]) -> None:
     """Plots the seconds after a kill by size, beside those of a restart from a checkpoint."""
-    free = [row for row in rows if row["mode"] == "training" and not row["limit_mb_per_s"]]
-    idle = [row for row in rows if row["mode"] == "idle"]
+    whole = [row for row in rows if row["share_in_memory"] is None]
+    free = [row for row in whole if row["mode"] == "training" and not row["limit_mb_per_s"]]
+    idle = [row for row in whole if row["mode"] == "idle"]
     curves = [(free, name, {"marker": "o", "color": color, "label": label}) for name, (color, label) in PHASES.items()]
     of_idle = {"marker": "s", "linestyle": "--", "color": "#b45309", "label": "rebuilt, trainers idle"}
     for some, name, style in [*curves, (idle, "rebuilt_s", of_idle)]:
@@ -313,6 +362,9 @@ def _draw_rates(rates: Any, training: Sequence[Mapping[str, Any]]) -> None:
 def check(arguments: argparse.Namespace) -> CodeSpec:
     """Checks all arguments before anything starts. Raises ValueError or TypeError."""
     code = CodeSpec(arguments.servers, arguments.k, arguments.r)
+    if arguments.tier is not None:
+        check_folder(arguments.tier)
+    require(0 < arguments.share <= 1, f"`--share` is of all records, 0 to 1, got {arguments.share}")
     record.require_counts(arguments, "spares", least=0)
     record.require_counts(arguments, "trainers", "batch_size", "kills")
     record.require_positive(arguments, "steady_s", "checkpoint_interval_s")
@@ -340,7 +392,13 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError, TypeError: bad arguments; nothing was started.
     """
     code = check(arguments)
-    todo = cases(arguments.gigabytes, arguments.rebuild_mb_per_s, arguments.throttled_gigabytes, not arguments.no_idle)
+    todo = cases(
+        arguments.gigabytes,
+        arguments.rebuild_mb_per_s,
+        arguments.throttled_gigabytes,
+        not arguments.no_idle,
+        None if arguments.tier is None else arguments.share,
+    )
     parts = [part_of(case, code, arguments) for case in todo]
     name = record.labelled("recovery", arguments)
     experiment = Experiment(name, arguments.out, parts, repeats=arguments.kills, begin=start_training, after=kill_line)
@@ -406,6 +464,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="at-once",
         help="when the killed process is started again: its start takes cores that a host of its own would have",
     )
+    parser.add_argument(
+        "--tier", type=Path, metavar="DIR", help="a folder on a disk: measure each case with records there, too"
+    )
+    parser.add_argument("--share", type=float, default=0.25, help="of records in memory, with --tier (default 0.25)")
     parser.add_argument("--no-idle", action="store_true", help="do not measure the rebuild with paused trainers")
     parser.add_argument("--no-checkpoint", action="store_true", help="do not measure a restart of plain TorchRec")
     parser.add_argument(

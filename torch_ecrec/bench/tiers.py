@@ -24,10 +24,8 @@ import numpy as np
 from torch_ecrec.bench import record, workload
 from torch_ecrec.bench.experiment import Experiment, Mode, Model, Part, Running, parse_mode
 from torch_ecrec.bench.train import Blocks, add_blocks, add_shape, blocks_of, shape_of, summarise
-from torch_ecrec.records.tiers.budget import FOR_LOGS
+from torch_ecrec.records.tiers.budget import least_budget, need_of
 from torch_ecrec.records.tiers.disk import BLOCK_BYTES, Reader, ScratchFile, reader, untouched
-from torch_ecrec.records.tiers.log import READ_BYTES, SEGMENT_BYTES
-from torch_ecrec.records.tiers.tiered import FRAME_BYTES, ROW_BYTES
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.settings import check_folder
 
@@ -67,9 +65,17 @@ def budget(shape: workload.Shape, mode: Mode, share: float) -> int:
     """Returns the memory, in bytes, of a server of which a share of the records and parities is in memory."""
     assert mode.code is not None
     nbytes, code = 4 * (shape.dim + 1), mode.code
-    rows = shape.tables * shape.rows / code.slots * (1 + code.parities / code.k)
-    fixed = rows * ROW_BYTES + 2 * (SEGMENT_BYTES + READ_BYTES)
-    return int((fixed + share * rows * (nbytes + FRAME_BYTES)) * FOR_LOGS / (FOR_LOGS - 1))
+    rows = shape.tables * shape.rows // code.slots
+    return least_budget(need_of([(rows, nbytes), (rows * code.parities // code.k, nbytes)]), share)
+
+
+def tier_settings(folder: Path, memory_bytes: int, kind: str = "all") -> dict[str, str]:
+    """Returns the settings of servers with a tier, as variables of the environment."""
+    return {
+        "TORCH_ECREC_TIER": str(folder.resolve()),
+        "TORCH_ECREC_TIER_MEMORY_BYTES": str(memory_bytes),
+        "TORCH_ECREC_TIER_FOR": kind,
+    }
 
 
 class Counted:
@@ -94,11 +100,10 @@ class Counted:
 def modes_of(arguments: argparse.Namespace, shape: workload.Shape) -> list[Mode]:
     """Returns the systems that are measured."""
     base = parse_mode("k2r1")
-    folder = {"TORCH_ECREC_TIER": str(arguments.tier.resolve())}
 
     def tiered(name: str, share: float, kind: str) -> Mode:
-        size = {"TORCH_ECREC_TIER_MEMORY_BYTES": str(budget(shape, base, share)), "TORCH_ECREC_TIER_FOR": kind}
-        return dataclasses.replace(base, name=name, group=name, settings={**folder, **size})
+        settings = tier_settings(arguments.tier, budget(shape, base, share), kind)
+        return dataclasses.replace(base, name=name, group=name, settings=settings)
 
     shares = [float(text) for text in arguments.shares.split(",") if text]
     require(all(0 < share <= 1 for share in shares), f"`--shares` are of all records, 0 to 1, got {arguments.shares}")

@@ -361,7 +361,17 @@ def _memory(status: Status, join: str) -> list[Finding]:
             remedy = "the kernel ends a process when it is full: give it more"
             remedy += f", or move slots away: {away}" if one.role == "server" else ""
             found.setdefault(taken.host, Finding("WARN", "memory", what, remedy))
-    return list(found.values())
+    return [*found.values(), *_over(status)]
+
+
+def _over(status: Status) -> list[Finding]:
+    found = []
+    for one in status.members:
+        over = max((slot.tier_over_bytes for slot in one.report.slots or ()), default=0)
+        if one.present and over:
+            what = f"{_where(status, one.name)} takes {size(over)} more than its --memory: it has a lost slot"
+            found.append(Finding("WARN", "over_memory", what, "start a server, which takes one of its slots"))
+    return found
 
 
 def _refusals(status: Status) -> list[Finding]:

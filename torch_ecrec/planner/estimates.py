@@ -18,9 +18,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-import numpy as np
-
 from torch_ecrec.records.optimizers import optimizer
+from torch_ecrec.records.tiers.budget import LEAST_SHARE, least_budget, need_of, room_of
 from torch_ecrec.runtime.checks import require, require_int, take_fields
 from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
 from torch_ecrec.spec.settings import WIRES
@@ -38,6 +37,7 @@ class Servers:
     Args:
         code: k, r and the number of slots.
         memory_bytes: of the server of each slot, for its records, parities and logs; None: as much as it takes.
+        tier: servers have a disk for records that do not fit in `memory_bytes`: see docs/tiers.md.
         window_steps: as in `Settings`.
         snapshot_every: as given to `DistributedModelParallel`. Logs must reach back as far.
         wire: as in `Settings`.
@@ -48,9 +48,14 @@ class Servers:
     window_steps: int = 2
     snapshot_every: int = 1
     wire: str = "float32"
+    tier: bool = False
 
     def __post_init__(self) -> None:
         take_fields(self)
+        require(
+            not self.tier or self.memory_bytes is not None,
+            "`Servers(tier=True)` needs `memory_bytes`: how much of the records a server keeps in memory",
+        )
         require(self.wire in WIRES, f"`wire` must be one of {', '.join(WIRES)}, got {self.wire!r}")
         require_int("window_steps", self.window_steps, 1)
         require_int("snapshot_every", self.snapshot_every, 0)
@@ -149,15 +154,49 @@ def cost_of(
     )
 
 
+def slot_sizes(tables: Sequence[TableSpec], code: CodeSpec) -> list[list[tuple[int, int]]]:
+    """Returns the stores of each slot for some tables: how many records, and the bytes of each."""
+    job = JobSpec(tables=tuple(tables), code=code, trainers=1) if tables else None
+    found: list[list[tuple[int, int]]] = [[] for _ in range(code.slots)]
+    for slab, layout in zip(job.slabs, job.layouts, strict=True) if job is not None else ():
+        for slot in range(code.slots):
+            for rows in (layout.data_rows(slot), layout.parity_rows(slot)):
+                found[slot].append((rows, slab.schema.nbytes))
+    return found
+
+
 def slot_bytes(tables: Sequence[TableSpec], code: CodeSpec) -> list[int]:
     """Returns the exact bytes of records and parities of some tables on each slot."""
-    total = np.zeros(code.slots, np.int64)
-    job = JobSpec(tables=tuple(tables), code=code, trainers=1) if tables else None
-    for slab, layout in zip(job.slabs, job.layouts, strict=True) if job is not None else ():
-        total += (layout.data_first[:, -1] + layout.parity_first[:, -1]) * slab.schema.nbytes
-    return [int(size) for size in total]
+    return [sum(rows * nbytes for rows, nbytes in sizes) for sizes in slot_sizes(tables, code)]
 
 
-def largest_slot(tables: Sequence[TableSpec], cost: Cost, code: CodeSpec) -> int:
-    """Returns the bytes of the largest slot, with its share of the logs."""
-    return max(slot_bytes(tables, code)) + -(-cost.logs // code.slots)
+@dataclass(frozen=True)
+class Fit:
+    """How tables fit on servers.
+
+    Args:
+        needed: bytes of memory that the server of the largest slot must have.
+        in_memory: which part of that slot's records and parities is in memory then; the others are on its disk.
+        on_disk: bytes of that slot on its disk.
+    """
+
+    needed: int
+    in_memory: float = 1.0
+    on_disk: int = 0
+
+
+def fit_of(tables: Sequence[TableSpec], cost: Cost, servers: Servers) -> Fit:
+    """Returns how some tables fit on the servers; without a tier all that they take must be in memory."""
+    code = servers.code
+    logs = -(-cost.logs // code.slots)
+    whole = Fit(max(slot_bytes(tables, code)) + logs)
+    if not servers.tier or servers.memory_bytes is None or whole.needed <= servers.memory_bytes:
+        return whole
+    found = []
+    for sizes in slot_sizes(tables, code):
+        need = need_of(sizes)
+        share = min(1.0, room_of(need, servers.memory_bytes, logs) / max(1, need.frames))
+        least = max(least_budget(need), need.fixed + need.frames // LEAST_SHARE + logs)
+        on_disk = round((1 - max(share, 0.0)) * sum(rows * nbytes for rows, nbytes in sizes))
+        found.append(Fit(least, share, on_disk))
+    return max(found, key=lambda fit: (fit.needed, fit.on_disk))

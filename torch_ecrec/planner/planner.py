@@ -48,7 +48,7 @@ from torch_ecrec.compat.torchrec import set_parts, topology_of
 from torch_ecrec.nn.coverage import OURS, chooses
 from torch_ecrec.nn.sharder import ServedSharding
 from torch_ecrec.planner.enumerator import Enumerator, costs_of, is_ours, total
-from torch_ecrec.planner.estimates import Servers, largest_slot
+from torch_ecrec.planner.estimates import Servers, fit_of
 from torch_ecrec.planner.report import Report
 from torch_ecrec.runtime.checks import plain, plain_copy, require, shown, take_float, take_int, take_str
 
@@ -72,12 +72,13 @@ class ServersPartitioner(Partitioner):
         servers = self._enumerator.servers
         served = costs_of(proposal, self._enumerator.served)
         if served and servers.memory_bytes is not None:
-            needed = largest_slot([one.table for one in served.values()], total(served), servers.code)
+            needed = fit_of([one.table for one in served.values()], total(served), servers).needed
             if needed > servers.memory_bytes:
                 raise PlannerError(
                     f"{', '.join(served)} take {needed} bytes of the server of a slot, which has"
                     f" {servers.memory_bytes}: give it more (`Servers(memory_bytes=...)`), take more slots or a larger"
-                    " k, or leave tables to TorchRec by constraints",
+                    f" k, {'' if servers.tier else 'put records on a disk (`Servers(tier=True)`), '}or leave tables to"
+                    " TorchRec by constraints",
                     PlannerErrorType.INSUFFICIENT_STORAGE,
                 )
         found: list[ShardingOption] = self._inner.partition(proposal, storage_constraint)

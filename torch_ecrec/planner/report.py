@@ -21,7 +21,7 @@ from torchrec.distributed.types import ParameterSharding
 from torch_ecrec.compat.torchrec import ReportedStats, short_names
 from torch_ecrec.nn.coverage import ERASURE_CODED
 from torch_ecrec.planner.enumerator import Enumerator, costs_of, is_ours, total
-from torch_ecrec.planner.estimates import Cost, largest_slot
+from torch_ecrec.planner.estimates import Cost, Fit, Servers, fit_of
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.spread import said_of_padding
 
@@ -73,16 +73,25 @@ class Report(ReportedStats):
         table += [["all", f"{sum(one.table.rows for one in served.values())}", *_figures(sum_)]]
         widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
         tables = tuple(one.table for one in served.values())
-        needed = largest_slot(tables, sum_, code)
+        fit = fit_of(tables, sum_, servers)
         padding = said_of_padding(JobSpec(tables, code, self._of.world_size))
         limit = "" if servers.memory_bytes is None else f" of {servers.memory_bytes / _MB:.1f} MB"
         return [
             f"Erasure-coded servers: {code.slots} slots, k = {code.k}, r = {code.parities};"
             f" {self._of.world_size} trainers",
             *("  ".join(value.rjust(width) for value, width in zip(row, widths, strict=True)) for row in table),
-            f"largest slot: {needed / _MB:.1f} MB{limit}; logs are for {servers.log_steps} steps",
+            f"largest slot: {fit.needed / _MB:.1f} MB{limit}; logs are for {servers.log_steps} steps",
+            *([_on_disk(fit, servers)] if fit.on_disk else []),
             *([f"padding: {padding}"] if padding else []),
         ]
+
+
+def _on_disk(fit: Fit, servers: Servers) -> str:
+    assert servers.memory_bytes is not None, "what has no limit needs no disk"
+    return (
+        f"of the largest slot {fit.in_memory:.0%} of the records are in memory, by {servers.memory_bytes / _MB:.1f} MB;"
+        f" the others, {fit.on_disk / _MB:.1f} MB, are on its disk. The least is {fit.needed / _MB:.1f} MB"
+    )
 
 
 def _figures(cost: Cost) -> list[str]:

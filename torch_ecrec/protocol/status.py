@@ -112,6 +112,7 @@ class SlotReport(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         tier_hits: records that steps and lookups asked for and that were in memory. `tier_misses`: that were read.
         tier_reads: of the disk, each of one or more records. `tier_failed_reads`: of these.
         tier_written_bytes: to the disk.
+        tier_over_bytes: that all slots of its server together take beyond its `--memory`, since it hosts a lost one.
     """
 
     slot: Annotated[int, Meta(ge=0, lt=SLOTS_MOST)]
@@ -142,6 +143,7 @@ class SlotReport(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     tier_reads: Version = 0
     tier_failed_reads: Version = 0
     tier_written_bytes: Version = 0
+    tier_over_bytes: Version = 0
 
 
 class ProcessReport(Struct, frozen=True, forbid_unknown_fields=True):

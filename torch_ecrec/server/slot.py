@@ -489,7 +489,7 @@ class Slot(SlotContext):
         if self.host.tier is None or not figures:
             return {}
         sums = {f"tier_{name}": sum(getattr(one, name) for one in figures) for name in TierFigures._fields}
-        return {"tier": self.host.tier.how, **sums}
+        return {"tier": self.host.tier.how, "tier_over_bytes": self.host.tier.over_bytes, **sums}
 
 
 def _not_trained(before: int | None, step: int, iteration: int | None) -> int | None:

@@ -20,11 +20,12 @@ import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from torch_ecrec.errors import TierFailed
 from torch_ecrec.records.store import MemoryStore, RecordStore
 from torch_ecrec.records.tiers.disk import Reader, Watch, reader
-from torch_ecrec.records.tiers.log import GARBAGE, LEAST_SEGMENT_BYTES, bucket_of
+from torch_ecrec.records.tiers.log import GARBAGE, LEAST_SEGMENT_BYTES, bucket_of, buffer_bytes_of
 from torch_ecrec.records.tiers.tiered import FRAME_BYTES, ROW_BYTES, TieredStore
 from torch_ecrec.records.tiers.trouble import Trouble, file_of
 from torch_ecrec.runtime.checks import require
@@ -34,6 +35,39 @@ log = logging.getLogger(__name__)
 
 FOR_LOGS = 8  # the 8th part of the budget is not for frames
 LEAST_SHARE = 64  # the 64th part of a store's records has frames, at least
+
+
+class Need(NamedTuple):
+    """Bytes of memory that stores take, beside the eighth of a budget that is for logs."""
+
+    fixed: int  # wherever their records are
+    frames: int  # with all records in memory; with a part of them, that part of it
+
+
+def need_of(sizes: Iterable[tuple[int, int]]) -> Need:
+    """Returns what stores need, of so many records of so many bytes each."""
+    kept = [(rows, nbytes) for rows, nbytes in sizes if rows]
+    return Need(
+        sum(rows * ROW_BYTES + buffer_bytes_of(nbytes, rows) for rows, nbytes in kept),
+        sum(rows * (nbytes + FRAME_BYTES) for rows, nbytes in kept),
+    )
+
+
+def room_of(need: Need, memory_bytes: int, log_bytes: int = 0, others: int = 0) -> int:
+    """Returns how many bytes of a budget are for records: less than 0 where it does not suffice for the rest.
+
+    Args:
+        need: of the stores.
+        memory_bytes: the budget.
+        log_bytes: of the logs of recent steps, where that is more than what is left for them.
+        others: of records that are in memory whatever is asked for.
+    """
+    return memory_bytes - max(memory_bytes // FOR_LOGS, log_bytes) - need.fixed - others
+
+
+def least_budget(need: Need, share: float = 1 / LEAST_SHARE) -> int:
+    """Returns the bytes of a budget that keeps a part of the records in memory; by default the least that is taken."""
+    return int((need.fixed + share * need.frames) * FOR_LOGS / (FOR_LOGS - 1)) + 1
 
 
 class Tier:
@@ -46,6 +80,7 @@ class Tier:
         trouble: what is wrong with the disk now and then; None: nothing is, on purpose.
 
     Attributes:
+        over_bytes: what the slots that are here take beyond the budget, since one of them has nobody else.
         on_error: gets what a read has raised, or who takes what it has read: nobody waits for either.
     """
 
@@ -56,6 +91,7 @@ class Tier:
     ) -> None:
         self.folder, self.memory_bytes, self.parities_only = folder, memory_bytes, parities_only
         self.trouble, self._file, self._watch = trouble, file_of(trouble), Watch()
+        self.over_bytes = 0
         self.reader: Reader = reader()
         self._tiered: weakref.WeakSet[TieredStore] = weakref.WeakSet()
         self._in_memory: weakref.WeakSet[MemoryStore] = weakref.WeakSet()
@@ -140,18 +176,17 @@ class Tier:
     def _share(self, must: bool) -> None:
         """Gives each store its frames."""
         stores = self.stores
-        fixed = sum(store.rows * ROW_BYTES + store.file.memory_bytes for store in stores)
-        fixed += sum(store.memory_bytes for store in self._in_memory) + self.memory_bytes // FOR_LOGS
-        whole = sum(store.rows * (store.nbytes + FRAME_BYTES) for store in stores)
-        room, enough = self.memory_bytes - fixed, whole // LEAST_SHARE
+        need, in_memory = need_of((s.rows, s.nbytes) for s in stores), sum(s.memory_bytes for s in self._in_memory)
+        whole, enough = need.frames, need.frames // LEAST_SHARE
+        room = room_of(need, self.memory_bytes, others=in_memory)
         if room < enough and not must:
-            least = (sum(s.rows * ROW_BYTES + s.file.memory_bytes for s in stores) + enough) * FOR_LOGS
             raise TierFailed(
                 f"`tier_memory_bytes` of {self.memory_bytes:,} is too little for the records of this server: give it"
-                f" at least {least // (FOR_LOGS - 1) + sum(store.memory_bytes for store in self._in_memory):,}"
+                f" at least {least_budget(need) + in_memory:,}"
             )
-        if room < enough:
-            log.warning("the slots that are here take %s bytes more than `tier_memory_bytes`", f"{enough - room:,}")
+        self.over_bytes = max(0, enough - room)
+        if self.over_bytes:
+            log.warning("the slots that are here take %s bytes more than `tier_memory_bytes`", f"{self.over_bytes:,}")
             room = enough
         for store in stores:
             share = room / max(1, whole)

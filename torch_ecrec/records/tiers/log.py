@@ -49,6 +49,18 @@ def bucket_of(record_bytes: int) -> int:
     return next((size for size in sizes if size % cell <= size // 8), min(sizes, key=lambda size: size % cell / size))
 
 
+def segment_bytes_of(record_bytes: int, rows: int) -> int:
+    """Returns the bytes of a segment of a file for at most so many records: whole buckets."""
+    bucket = bucket_of(record_bytes)
+    want = min(SEGMENT_BYTES, max(LEAST_SEGMENT_BYTES, rows * record_bytes // 64))
+    return max(1, want // bucket) * bucket
+
+
+def buffer_bytes_of(record_bytes: int, rows: int) -> int:
+    """Returns the bytes of memory that the buffers of such a file take."""
+    return segment_bytes_of(record_bytes, rows) + max(READ_BYTES, bucket_of(record_bytes))
+
+
 class SegmentLog:
     """Records in a file.
 
@@ -67,9 +79,8 @@ class SegmentLog:
         self._file = file
         self._cell_bytes, self._bucket_bytes = record_bytes, bucket_of(record_bytes)
         self._per_bucket = self._bucket_bytes // self._cell_bytes
-        want = min(SEGMENT_BYTES, max(LEAST_SEGMENT_BYTES, rows * self._cell_bytes // 64))
-        buckets = max(1, want // self._bucket_bytes)
-        self._segment_bytes, self.per_segment = buckets * self._bucket_bytes, buckets * self._per_bucket
+        self._segment_bytes = segment_bytes_of(record_bytes, rows)
+        self.per_segment = self._segment_bytes // self._bucket_bytes * self._per_bucket
         self._live = np.zeros(0, np.int64)  # cells of each segment
         self._empty: list[int] = []
         self._open = -1  # the segment that is being filled; -1: none is
