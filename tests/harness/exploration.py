@@ -56,8 +56,13 @@ from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
 
 
 def tiny(steps: int, loads: int = 0, frames: int | None = None) -> Scenario:
-    """Three slots, (2, 1), two trainers, one table of two stripes: a slot with records only, two with parities, too."""
-    table = TableSpec("a", rows=4, dim=1, low=-1.0, high=1.0, optimizer=OptimizerSpec("rowwise_adagrad", lr=0.1))
+    """Three slots, (2, 1), two trainers, one table of two stripes: a slot with records only, two with parities, too.
+
+    With `frames` of memory for records it is larger, and a step uses few of them: so others go to the disk.
+    """
+    table = TableSpec(
+        "a", rows=12 if frames else 4, dim=1, low=-1.0, high=1.0, optimizer=OptimizerSpec("rowwise_adagrad", lr=0.1)
+    )
     return Scenario(
         code=CodeSpec(slots=3, k=2, r=1),
         tables=(table,),
@@ -67,6 +72,8 @@ def tiny(steps: int, loads: int = 0, frames: int | None = None) -> Scenario:
         late=0.0,
         loads=(Load(0, 0, 2), Load(0, 1, 3, change=True))[:loads],
         tier_frames=frames,
+        pooled=not frames,
+        touch=0.3 if frames else Scenario.touch,
     )
 
 
@@ -270,7 +277,7 @@ def explore(exploration: Exploration, limit: int = 10**9, seconds: float = 1e9) 
     crashes = " / ".join(str(number) for number in astuple(budget))
     figures = f"{whole}{found.states:,} | {found.transitions:,} | {found.ends} | {found.depth} | {found.worked_out:,}"
     steps = f"{exploration.loads} + {exploration.steps}" if exploration.loads else exploration.steps
-    return found, f"| {steps} | {crashes} | {free} | {figures} | {found.seconds:.0f} |"
+    return found, f"| {steps} | {exploration.frames or 'all'} | {crashes} | {free} | {figures} | {found.seconds:.0f} |"
 
 
 def arguments() -> argparse.Namespace:
@@ -297,9 +304,9 @@ def arguments() -> argparse.Namespace:
 
 
 HEADER = """\
-| steps | servers / trainers / coordinators / leases / cuts / moves | free |\
+| steps | frames | servers / trainers / coordinators / leases / cuts / moves | free |\
  states | transitions | ends | depth | worked out | s |
-|---|---|---|---|---|---|---|---|---|"""
+|---|---|---|---|---|---|---|---|---|---|"""
 NONE: frozenset[str] = frozenset()
 OF_A_MOVE = frozenset({"move", "FetchChanged", "Copy", "level", "HandOver", "Handed", "arrived", "placement to server"})
 EXPLORATIONS = (
@@ -325,6 +332,10 @@ EXPLORATIONS = (
     Exploration(0, Budget(), frozenset({"Load", "Fold"}), loads=2),
     Exploration(0, Budget(servers=1), frozenset({"Fold of slot 0"}), loads=2),
     Exploration(0, Budget(coordinators=1), frozenset({"loaded"}), loads=1),
+    Exploration(3, Budget(servers=1), frozenset({"disk"}), frames=2),
+    Exploration(3, Budget(servers=1), frozenset({"disk"}), frames=1),
+    Exploration(3, Budget(trainers=1), frozenset({"disk"}), frames=1),
+    Exploration(5, Budget(), frozenset({"disk"}), frames=1),
 )
 
 

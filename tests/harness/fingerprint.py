@@ -48,6 +48,8 @@ IGNORED: Mapping[str, frozenset[str]] = {
     "Round": frozenset({"out", "others", "since_s", "usual"}),
     "_Repair": frozenset({"attempt", "failures"}),
     "Rebuild": frozenset({"unpaid_bytes"}),
+    # its store is walked; how often it was read is told to people
+    "Reading": frozenset({"_file"}),
     # how far it has looked, and what was used since: words for people say so, nothing else
     "Scrubber": frozenset({"_used", "_kind", "_next", "scrubbed_bytes", "rounds", "damaged", "mended"}),
     # the same in all states of a process

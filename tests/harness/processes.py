@@ -36,7 +36,7 @@ from harness.scenario import (
     payload_of,
 )
 from harness.simulation import simulate
-from harness.tiers import AskedTier, tier_of
+from harness.tiers import AskedStore, AskedTier, tier_of
 from harness.trainer_scripts import Looked, asks_ahead, routes_of
 from harness.verification import BOUNDS, parity_of, steps_kept
 from torch_ecrec.client.client import Client
@@ -218,8 +218,8 @@ class Server(Process):
 
     def check(self) -> None:
         """I1 to I4 of what is here: it follows from the undisturbed run alone. Raises AssertionError."""
-        for slot in self.node.slots.values():
-            if slot.ready:
+        with AskedStore.checking():
+            for slot in [slot for slot in self.node.slots.values() if slot.ready]:
                 for slab, layout in enumerate(slot.layouts):
                     self._check_records(slot, slab, layout)
                     self._check_parities(slot, slab, layout)

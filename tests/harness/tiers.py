@@ -6,9 +6,10 @@ Blocks and segments are tiny, so that a few records are many of them.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from harness.network import VirtualClock
 from torch_ecrec.errors import TierFailed
-from torch_ecrec.records.store import MemoryStore, RecordStore
+from torch_ecrec.records.store import MemoryStore, RecordStore, Use, View
 from torch_ecrec.records.tiers import log
 from torch_ecrec.records.tiers.budget import Tier
 from torch_ecrec.records.tiers.tiered import NO_PLACE, TieredStore
@@ -197,7 +198,36 @@ class SmallTier(Tier):
 
 
 class AskedStore(TieredStore):
-    """A store whose disk answers late: what it does next follows from where its records are, too."""
+    """A store whose disk answers late: what it does next follows from where its records are, too.
+
+    Whoever looks changes nothing of that, and neither does a check (`checking`).
+    """
+
+    checked = False
+
+    @classmethod
+    @contextlib.contextmanager
+    def checking(cls) -> Iterator[None]:
+        """What is asked for meanwhile is only looked at."""
+        cls.checked = True
+        try:
+            yield
+        finally:
+            cls.checked = False
+
+    def at(self, positions_U: Any, use: Use) -> View:
+        return self.look(positions_U) if self.checked else super().at(positions_U, use)
+
+    def look(self, positions_U: Any) -> View:
+        there_U = positions_U >= 0
+        arrays = [array[: self._top] for array in (self._records_FB, self._seals_F, self._meta_F)]
+        before = [array.copy() for array in arrays]
+        records_VB, seals_V, at_V = super().look(positions_U[there_U])
+        for array, old in zip(arrays, before, strict=True):
+            array[:] = old
+        at_U = np.full(len(positions_U), -1)
+        at_U[there_U] = at_V
+        return View(records_VB, seals_V, at_U)
 
     def whereabouts(self) -> tuple[Any, ...]:
         """What it goes by: frames, what is in the file, what was used lately, how often each was changed."""

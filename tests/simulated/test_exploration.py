@@ -2,13 +2,16 @@
 
 import mutations
 import pytest
+import test_troubled_tiers_mutations as of_tiers
 from harness import exploration
 from harness.exploration import Budget, Exploration, Violation
+from harness.tiers import AskedTier
 
 from torch_ecrec.coordinator import departures
 
 FOLDS = frozenset({"Fold of slot 0"})
 PUSHES = FOLDS | {"Push of trainer 1"}
+DISK = frozenset({"disk"})
 SMALL = {
     "nobody dies": Exploration(1, Budget(), frozenset({"Push of trainer 1", "Fold", "Snapshot of trainer 1"})),
     "a server": Exploration(1, Budget(servers=1), FOLDS),
@@ -24,7 +27,10 @@ SMALL = {
     "a server while loading": Exploration(0, Budget(servers=1), FOLDS, loads=1),
     "the coordinator while loading": Exploration(0, Budget(coordinators=1), frozenset({"loaded"}), loads=1),
     "a server and the coordinator": Exploration(1, Budget(servers=1, coordinators=1), frozenset()),
+    "two records in memory": Exploration(4, Budget(), DISK, frames=2),
+    "a server, one record in memory": Exploration(3, Budget(servers=1), DISK, frames=1),
 }
+ON_DISK = Exploration(3, Budget(), DISK, frames=1)
 # Larger; what is to be found is found early.
 HEARD_LATE = Exploration(1, Budget(leases=1), frozenset({"Folded", "placement to server"}))
 
@@ -35,6 +41,7 @@ LONG = (  # half a minute
     "a zombie",
     "the trainers",
     "a server and the coordinator",
+    "a server, one record in memory",
 )
 
 
@@ -44,6 +51,15 @@ def test_all_states_hold(name: str) -> None:
     print(line)
     assert found.exhausted and found.ends and found.states > 1000
     assert found.ends == 1 or name != "nobody dies", "that time has passed is no other end"
+
+
+def test_records_come_from_disks_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an exploration with few frames shows nothing."""
+    asked: list[object] = []
+    before = AskedTier.answer
+    monkeypatch.setattr(AskedTier, "answer", lambda self: (asked.append(self), before(self)))
+    found = ON_DISK.explorer().run()
+    assert found.exhausted and len(asked) > 20
 
 
 @pytest.mark.parametrize(
@@ -57,6 +73,10 @@ def test_all_states_hold(name: str) -> None:
         (mutations.no_era, SMALL["the trainers"]),
         (mutations.records_not_undone, SMALL["the trainers"]),
         (mutations.parities_not_undone, SMALL["the trainers"]),
+        (of_tiers.frames_in_use_go, ON_DISK),
+        (of_tiers.what_is_dirty_is_dropped, ON_DISK),
+        (of_tiers.folds_are_taken_for_records, ON_DISK),
+        (of_tiers.what_comes_late_is_taken, ON_DISK),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

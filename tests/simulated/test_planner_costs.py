@@ -155,8 +155,8 @@ def test_what_fits_with_a_disk_is_what_servers_take(code: CodeSpec, tmp_path: Pa
 
 def test_logs_that_need_more_than_is_left_for_them_leave_less_for_records() -> None:
     larger = [dataclasses.replace(table, rows=1000 * table.rows) for table in TABLES]
-    servers = Servers(CODES[0], memory_bytes=32 << 20, tier=True)
-    few, many = (fit_of(larger, Cost(logs=logs), servers) for logs in (0, 16 << 20))
+    servers = Servers(CODES[0], memory_bytes=96 << 20, tier=True)
+    few, many = (fit_of(larger, Cost(logs=logs), servers) for logs in (0, 128 << 20))
     assert few.in_memory > many.in_memory and few.on_disk < many.on_disk and few.needed < many.needed
 
 

@@ -117,7 +117,7 @@ def test_servers_with_a_disk_take_more_than_their_memory(caplog: pytest.LogCaptu
     found = types(two(), planner_of(servers=servers, stats=report))
     assert set(found.values()) == {"erasure_coded"}
     (line,) = [line for line in report.servers if "on its disk" in line]
-    assert re.match(r"of the largest slot \d+% of the records are in memory, by 134\.2 MB; the others, ", line)
+    assert re.match(r"on its disk: \d+\.\d MB of records; \d+% are in memory\. The least that it needs is ", line)
     tiny = dataclasses.replace(servers, memory_bytes=GB // 128)
     with pytest.raises(PlannerError, match=r"take \d+ bytes of the server of a slot, .* a larger k, or leave tables"):
         planner_of(servers=tiny).plan(two(), get_default_sharders())

@@ -278,7 +278,7 @@ STATES: dict[str, tuple[Status, str, str, str]] = {
     ),
     "a survivor has a lost slot and no memory for it": (
         trains(members=of_servers(server_1={"report": Report(slots=[slot_report(1, 0, tier_over_bytes=3 << 20)])})),
-        "WARN", r"server-1, pid \d+ on host1 takes 3\.0 MiB more than its --memory: it has a lost slot",
+        "WARN", r"server-1, pid \d+ on 10\.0\.0\.1 takes 3\.0 MiB more than its --memory: it has a lost slot",
         "start a server",
     ),
 }  # fmt: skip

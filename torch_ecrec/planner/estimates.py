@@ -175,11 +175,13 @@ class Fit:
     """How tables fit on servers.
 
     Args:
-        needed: bytes of memory that the server of the largest slot must have.
-        in_memory: which part of that slot's records and parities is in memory then; the others are on its disk.
-        on_disk: bytes of that slot on its disk.
+        whole: bytes of the largest slot: records, parities and logs.
+        needed: bytes of memory that its server must have; with a tier less than these.
+        in_memory: which part of its records and parities is in memory then; the others are on its disk.
+        on_disk: bytes of these.
     """
 
+    whole: int
     needed: int
     in_memory: float = 1.0
     on_disk: int = 0
@@ -189,14 +191,14 @@ def fit_of(tables: Sequence[TableSpec], cost: Cost, servers: Servers) -> Fit:
     """Returns how some tables fit on the servers; without a tier all that they take must be in memory."""
     code = servers.code
     logs = -(-cost.logs // code.slots)
-    whole = Fit(max(slot_bytes(tables, code)) + logs)
-    if not servers.tier or servers.memory_bytes is None or whole.needed <= servers.memory_bytes:
-        return whole
     found = []
     for sizes in slot_sizes(tables, code):
+        held = sum(rows * nbytes for rows, nbytes in sizes)
+        if not servers.tier or servers.memory_bytes is None:
+            found.append(Fit(held + logs, held + logs))
+            continue
         need = need_of(sizes)
-        share = min(1.0, room_of(need, servers.memory_bytes, logs) / max(1, need.frames))
+        share = min(1.0, max(0.0, room_of(need, servers.memory_bytes, logs) / max(1, need.frames)))
         least = max(least_budget(need), need.fixed + need.frames // LEAST_SHARE + logs)
-        on_disk = round((1 - max(share, 0.0)) * sum(rows * nbytes for rows, nbytes in sizes))
-        found.append(Fit(least, share, on_disk))
+        found.append(Fit(held + logs, least, share, round((1 - share) * held)))
     return max(found, key=lambda fit: (fit.needed, fit.on_disk))

@@ -21,7 +21,7 @@ from torchrec.distributed.types import ParameterSharding
 from torch_ecrec.compat.torchrec import ReportedStats, short_names
 from torch_ecrec.nn.coverage import ERASURE_CODED
 from torch_ecrec.planner.enumerator import Enumerator, costs_of, is_ours, total
-from torch_ecrec.planner.estimates import Cost, Fit, Servers, fit_of
+from torch_ecrec.planner.estimates import Cost, Fit, fit_of
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.spread import said_of_padding
 
@@ -80,17 +80,16 @@ class Report(ReportedStats):
             f"Erasure-coded servers: {code.slots} slots, k = {code.k}, r = {code.parities};"
             f" {self._of.world_size} trainers",
             *("  ".join(value.rjust(width) for value, width in zip(row, widths, strict=True)) for row in table),
-            f"largest slot: {fit.needed / _MB:.1f} MB{limit}; logs are for {servers.log_steps} steps",
-            *([_on_disk(fit, servers)] if fit.on_disk else []),
+            f"largest slot: {fit.whole / _MB:.1f} MB{limit}; logs are for {servers.log_steps} steps",
+            *([_on_disk(fit)] if fit.on_disk else []),
             *([f"padding: {padding}"] if padding else []),
         ]
 
 
-def _on_disk(fit: Fit, servers: Servers) -> str:
-    assert servers.memory_bytes is not None, "what has no limit needs no disk"
+def _on_disk(fit: Fit) -> str:
     return (
-        f"of the largest slot {fit.in_memory:.0%} of the records are in memory, by {servers.memory_bytes / _MB:.1f} MB;"
-        f" the others, {fit.on_disk / _MB:.1f} MB, are on its disk. The least is {fit.needed / _MB:.1f} MB"
+        f"on its disk: {fit.on_disk / _MB:.1f} MB of records; {fit.in_memory:.0%} are in memory."
+        f" The least that it needs is {fit.needed / _MB:.1f} MB"
     )
 
 
