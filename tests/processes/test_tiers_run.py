@@ -51,7 +51,8 @@ def test_too_little_memory_is_said_with_how_much_it_takes(tmp_path: Path) -> Non
         (["--tier", "/no/such", "--memory", "1GiB"], "`tier` must be a folder that exists, got /no/such: make it with"),
         (["--tier", "/etc/hostname", "--memory", "1GiB"], "`tier` must be a folder, got /etc/hostname"),
         (["--memory", "12parsecs"], "a size is bytes (268435456), or with a unit (256MiB, 2GiB, 8GB), got '12parsecs'"),
-        (["--tier-for", "parities"], "--tier-for goes with --tier DIR and --memory SIZE"),
+        (["--tier-for", "parities"], "--tier-for and --tier-keep go with --tier DIR and --memory SIZE"),
+        (["--tier-keep", "users"], "--tier-for and --tier-keep go with --tier DIR and --memory SIZE"),
     ],
 )
 @pytest.mark.parametrize("command", ["up", "serve", "demo"])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from disk_runs import calm
 from harness import simulation
@@ -95,3 +96,30 @@ def test_a_survivor_takes_a_lost_slot_though_there_is_memory_for_one(
     assert ("bytes more than `tier_memory_bytes`" in caplog.text) == (cluster.over[0] > 0) == crowded
     assert not cluster.over[1]
     assert all(stores == beside for stores, beside in cluster.shared), "who has left has no share of the memory"
+
+
+class Keeping(Crowded):
+    """Whose servers are to keep some tables in memory."""
+
+    def __init__(self, folder: Path, *tables: str) -> None:
+        super().__init__(ONE_LOST, folder, 64 << 20)
+        names = ",".join(tables)
+        self.settings = dataclasses.replace(self.settings, tier=str(folder), tier_memory_bytes=1, tier_keep=names)
+        for host in self.hosts.values():
+            host.settings = self.settings
+
+
+def test_tables_that_are_to_be_kept_are_those_of_the_job(tmp_path: Path) -> None:
+    """The records of a table of that name go last; of another name it is said which there are."""
+    first = ONE_LOST.tables[0]
+    cluster = Keeping(tmp_path, first.name)
+    run = cluster.go()
+    run.check_against(simulate(calm(ONE_LOST)))
+    slab, start = ONE_LOST.job.place_of_table[first.name]
+    for slot in cluster.slots():
+        row_U = slot.layouts[slab].row_at(slot.index, np.arange(slot.layouts[slab].data_rows(slot.index)))
+        wanted = np.flatnonzero((row_U >= start) & (row_U < start + first.rows)).tolist()
+        assert [at for begin, end in slot.held.kept_last[slab] for at in range(begin, end)] == wanted
+    fatal = Keeping(tmp_path, first.name, "usres").go().fatal
+    assert fatal is not None
+    assert f"`tier_keep` names usres, and no table of the job is called so: it has {first.name}, " in fatal

@@ -162,9 +162,13 @@ class Doing:
                 assert here.tobytes() == there.tobytes()
             assert not len(portions[0][2])
 
+    def prefer(self) -> None:
+        edges = np.sort(self.rng.integers(0, self.rows + 1, 4)).tolist()
+        both(self.shards, lambda s: s.keep_last_([(edges[0], edges[1]), (edges[2], edges[3])]))
+
     def go(self, steps: int) -> None:
         verbs = [self.apply] * 6 + [self.lookup] * 3 + [self.take_back, self.gather, self.overwrite, self.install]
-        verbs += [self.scrub, self.capture, *[self.ahead] * 4]
+        verbs += [self.scrub, self.capture, self.prefer, *[self.ahead] * 4]
         for _ in range(steps):
             verbs[int(self.rng.integers(len(verbs)))]()
         every = np.arange(self.rows)

@@ -29,6 +29,7 @@ from tiered_pairs import (
 from torch_ecrec.errors import TierFailed
 from torch_ecrec.records.store import Use
 from torch_ecrec.records.tiers import log as segments
+from torch_ecrec.records.tiers import tiered
 from torch_ecrec.records.tiers.budget import LEAST_SHARE, Tier
 from torch_ecrec.records.tiers.disk import ScratchFile
 from torch_ecrec.records.tiers.tiered import TieredStore
@@ -84,6 +85,32 @@ def test_zeros_and_other_records_in_place_of_one_do_not_fit() -> None:
 
 def test_frames_that_were_needed_once_are_given_back() -> None:
     check_frames_that_were_needed_once_are_given_back()
+
+
+@pytest.mark.parametrize("prefers", [False, True])
+def test_what_is_to_be_kept_goes_last(prefers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was changed once, and others more and more often; counts are halved meanwhile. Without it, it goes."""
+    monkeypatch.setattr(tiered, "HALVE_AFTER", 50)
+    store, _ = store_of(100, 20)
+    kept = np.array([*range(20, 25), 50, 51])
+    if prefers:
+        store.keep_last_([(20, 25), (50, 52)])
+    store.at(kept, Use.CHANGE)
+    others = np.setdiff1d(np.arange(100), kept)
+    for step in range(300):
+        store.at(others[np.arange(step % 7, 93, 31)], Use.CHANGE)
+        store.at(others[np.arange(step % 9, 93, 46)], Use.READ)
+    there = ~np.isin(kept, store.below()) & (store._frame_P[kept] >= 0)
+    assert there.all() == prefers and there.any() == prefers
+    if not prefers:
+        return
+    store.at(others, Use.CHANGE)  # more than there are frames
+    for _ in range(3):
+        store.at(others[:40], Use.CHANGE)
+    store.at(kept, Use.READ)
+    for step in range(300):
+        store.at(others[np.arange(step % 7, 93, 31)], Use.CHANGE)
+    assert (store._frame_P[kept] >= 0).all(), "as well where they had gone"
 
 
 def test_a_bit_that_flips_in_the_file_is_found(tmp_path: Path) -> None:

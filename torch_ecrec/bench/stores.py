@@ -232,6 +232,9 @@ class Keyed:
     def flip_below_(self, position: int, bit: int) -> None:
         raise TypeError("no bit flips here")
 
+    def keep_last_(self, runs: Sequence[tuple[int, int]]) -> None:
+        raise TypeError("nothing is kept here")
+
     def take_damaged(self) -> Positions:
         return np.empty(0, np.int64)
 

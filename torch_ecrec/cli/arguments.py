@@ -515,6 +515,12 @@ def add_tier(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="all records, or parities alone: then no step waits for a disk (default all)",
     )
+    group.add_argument(
+        "--tier-keep",
+        metavar="TABLE,...",
+        default=None,
+        help="tables whose records go to the disk last, when no others are left to go",
+    )
 
 
 def _tier_settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -526,11 +532,13 @@ def _tier_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         found["tier_memory_bytes"] = arguments.memory
     if arguments.tier_for is not None:
         found["tier_for"] = arguments.tier_for
+    if arguments.tier_keep is not None:
+        found["tier_keep"] = arguments.tier_keep
     require(
         ("tier" in found) == ("tier_memory_bytes" in found),
         "--tier DIR and --memory SIZE go together: where records go, and how much memory they may take before",
     )
-    require("tier" in found or not found, "--tier-for goes with --tier DIR and --memory SIZE")
+    require("tier" in found or not found, "--tier-for and --tier-keep go with --tier DIR and --memory SIZE")
     return found
 
 

@@ -27,6 +27,8 @@ from torch_ecrec.spec.job import JobSpec
 # To be folded into some records: (M,) int64 indices of those that changed, (M, B) deltas, (M,) coefficients
 Change = tuple[np.ndarray, np.ndarray, np.ndarray]
 
+RUNS_AT_ONCE = 1 << 20  # positions
+
 
 def with_coefficient(part: tuple[np.ndarray, np.ndarray], coefficient: int) -> Change:
     """A change that all goes with one coefficient; `part` is (M,) int64 indices and (M, B) uint8 deltas."""
@@ -139,6 +141,7 @@ class Holdings:
         log: the deltas of the slot's recent steps: redo for others, undo for readers.
         rule: which steps are applied, folded, acknowledged.
         missing: which records and parities are.
+        kept_last: of each slab, which data records leave memory last, as runs of positions.
     """
 
     def __init__(
@@ -174,10 +177,25 @@ class Holdings:
             for slab, layout in zip(job.slabs, layouts, strict=True)
         ]
         self.sealed = sealed
+        self.kept_last: dict[int, list[tuple[int, int]]] = {}  # of each slab, runs of positions
         self.log = self.new_log()
         self.missing = Missing(self.shards, fresh)
         if fresh:
             self._initialise_()
+
+    def keep_last_(self, table: str) -> None:
+        """The records of a table leave memory when no others are left to leave it. `table`: of the job."""
+        slab, first = self.job.place_of_table[table]
+        end = first + next(spec.rows for spec in self.job.tables if spec.name == table)
+        layout, runs = self.layouts[slab], list[tuple[int, int]]()
+        for begin in range(0, layout.data_rows(self.index), RUNS_AT_ONCE):
+            positions_U = np.arange(begin, min(begin + RUNS_AT_ONCE, layout.data_rows(self.index)))
+            row_U = layout.row_at(self.index, positions_U)
+            inside_U = np.concatenate([[False], (row_U >= first) & (row_U < end), [False]])
+            edges = begin + np.flatnonzero(np.diff(inside_U))
+            runs += zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+        self.kept_last[slab] = sorted(self.kept_last.get(slab, []) + runs)
+        self.shards[slab].keep_last_(self.kept_last[slab])
 
     def _initialise_(self) -> None:
         """Gives every record its initial value and every parity the code of its stripe's initial values."""

@@ -196,6 +196,10 @@ class Shard:
         """What `soon` has asked for was read."""
         self._stores[parity].settle(reading)
 
+    def keep_last_(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Some data records leave memory when no others are left to leave it; see `TieredStore.keep_last_`."""
+        self._stores[False].keep_last_(runs)
+
     def bring(self, positions_U: Positions) -> None:
         """Sees to it that some data records are in memory; waits for the disk."""
         self._stores[False].at(positions_U, Use.READ)

@@ -17,7 +17,7 @@ Does not know what a record holds, steps or slots, and does not lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -103,6 +103,9 @@ class RecordStore(Protocol):
     def scanned(self, reading: Any) -> tuple[Positions, Positions]:
         """Returns which of these, (M,) int64, fit their seals, and which do not. Those that have moved are neither."""
 
+    def keep_last_(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Some records leave memory when no others are left to leave it: see `TieredStore.keep_last_`."""
+
     def take_damaged(self) -> Positions:
         """Returns those that came from a disk since the last call and do not fit their seals: (M,) int64, ascending."""
 
@@ -186,6 +189,9 @@ class MemoryStore:
 
     def scanned(self, reading: Any) -> tuple[Positions, Positions]:
         raise TypeError("nothing is read here")
+
+    def keep_last_(self, runs: Sequence[tuple[int, int]]) -> None:
+        pass  # none leaves
 
     def take_damaged(self) -> Positions:
         return np.empty(0, np.int64)

@@ -39,6 +39,7 @@ SCRUB_BYTES = 4e6
 SCRUB_LEAST_S, SCRUB_MOST_S = 0.05, 0.5
 FLIPPED_READ_S = 0.5  # after a bit was flipped on a disk
 FLIP_AGAIN_S = 1.0  # after there was none to flip
+TABLES_NAMED = 5  # in an error
 FOLDED = (wire.Folded, wire.Attached)  # they say how far a holder is
 TRAINERS_ONLY = (
     wire.Lookup,
@@ -293,7 +294,16 @@ class Host(ServerProcess):
     ) -> Holdings:
         sealed = self.settings.record_checks != "none"
         stores = None if self.tier is None else partial(self.tier.make, must=incarnation > 0)
-        return Holdings(job, self.code, self.layouts, index, incarnation, incarnations, fresh, sealed, filled, stores)
+        kept = [name for name in self.settings.tier_keep.split(",") if name]
+        unknown = ", ".join(name for name in kept if name not in job.place_of_table)
+        if unknown and not incarnation:
+            few = ", ".join([table.name for table in job.tables][:TABLES_NAMED])
+            raise TierFailed(f"`tier_keep` names {unknown}, and no table of the job is called so: it has {few} ...")
+        held = Holdings(job, self.code, self.layouts, index, incarnation, incarnations, fresh, sealed, filled, stores)
+        for name in kept:
+            if name in job.place_of_table:
+                held.keep_last_(name)
+        return held
 
     def read_tier(self, read: Callable[[], None], done: Callable[[], None]) -> None:
         tier = self.tier

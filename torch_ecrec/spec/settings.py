@@ -241,6 +241,8 @@ class Settings:
             there, which have no names and end with the process. "": all records are in memory.
         tier_memory_bytes: of a server with a tier: memory for records, parities and the logs of recent steps.
         tier_for: "all" records go to the tier as memory is needed, or "parities" alone: then no step waits for a disk.
+        tier_keep: of a server with a tier: tables, with commas between them, whose records go to the disk last, when
+            no others are left to go. Their names are those of `torch-ecrec status --tables`.
         experiment_mode: for experiments only. It gives up what the protocol promises: see docs/experiments.md. All
             members of a cluster must have the same; "": no experiment.
         experiment_ranges: for experiments only, as `experiment_mode`; 0: no experiment.
@@ -275,6 +277,7 @@ class Settings:
     tier: str = ""
     tier_memory_bytes: int = 0
     tier_for: str = "all"
+    tier_keep: str = ""
     experiment_mode: str = ""
     experiment_ranges: int = 0
 
@@ -331,6 +334,10 @@ class Settings:
             bool(self.tier) == bool(self.tier_memory_bytes),
             "`tier` and `tier_memory_bytes` go together: a folder, and how much memory records may take before they go"
             f" there; got {self.tier!r} and {self.tier_memory_bytes}",
+        )
+        require(
+            bool(self.tier) or not self.tier_keep,
+            f"`tier_keep` goes with `tier` and `tier_memory_bytes`, got {self.tier_keep!r} without them",
         )
         require(
             not self.tier or self.record_checks != "none",

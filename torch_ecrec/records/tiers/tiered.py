@@ -11,8 +11,9 @@ is computed when it is asked for.
     3           -        -        0       never written
 
 *Which stay.* What was used since the last but one step stays: a step under way has it. Of the rest those go that were
-changed least often, round robin among equals (LFU). The count is kept when a record goes, and all are halved now and
-then. On real rows that is within a point of exact LFU, where policies that forget what they let go lose two to seven.
+changed least often, round robin among equals (LFU), and last what is to be kept (`keep_last_`). A count is kept when
+its record goes, and all are halved now and then. On real rows that is within a point of exact LFU, where policies that
+forget what they let go lose two to seven.
 
 *Folds.* What is folded into a record need not know it: a record that is absent gets a frame of zeros, which is marked
 *pending*, and is XORed with what is in the file before it is read or goes. So parities can be on disk, and no step
@@ -32,6 +33,7 @@ Does not know steps: each `CHANGE` is taken for one.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -155,6 +157,7 @@ class TieredStore:
         self._found: list[Positions] = []  # damaged ones, since the last `take_damaged`
         self._failed: TierFailed | None = None
         self._due = False  # frames were emptied: others will be before long
+        self._last_to_go: Sequence[tuple[int, int]] = ()  # first positions and ends, ascending: see `keep_last_`
 
     # RecordStore --------------------------------------------------------------------------------
 
@@ -190,6 +193,26 @@ class TieredStore:
         """Which frames have a flag in their state."""
         flags_V: NDArray[np.bool_] = self._meta_F[frames_V, 1] & flag != 0
         return flags_V
+
+    def keep_last_(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Some records go when no others are left to go: they count as if they were changed all the time.
+
+        Args:
+            runs: of positions, each a first one and an end, ascending, none of them over another.
+        """
+        self._last_to_go = runs
+        self._count_them()
+
+    def _count_them(self) -> None:
+        if not self._last_to_go:
+            return
+        for first, end in self._last_to_go:
+            self._count_P[first:end] = COUNT
+        firsts, ends = np.array(self._last_to_go).T
+        positions_F = self._position_F[: self._top].astype(np.int64) - 1
+        run_F = np.searchsorted(firsts, positions_F, "right") - 1
+        theirs_F = (run_F >= 0) & (positions_F < ends[run_F])
+        self._meta_F[: self._top, 1][theirs_F] |= np.uint32(COUNT)
 
     def look(self, positions_U: Positions) -> View:
         self._require_whole()
@@ -396,6 +419,7 @@ class TieredStore:
                 self._count_P >>= 1
                 states_F = self._meta_F[: self._top, 1]
                 states_F[:] = states_F & ~np.uint32(COUNT) | (states_F & COUNT) >> 1
+                self._count_them()
 
     def _shrink(self) -> None:
         """Gives memory back that was needed once: to a call of many records, or before another store had its share."""
@@ -438,7 +462,8 @@ class TieredStore:
         self._frame_P[positions_A] = frames_A
         self._position_F[frames_A] = positions_A + 1
         self._meta_F[frames_A, 0] = self._call
-        self._meta_F[frames_A, 1] = np.minimum(self._count_P[positions_A], COUNT - 1) + np.uint32(state)
+        most = np.uint32(COUNT - (state & COUNT))
+        self._meta_F[frames_A, 1] = np.minimum(self._count_P[positions_A], most) + np.uint32(state)
         self._in_use += len(frames_A)
         return frames_A
 
