@@ -17,7 +17,7 @@ Does not know what a record holds, steps or slots, and does not lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -57,12 +57,14 @@ class RecordStore(Protocol):
     Attributes:
         rows: how many there are.
         nbytes: bytes of each.
+        frames: for how many of them there is memory.
         sealed: seals are kept.
         in_place: all records are one array in memory, and places are positions.
     """
 
     rows: int
     nbytes: int
+    frames: int
     sealed: bool
     in_place: bool
 
@@ -112,6 +114,9 @@ class RecordStore(Protocol):
     def arrive(self, reading: Any) -> None:
         """What `want` has asked for was read: see `TieredStore.arrive`."""
 
+    def keep(self, later: Sequence[Positions]) -> None:
+        """Some records stay in memory once they are there, until others are named: see `TieredStore.keep`."""
+
     def soon(self) -> Any:
         """Returns what to read before frames are emptied the next time, a `Reading` for `settle`; None: nothing."""
 
@@ -152,7 +157,7 @@ class MemoryStore:
     in_place = True
 
     def __init__(self, rows: int, nbytes: int, scattered: bool = False, sealed: bool = True) -> None:
-        self.rows, self.nbytes, self.sealed = rows, nbytes, sealed
+        self.rows, self.nbytes, self.frames, self.sealed = rows, nbytes, rows, sealed
         self.memory = Memory(rows * nbytes, scattered)
         self.records_PB: Bytes = self.memory.array.reshape(-1, nbytes)
         self.seals_P: SealsOf | None = np.zeros(rows, np.uint32) if sealed else None
@@ -195,6 +200,9 @@ class MemoryStore:
 
     def arrive(self, reading: Any) -> None:
         raise TypeError("nothing is read here")
+
+    def keep(self, later: Sequence[Positions]) -> None:
+        pass
 
     def soon(self) -> None:
         return None

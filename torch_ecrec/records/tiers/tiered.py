@@ -10,7 +10,8 @@ is computed when it is asked for.
     2           4        9        200     in both: as it was read, unless frame 4 is dirty
     3           -        -        0       never written
 
-*Which stay.* What was used since the last but one step stays: a step under way has it. Of the rest those go that were
+*Which stay.* What was used since the last but one step stays: a step under way has it; so does what is pinned, since a
+later step has it (`keep`). Of the rest those go that were
 changed least often, round robin among equals (LFU). The count is kept when a record goes, and all are halved now and
 then. On real rows that is within a point of exact LFU, where policies that forget what they let go lose two to seven.
 
@@ -32,6 +33,7 @@ Does not know steps: each `CHANGE` is taken for one.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -155,6 +157,7 @@ class TieredStore:
         self._found: list[Positions] = []  # damaged ones, since the last `take_damaged`
         self._failed: TierFailed | None = None
         self._due = False  # frames were emptied: others will be before long
+        self._kept: Sequence[Positions] = ()  # of them, those with frames are pinned
 
     # RecordStore --------------------------------------------------------------------------------
 
@@ -316,6 +319,23 @@ class TieredStore:
         if broken.any():
             self._on_broken(positions_A[some[broken]], self._seals_F, at_V[broken])
 
+    def keep(self, later: Sequence[Positions]) -> None:
+        """Pins records: once they are in memory, they stay there until others are named in their place.
+
+        They go after all others that the call under way does not need: then nothing else is left to go.
+
+        Args:
+            later: (N,) int64 each, in 0..P-1, in any order, with repetitions. Not copied.
+        """
+        self._kept = later
+
+    def _mark_kept(self) -> None:
+        """Makes pinned records look as if the call before this one had used them."""
+        for positions_N in self._kept:
+            frames_N = self._frame_P[positions_N]
+            frames_N = frames_N[frames_N >= 0]
+            self._meta_F[frames_N, 0] = np.maximum(self._meta_F[frames_N, 0], np.uint32(self._call - 1))
+
     def soon(self) -> Reading | None:
         if not self._due:
             return None
@@ -400,6 +420,7 @@ class TieredStore:
     def _shrink(self) -> None:
         """Gives memory back that was needed once: to a call of many records, or before another store had its share."""
         excess = self._in_use - self.frames
+        self._mark_kept()
         if excess > 0 and len(frames := self._pick(excess, self._steps[0])):
             self._put_away(frames)
         top = max(self.frames, self._in_use)
@@ -492,7 +513,9 @@ class TieredStore:
     def _empty(self, count: int) -> None:
         """Empties at least so many frames, and some more, unless all others are in use by this call."""
         want = max(count, min(self._in_use, int(SPARE * self.frames)))
-        for before in (self._steps[0], self._call):  # first what no step under way has
+        self._mark_kept()
+        # First what no step under way has; then what is not pinned.
+        for before in (self._steps[0], *((self._call - 1,) if self._kept else ()), self._call):
             frames = self._pick(want, before)
             if len(frames):
                 self._put_away(frames)
