@@ -1,8 +1,8 @@
 """Measures training with tables that do not fit in memory, beside the same with all of them in memory.
 
 The systems take turns, as in `bench train`: k2r1 in memory, with a share of its records and parities in memory and the
-others on a disk (`--shares`), and with the parities alone there; without looking ahead, and with batches drawn early, of
-which servers are told (`--ahead`). Each step draws other ids, so that what is looked up is not what was looked up 32
+others on a disk (`--shares`), and with the parities alone there; without looking ahead, and with batches drawn early,
+of which servers are told (`--ahead`). Each step draws other ids, so that what is looked up is not what was looked up 32
 steps before. The budget of a server is the share of its records' and parities' bytes, and what a tier takes beside
 (`records/tiers/budget.py`).
 

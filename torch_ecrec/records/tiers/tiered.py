@@ -329,12 +329,11 @@ class TieredStore:
         """
         self._kept = later
 
-    def _mark_kept(self) -> None:
-        """Makes pinned records look as if the call before this one had used them."""
-        for positions_N in self._kept:
-            frames_N = self._frame_P[positions_N]
-            frames_N = frames_N[frames_N >= 0]
-            self._meta_F[frames_N, 0] = np.maximum(self._meta_F[frames_N, 0], np.uint32(self._call - 1))
+    def _pinned(self) -> Positions:
+        """Returns the frames of pinned records, (V,) int64, with repetitions."""
+        frames = [self._frame_P[positions_N] for positions_N in self._kept]
+        frames_N = np.concatenate(frames).astype(np.int64) if frames else np.empty(0, np.int64)
+        return frames_N[frames_N >= 0]
 
     def soon(self) -> Reading | None:
         if not self._due:
@@ -420,7 +419,6 @@ class TieredStore:
     def _shrink(self) -> None:
         """Gives memory back that was needed once: to a call of many records, or before another store had its share."""
         excess = self._in_use - self.frames
-        self._mark_kept()
         if excess > 0 and len(frames := self._pick(excess, self._steps[0])):
             self._put_away(frames)
         top = max(self.frames, self._in_use)
@@ -513,18 +511,28 @@ class TieredStore:
     def _empty(self, count: int) -> None:
         """Empties at least so many frames, and some more, unless all others are in use by this call."""
         want = max(count, min(self._in_use, int(SPARE * self.frames)))
-        self._mark_kept()
         # First what no step under way has; then what is not pinned.
-        for before in (self._steps[0], *((self._call - 1,) if self._kept else ()), self._call):
-            frames = self._pick(want, before)
+        for before, pinned in ((self._steps[0], False), (self._call, False), (self._call, True)):
+            frames = self._pick(want, before, pinned)
             if len(frames):
                 self._put_away(frames)
             count = want = count - len(frames)
             if count <= 0:
                 return
 
-    def _pick(self, want: int, before: int) -> Positions:
-        """Returns the frames with the lowest counts of those that were used last before a call."""
+    def _pick(self, want: int, before: int, pinned: bool = False) -> Positions:
+        """Returns the frames with the lowest counts of those that were used last before a call.
+
+        Those of pinned records are among them only if `pinned`.
+        """
+        stay_V = np.empty(0, np.int64) if pinned else self._pinned()
+        calls_V = self._meta_F[stay_V, 0]
+        self._meta_F[stay_V, 0] = self._call  # for now
+        frames = self._pick_any(want, before)
+        self._meta_F[stay_V, 0] = calls_V
+        return frames
+
+    def _pick_any(self, want: int, before: int) -> Positions:
         top = self._top
         position_F, meta_F = self._position_F[:top], self._meta_F[:top]
         found = np.zeros(COUNT + 1, np.int64)
