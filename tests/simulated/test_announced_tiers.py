@@ -48,6 +48,12 @@ class Late(OnDisks):
         super().__init__(scenario, late=True)
         self.network.faults = faults
 
+    def on_event(self, number: int) -> None:
+        super().on_event(number)
+        for slot in self.slots():
+            for slab, shard in enumerate(slot.shards):
+                assert slot.announced.announced(slab) <= shard.frames // 2, "announced records have half of the frames"
+
 
 @functools.cache
 def undisturbed(scenario: Scenario) -> SimulationResult:
