@@ -44,6 +44,9 @@ IGNORED: Mapping[str, frozenset[str]] = {
     # for whom it waits: told to people, and time is not measured here
     "SlotReads": frozenset({"waits", "awaited", "_stale"}),
     "Host": frozenset({"waits"}),
+    # hints: what is in memory, and what is on disk, changes no bits
+    "Client": frozenset({"tiered"}),
+    "Slot": frozenset({"announced"}),
     "Parity": frozenset({"_rounds"}),
     "Round": frozenset({"out", "others", "since_s", "usual"}),
     "_Repair": frozenset({"attempt", "failures"}),

@@ -34,6 +34,7 @@ class SimulationResult:
     fenced: int = 0
     resumed: list[int] = field(default_factory=list)  # steps of training after which new trainers went on
     asked_ahead: int = 0  # lookups that travelled with the push of the step before
+    announced: int = 0  # messages with which trainers told what they would look up later
     loaded_again: int = 0  # how often new trainers took back what lost ones had loaded
     fatal: str | None = None
     events: list[dict[str, Any]] = field(default_factory=list)

@@ -127,6 +127,7 @@ class Scenario:
         touch: how many of all rows a trainer touches in a step, as a share.
         pooled: whether trainers have bags pooled by the slots, too (`bags_of`).
         asks_ahead: whether lookups of the next step travel with some pushes (`trainer_scripts.asks_ahead`).
+        announces: so many steps before a lookup trainers tell slots with tiers of it (`trainer_scripts.announced`).
         verify_every: how many events lie between two looks of the verifiers.
         checkpoint: which checkpoints are written (`tests/harness/checkpoints.py`).
         domains: failure domains of server processes, in the order in which they start, again and again.
@@ -168,6 +169,7 @@ class Scenario:
     touch: float = 0.4
     pooled: bool = True
     asks_ahead: bool = True
+    announces: int = 4
     snapshot_every: int = 1
     loads: tuple[Load, ...] = ()
     loads_before: tuple[Load, ...] | None = None

@@ -33,6 +33,11 @@ def asks_ahead(step: int, trainer: int) -> bool:
     return (step + trainer) % 3 != 0
 
 
+def announced(step: int, trainer: int) -> list[int]:
+    """Steps whose rows a trainer announces for a lookup: most often that of its step, or twice, none, or another."""
+    return {1: [], 4: [step, step], 6: [step + 1000]}.get((3 * step + trainer) % 7, [step])
+
+
 def routes_of(scenario: Scenario, step: int, trainer: int, client: Client) -> tuple[list[Route], list[BagRoute]]:
     """What a trainer looks up and pushes in a step."""
     rows = [torch.from_numpy(r) for r in touched(scenario, step, trainer)]
@@ -132,6 +137,7 @@ class TrainerScripts:
                 self._result.asked_ahead += 1
             then = [] if ahead is None else [ahead]
             client.run(client.push, before[0], gradients[:slabs], rates, before[1], gradients[slabs:], then)
+            self._announce(i, client, step, first=step == done + 1)
             self._contributions.setdefault(step, {})[i] = loss
             yield lambda step=step: len(self._contributions[step]) == scenario.trainers  # type: ignore[misc]
             self._dense_of[i] = dense_after(self._dense_of[i], self._contributions[step])
@@ -142,6 +148,14 @@ class TrainerScripts:
                 client.run(client.snapshot, payload_of(self._dense_of[i]), [client.done])
             yield from self._overwrite(i, client, step, ended=True)
             self._on_step(i, step)
+
+    def _announce(self, i: int, client: Client, step: int, first: bool) -> None:
+        """Tells slots with tiers of the lookup of one later step; of all until then where it is the `first` time."""
+        last = min(step + self._scenario.announces, self._scenario.steps)
+        for later in range(step + 2 if first else max(step + 2, step + self._scenario.announces), last + 1):
+            for told in announced(later, i) if client.tiered else ():
+                client.run(client.announce, later - step - 1, *routes_of(self._scenario, told, i, client))
+                self._result.announced += 1
 
     def _overwrite(self, i: int, client: Client, step: int, ended: bool) -> Iterator[Callable[[], bool]]:
         """What is loaded after a step of training, as a session of trainer i does it."""

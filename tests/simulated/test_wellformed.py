@@ -85,6 +85,7 @@ def valid(cluster: SimulatedCluster) -> dict[str, wire.Request]:
             of_bags,
             [wire.Ask(positions, False, BAGS)],
         ),
+        "Announce": wire.Announce(SLOT, 0, step + 5, [ones(2, 0, 2), ones(1)]),
         "WhenAcknowledged": wire.WhenAcknowledged(SLOT, 0, step + 5),
         "Load": wire.Load(SLOT, 0, step + 5, 1, 0, ones(0, 2), 0, None, 0, False),
         "NoUpdate": wire.NoUpdate(SLOT, 0, step + 5, 1, 0),
@@ -107,6 +108,10 @@ def valid(cluster: SimulatedCluster) -> dict[str, wire.Request]:
 
 HUGE = 1 << 40
 BROKEN: list[tuple[str, dict[str, Any], str]] = [
+    ("Announce", {"step": 0}, "`step` must be at least 1"),
+    ("Announce", {"step": HUGE}, "`step` must be at most"),
+    ("Announce", {"positions": [ones(0)]}, "`positions` must be one of each of 2 slabs, got 1"),
+    ("Announce", {"positions": [ones(), ones(1, -1)]}, "position -1 of slab 1"),
     ("Lookup", {"step": 0}, "`step` must be at least 1"),
     ("Lookup", {"step": HUGE}, "`step` must be at most"),
     ("Push", {"trainer": 2}, r"`trainer` must be in 0\.\.1, got 2"),

@@ -29,6 +29,7 @@ class FakeSession:
         before: that of an earlier life of the trainer: this one goes on after `step` of it.
 
     Attributes:
+        tiered: whether records are on disks: then it notes what is announced, and of which step.
         after: step -> the tables as they were after it.
         rates: those of the push of each step from the first, those of an earlier life included.
         inexact: what was said to make the run so.
@@ -41,6 +42,7 @@ class FakeSession:
         self.after: dict[int, list[Tensor]] = {}
         self.parts: list[tuple[Tensor, list[int]]] = []
         self.ahead: list[tuple[int, list[Tensor]]] = []
+        self.tiered, self.announced = False, list[tuple[int, list[Tensor]]]()
         self.looked_up: list[tuple[int, list[Tensor]]] = []
         self.lookups, self.loads, self.opened, self.flushed, self.closed = 0, 0, 0, 0, 0
         self.snapshots: dict[int, tuple[Tensor, list[int]]] = {}
@@ -86,6 +88,11 @@ class FakeSession:
     def look_ahead(self, rows: list[Tensor], bags: Sequence[BagRoute] = ()) -> None:
         self._check_training()
         self.ahead.append((self.step, rows))
+
+    def announce(self, later: int, rows: list[Tensor], bags: Sequence[BagRoute] = ()) -> None:
+        self._check_training()
+        assert later > 0
+        self.announced.append((self.step + later, rows))
 
     def lookup_parts(self, rows: list[Tensor], evaluation: bool = False) -> list[list[Tensor]]:
         """In two parts, the second of which may be empty."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -60,18 +60,23 @@ def kjt(keys: list[str], values: Tensor, lengths: Tensor, weights: Tensor | None
     return KeyedJaggedTensor.from_lengths_sync(keys, values, lengths, weights)
 
 
-def made(look_ahead: str = "auto", **more: Any) -> tuple[DistributedModelParallel, FakeSession, Any]:
+def made(
+    look_ahead: str = "auto", tiered: bool = False, **more: Any
+) -> tuple[DistributedModelParallel, FakeSession, Any]:
     net = Net(collection("adagrad", **more))
     torch.manual_seed(2)
     nn.init.normal_(net.over.weight)
     session = FakeSession(job_of(net))
+    session.tiered = tiered
     model = DistributedModelParallel(net, device=CPU, session=session, settings=Settings(look_ahead=look_ahead))
     dense = KeyedOptimizerWrapper(dense_parameters(model), lambda p: torch.optim.Adam(p, lr=LR))
     return model, session, dense
 
 
-def run(reader: Any, take: Callable[[Any], Any], look_ahead: str = "auto") -> tuple[FakeSession, list[float]]:
-    model, session, optimizer = made(look_ahead)
+def run(
+    reader: Any, take: Callable[[Any], Any], look_ahead: str = "auto", tiered: bool = False
+) -> tuple[FakeSession, list[float]]:
+    model, session, optimizer = made(look_ahead, tiered)
     batches, losses = model.attach(optimizer=optimizer, reader=reader), Trace()
     for batch in batches:
         optimizer.zero_grad()
@@ -150,6 +155,60 @@ def test_more_ids_than_hold_up_a_push_are_asked_for_behind_it(monkeypatch: pytes
     check(lambda: [ids(i) for i in range(STEPS)], lambda batch: batch, AHEAD)
 
 
+def tiered(make: Callable[[], Any], take: Callable[[Any], Any], look_ahead: str) -> list[int]:
+    """Steps that servers with tiers were told of before, once each; the run is that without."""
+    off, losses = run(make(), take, "0", tiered=True)
+    on, seen = run(make(), take, look_ahead, tiered=True)
+    assert seen == losses and not off.announced
+    for mine, theirs in zip(on.records, off.records, strict=True):
+        assert torch.equal(mine, theirs)
+    for step, rows in on.announced:
+        (looked_up,) = looked(on, step)
+        assert same_tensors(rows, looked_up), "what was found then is used"
+    assert [step for step, _ in on.ahead] == AHEAD
+    return [step for step, _ in on.announced]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_servers_with_tiers_are_told_of_later_steps(form: str) -> None:
+    make, take = FORMS[form]
+    assert tiered(lambda: [make(i) for i in range(STEPS)], take, "auto") == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("look_ahead", "told"), [("1", []), ("2", [5, 6, 7, 8]), ("4", [5, 6, 7, 8]), ("16", [5, 6, 7, 8])]
+)
+def test_as_far_as_the_setting_says(look_ahead: str, told: list[int]) -> None:
+    assert tiered(lambda: (ids(i) for i in range(STEPS)), lambda batch: batch, look_ahead) == told
+
+
+def test_where_all_records_are_in_memory_one_batch_is_drawn_early_and_nobody_told() -> None:
+    drawn = []
+
+    def batches() -> Iterator[KeyedJaggedTensor]:
+        for i in range(STEPS):
+            drawn.append(i)
+            yield ids(i)
+
+    model, session, optimizer = made("4")
+    for number, batch in enumerate(model.attach(optimizer=optimizer, reader=batches())):
+        model(batch).backward()
+        assert len(drawn) <= number + 2
+    assert [step for step, _ in session.ahead] == AHEAD and not session.announced
+
+
+def test_many_ids_that_are_known_for_long_go_with_the_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that nobody had time to find the places of are asked for behind it."""
+    monkeypatch.setattr(served, "WITH_PUSH_MOST", 3)
+    behind: list[int] = []
+    look_ahead = FakeSession.look_ahead
+    monkeypatch.setattr(
+        FakeSession, "look_ahead", lambda self, *asked: behind.append(self.step) or look_ahead(self, *asked)
+    )
+    assert tiered(lambda: [ids(i) for i in range(STEPS)], lambda batch: batch, "auto") == [5, 6, 7, 8]
+    assert behind == [4]
+
+
 class Altering:
     """Gives the ids of one step changed in place, by NumPy: no version counter tells."""
 
@@ -199,7 +258,7 @@ def drawn_early(reader: Any, take: Callable[[Any], Any], monkeypatch: pytest.Mon
     """What a run asks the reader for ahead of the loop."""
     asked: list[Any] = []
     look_ahead = Reader.look_ahead
-    monkeypatch.setattr(Reader, "look_ahead", lambda self: asked.append(1) or look_ahead(self))
+    monkeypatch.setattr(Reader, "look_ahead", lambda self, tiered: asked.append(1) or look_ahead(self, tiered))
     session, _ = run(reader, take, "1")
     assert not session.ahead
     return asked
@@ -252,7 +311,7 @@ def test_an_evaluation_in_between_costs_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("value", "says"),
-    [("2", "got '2'; more than one batch is not drawn early"), ("yes", "must be one of auto, 1, 0, got 'yes'")],
+    [("17", "a number from 0 to 16, got '17'"), ("yes", "must be auto, or a number from 0 to 16, got 'yes'")],
 )
 def test_what_the_setting_cannot_be(value: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_ECREC_LOOK_AHEAD", value)
@@ -287,16 +346,21 @@ ALL = (
 )
 
 
+@pytest.mark.parametrize(("look_ahead", "tiered"), [("1", False), ("4", True)], ids=["1", "4"])
 @pytest.mark.parametrize("loop", ALL, ids=lambda loop: loop.name)
-def test_a_loop_and_its_later_lives_are_those_without(loop: Loop) -> None:
+def test_a_loop_and_its_later_lives_are_those_without(loop: Loop, look_ahead: str, tiered: bool) -> None:
+    if tiered and loop.reader == "augmented":  # reader and dropout draw from one generator
+        with pytest.raises(RuntimeError, match=r"draw from the same random generator \(torch\)"):
+            undisturbed(dataclasses.replace(loop, look_ahead=look_ahead, tiered=tiered))
+        return
     off = undisturbed(dataclasses.replace(loop, look_ahead="0"))
-    on = undisturbed(dataclasses.replace(loop, look_ahead="1"))
-    assert on.session.ahead and not off.session.ahead
+    on = undisturbed(dataclasses.replace(loop, look_ahead=look_ahead, tiered=tiered))
+    assert on.session.ahead and not off.session.ahead and bool(on.session.announced) == tiered
     assert on.trace == off.trace and same(on, off)
     assert on.session.snapshots.keys() == off.session.snapshots.keys()
     for step, (payload, header) in on.session.snapshots.items():
         assert torch.equal(payload, off.session.snapshots[step][0]) and header == off.session.snapshots[step][1]
     for step in [0, *on.session.snapshots][:: 2 if len(on.session.snapshots) > 6 else 1]:
-        for setting in ("0", "1"):
-            again = resumed(dataclasses.replace(loop, look_ahead=setting), on, step)
+        for setting in ("0", look_ahead):
+            again = resumed(dataclasses.replace(loop, look_ahead=setting, tiered=tiered), on, step)
             assert again.trace == off.trace and same(again, off), f"after step {step}, {setting}"

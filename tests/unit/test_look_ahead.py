@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -122,10 +123,14 @@ ACTIONS = ("draw before", "draw between", "draw after", "alter", "evaluate", "fo
 
 
 class Life:
-    """One run of a script; `saved[n]` goes on with the batch after n that were used."""
+    """One run of a script; `saved[n]` goes on with the batch after n that were used.
+
+    With a plus behind `look_ahead`, servers have tiers.
+    """
 
     def __init__(self, script: Script, look_ahead: str, saved: bytes | None = None) -> None:
-        self.script = script
+        self.script, self.tiered, look_ahead = script, "+" in look_ahead, look_ahead.removesuffix("+")
+        self.foreseen: dict[Any, Any] = {}
         made = READERS[script.kind]()
         self.reader = Reader(made, self._on_draw, look_ahead=look_ahead)
         self.own = next((g for g in Generators.of(made)._own.values() if isinstance(g, torch.Generator)), None)
@@ -160,6 +165,8 @@ class Life:
             does = self.script.turns[self.used % len(self.script.turns)]
             told = batch["ids"] if isinstance(batch, dict) else torch.as_tensor(batch)
             self.seen.append((told.tolist(), self.reader.drawn, self.reader.epoch, *self._draws()))
+            drawn = self.reader.epoch, self.reader.drawn - 1
+            assert self.foreseen.pop(drawn, told.tolist()) == told.tolist(), "what was foreseen is what comes"
             self.used += 1
             if "draw before" in does:
                 self.seen.append(self._draws())
@@ -182,8 +189,11 @@ class Life:
 
     def _forward(self) -> None:
         self.reader.on_forward()
-        coming = self.reader.look_ahead()
-        self.early += coming is not None
+        coming = self.reader.look_ahead(self.tiered)
+        self.early += bool(coming)
+        for number, batch in coming:
+            told = batch["ids"] if isinstance(batch, dict) else torch.as_tensor(batch)
+            assert self.foreseen.setdefault(number, told.tolist()) == told.tolist()
 
     def _draws(self) -> tuple[float, float, float]:
         """All that a loop could see of the generators."""
@@ -209,7 +219,7 @@ def check(script: Script, look_ahead: str) -> int:
     assert off.early == 0
     if ASKS_FOR_IT in on.error:
         left = script.leave_after and kind_of(READERS[script.kind]()) != "pass"
-        assert look_ahead == "1" and (left or moved_by_loop(script)), on.error
+        assert look_ahead[0] in "14" and (left or moved_by_loop(script)), on.error
         assert on.seen == off.seen[: len(on.seen)]
     else:
         assert (on.seen, on.error) == (off.seen, off.error)
@@ -224,7 +234,7 @@ def check(script: Script, look_ahead: str) -> int:
         for setting in ("0", look_ahead)[i % 2 :]:
             seed_all(50 + used)
             again = Life(script, setting, saved).go()
-            if ASKS_FOR_IT in again.error and setting == "1":
+            if ASKS_FOR_IT in again.error and setting[0] in "14":
                 continue
             assert not again.error
             tail = off.seen[len(off.seen) - len(again.seen) :] if again.seen else []
@@ -246,7 +256,7 @@ def scripts(draw: Any, kinds: Sequence[str]) -> Script:
 SWEEP = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 
 
-@pytest.mark.parametrize("look_ahead", ["auto", "1"])
+@pytest.mark.parametrize("look_ahead", ["auto", "auto+", "1", "4+"])
 @pytest.mark.parametrize("kind", QUICK)
 def test_no_loop_sees_an_early_draw(kind: str, look_ahead: str) -> None:
     early = 0
@@ -259,12 +269,12 @@ def test_no_loop_sees_an_early_draw(kind: str, look_ahead: str) -> None:
         early += check(script, look_ahead)
 
     check_some()
-    assert (early > 0) == (look_ahead == "1" or kind in UNSEEN)
+    assert (early > 0) == (look_ahead[0] in "14" or kind in UNSEEN)
 
 
 @pytest.mark.slow
 @settings(max_examples=5000, **SWEEP)
-@given(scripts(sorted(QUICK)), st.sampled_from(["auto", "1"]))
+@given(scripts(sorted(QUICK)), st.sampled_from(["auto", "1", "auto+", "1+", "2+", "4+", "16+"]))
 def test_thousands_of_loops_see_no_early_draw(script: Script, look_ahead: str) -> None:
     check(script, look_ahead)
 
@@ -294,6 +304,19 @@ def indices_count_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Reader, "_draw_early", counted)
 
 
+def each_begins_where_the_loop_is(patch: pytest.MonkeyPatch) -> None:
+    """And not where the early draw before it has ended."""
+    draw_early = Reader._draw_early
+
+    def alone(self: Reader, current: Any, state: bytes | None) -> Any:
+        queue, self._early = self._early, deque()
+        early = draw_early(self, current, state)
+        self._early = queue
+        return early
+
+    patch.setattr(Reader, "_draw_early", alone)
+
+
 PLAIN = (frozenset[str](),)
 MUTATIONS = {
     nothing_is_put_back: Script("augmented", 1, turns=(frozenset({"draw before"}),)),
@@ -303,13 +326,57 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.parametrize("look_ahead", ["1", "4+"])
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
-def test_a_mutation_is_found(mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mutation_is_found(mutate: Any, look_ahead: str, monkeypatch: pytest.MonkeyPatch) -> None:
     script = MUTATIONS[mutate]
-    assert check(script, "1") == SIZE - 3
+    assert check(script, look_ahead) == SIZE - 3
     mutate(monkeypatch)
     with pytest.raises(AssertionError):
-        check(script, "1")
+        check(script, look_ahead)
+
+
+@pytest.mark.parametrize("kind", ["augmented", "loader", "own"])
+def test_an_early_draw_goes_on_where_the_one_before_has_ended(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(kind, 1, turns=PLAIN)
+    assert check(script, "4+") == SIZE - 3
+    each_begins_where_the_loop_is(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(script, "4+")
+
+
+@pytest.mark.parametrize(("look_ahead", "ahead"), [("1+", [1] * 4), ("2+", [2] * 3 + [1]), ("4+", [2, 3, 2, 1])])
+def test_as_many_are_drawn_early_as_the_setting_says_and_two_in_a_turn(look_ahead: str, ahead: list[int]) -> None:
+    """Of 7 batches: a loop is known after three."""
+    found: list[int] = []
+    look = Reader.look_ahead
+    with pytest.MonkeyPatch.context() as patch:
+
+        def counted(self: Reader, tiered: bool) -> Any:
+            coming = look(self, tiered)
+            found.append(len(coming))
+            return coming
+
+        patch.setattr(Reader, "look_ahead", counted)
+        Life(Script("stateful", 1), look_ahead).go()
+    assert found == [0, 0, *ahead, 0]
+
+
+def test_memory_that_a_reader_gives_again_after_some_batches_is_refused() -> None:
+    """Here no batch that the loop still has is written over, but one that it has yet to get."""
+
+    def reused() -> Iterator[Tensor]:
+        memory = torch.zeros(2)
+        for i in range(20):
+            yield memory.fill_(i) if i in (6, 8) else torch.full((2,), float(i))
+
+    reader, seen = Reader(reused(), look_ahead="4"), []
+    with pytest.raises(RuntimeError, match=r"in the memory of another one.*TORCH_ECREC_LOOK_AHEAD=0"):
+        for batch in reader:
+            reader.on_forward()
+            reader.look_ahead(tiered=True)
+            seen.append(batch[0].item())
+    assert seen == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("leave_after", [0, 5])
@@ -381,7 +448,7 @@ def test_a_script_that_saves_the_readers_state_saves_that_of_its_own_draws() -> 
     early = 0
     for place, _ in enumerate(reader, 1):
         reader.on_forward()
-        early += reader.look_ahead() is not None
+        early += bool(reader.look_ahead())
         assert reader.state_dict() == {"turn": 0, "place": place}
     assert early == SIZE - 3
 
@@ -394,7 +461,7 @@ def test_nothing_is_drawn_early_in_a_pipeline_or_on_another_thread() -> None:
     for _ in range(6):
         scope["draw"](stream)
         reader.on_forward()
-        assert reader.look_ahead() is None
+        assert reader.look_ahead() == []
 
 
 def test_readers_that_tell_nobody() -> None:

@@ -169,7 +169,7 @@ def loops(drivers: tuple[str, ...] = DRIVERS) -> st.SearchStrategy[Loop]:
         refused = (reader == "augmented" and moves) or (leave_after and reader in STAYING)
         found = Loop(
             reader=reader,
-            look_ahead=draw(st.sampled_from(["auto"] if refused else ["0", "auto", "1"])),
+            look_ahead=draw(st.sampled_from(["auto"] if refused else ["0", "auto", "1", "4"])),
             driver=driver,
             style=style,
             epochs=draw(st.integers(1, 3)),

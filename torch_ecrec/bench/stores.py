@@ -166,7 +166,7 @@ class Keyed:
     sealed = True
 
     def __init__(self, rows: int, nbytes: int) -> None:
-        self.rows, self.nbytes = rows, nbytes
+        self.rows, self.nbytes, self.frames = rows, nbytes, 0
         self._first: First | None = None
         self._held: Positions | None = None
         self._view = View(np.empty((0, nbytes), np.uint8), None, np.empty(0, np.int64))
@@ -243,6 +243,9 @@ class Keyed:
 
     def arrive(self, reading: Any) -> None:
         raise TypeError("nothing is read ahead here")
+
+    def keep(self, later: Sequence[Positions]) -> None:
+        pass
 
     def scan(self, first: int, end: int, most_bytes: int) -> tuple[int, None]:
         return end, None

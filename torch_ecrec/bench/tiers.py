@@ -1,9 +1,10 @@
 """Measures training with tables that do not fit in memory, beside the same with all of them in memory.
 
 The systems take turns, as in `bench train`: k2r1 in memory, with a share of its records and parities in memory and the
-others on a disk (`--shares`), and with the parities alone there. Each step draws other ids, so that what is looked up
-is not what was looked up 32 steps before. The budget of a server is the share of its records' and parities' bytes, and
-what a tier takes beside (`records/tiers/budget.py`).
+others on a disk (`--shares`), and with the parities alone there; without looking ahead, and with batches drawn early,
+of which servers are told (`--ahead`). Each step draws other ids, so that what is looked up is not what was looked up 32
+steps before. The budget of a server is the share of its records' and parities' bytes, and what a tier takes beside
+(`records/tiers/budget.py`).
 
 `reads/step` are of the disk; the reads that the disk does by itself, 32 at once, stand above the table.
 """
@@ -101,14 +102,21 @@ def modes_of(arguments: argparse.Namespace, shape: workload.Shape) -> list[Mode]
     """Returns the systems that are measured."""
     base = parse_mode("k2r1")
 
-    def tiered(name: str, share: float, kind: str) -> Mode:
-        settings = tier_settings(arguments.tier, budget(shape, base, share), kind)
-        return dataclasses.replace(base, name=name, group=name, settings=settings)
+    def mode(name: str, ahead: int, settings: Mapping[str, str] = {}) -> Mode:
+        named = f"{name}, {ahead} ahead" if ahead else name
+        return dataclasses.replace(
+            base, name=named, group=named, settings={**settings, "TORCH_ECREC_LOOK_AHEAD": str(ahead)}
+        )
+
+    def tiered(name: str, share: float, kind: str, ahead: int = 0) -> Mode:
+        return mode(name, ahead, tier_settings(arguments.tier, budget(shape, base, share), kind))
 
     shares = [float(text) for text in arguments.shares.split(",") if text]
     require(all(0 < share <= 1 for share in shares), f"`--shares` are of all records, 0 to 1, got {arguments.shares}")
-    found = [dataclasses.replace(base, name=MEMORY, group=MEMORY)]
-    found += [tiered(f"{100 * share:g} % in memory", share, "all") for share in shares]
+    distances = [int(text) for text in arguments.ahead.split(",") if text]
+    require(distances[:1] == [0], f"`--ahead` begins with 0, what the others are compared with, got {arguments.ahead}")
+    found = [mode(MEMORY, ahead) for ahead in distances]
+    found += [tiered(f"{100 * share:g} % in memory", share, "all", ahead) for share in shares for ahead in distances]
     # all data records, and as good as no parity
     return [*found, tiered(PARITIES, 0.7, "parities")] if arguments.parities else found
 
@@ -122,6 +130,11 @@ def rows(result: Mapping[str, Any], blocks: Mapping[str, Sequence[Mapping[str, A
             for block, whole in zip(blocks[name], blocks[MEMORY], strict=False)
         ]
         middle = {key: record.spread(block[key] for block in blocks[name])["median"] for key in COUNTED}
+        without = name.partition(", ")[0]
+        more = [
+            block["samples_per_s"] / other["samples_per_s"]
+            for block, other in zip(blocks[name], blocks[without], strict=False)
+        ]
         asked = middle["tier_hits"] + middle["tier_misses"]
         held = result["server_bytes"][name]
         lines.append(
@@ -131,6 +144,7 @@ def rows(result: Mapping[str, Any], blocks: Mapping[str, Sequence[Mapping[str, A
                 "rate / in memory": record.spread(ratios)["median"] if ratios else None,
                 "least": min(ratios, default=None),
                 "most": max(ratios, default=None),
+                "rate / not ahead": record.spread(more)["median"] if more and name != without else None,
                 "CPU / in memory": result["cpu_s_per_step"][name]["median"]
                 / result["cpu_s_per_step"][MEMORY]["median"],
                 "hit rate": middle["tier_hits"] / asked if asked else None,
@@ -206,6 +220,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tier", type=Path, required=True, metavar="DIR", help="a folder on the disk to measure")
     parser.add_argument("--shares", default="0.25,0.1", metavar="A,B,...", help="of records in memory (0.25,0.1)")
     parser.add_argument("--parities", action=argparse.BooleanOptionalAction, default=True, help="on disk alone, too")
+    parser.add_argument("--ahead", default="0,4", metavar="0,A,...", help="batches that are drawn early, at most (0,4)")
     add_shape(parser)
     add_blocks(parser, warmup=60)
     record.add_files(parser, "build/bench", copies=True)

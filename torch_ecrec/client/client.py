@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ecrec.client.reads import LookUp, SlotReads, bags_at
+from torch_ecrec.client.reads import LookUp, SlotReads, bags_at, positions_at
 from torch_ecrec.layout.routing import BagRoute, Parts, Route
 from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.bounds import TEXT_MOST
@@ -90,6 +90,7 @@ class Client(SlotReads):
         self._settles = False  # somebody waits until all is acknowledged
         self._settling: dict[int, tuple[int, RetryingCall[wire.Acknowledged]]] = {}  # slot -> step, and who asks
         self._acknowledged: dict[int, int] = {}  # slot -> the last step that it has acknowledged
+        self.tiered: set[int] = set()  # slots that have said that some of their records may be on a disk only
         self._owed = False  # a snapshot was due after the step before, and is due after one that loads behind it
         self.open: dict[int, _StepState] = {}
         self.partial_restores: list[messages.PartialRestore] = []  # slots that began anew, in this run
@@ -342,6 +343,23 @@ class Client(SlotReads):
         """A lookup of the step after this one, to travel with the push of this one; else as `lookup_bags`."""
         return LookUp(self.job, self.step + 1, routes, bags, done, self.bfloat16)
 
+    def announce(self, later: int, routes: Sequence[Route], bags: Sequence[BagRoute]) -> None:
+        """Tells slots that have some of their records on a disk what a later lookup will ask for: a hint, sent once.
+
+        Args:
+            later: so many steps after the one that is worked on.
+            routes, bags: as for `lookup_bags`.
+        """
+        step = self.step + later
+
+        def tell(slot: int, positions: list[Tensor]) -> None:
+            self.ask_once(slot, lambda life: wire.Announce(slot, life, step, positions), lambda answer: None)
+
+        for slot in sorted(self.tiered):
+            positions = positions_at(routes, bags, slot)
+            if any(map(len, positions)):
+                tell(slot, positions)
+
     def push(
         self,
         routes: Sequence[Route],
@@ -422,15 +440,17 @@ class Client(SlotReads):
                 self._take_rows(one, slot, rows)
             if then and not answer.rows and not all(one.over for one in then):
                 self.on_error(LookupError(f"slot {slot} cannot show step {answer.step} any more"))
-            self._acknowledge(slot, answer.step)
+            self._acknowledge(slot, answer)
             if self._settles or self._is_late(slot):
                 self._settle(slot)
             self._advance()
 
         state.calls[slot] = self.ask(slot, make, on_answer)
 
-    def _acknowledge(self, slot: int, through: int) -> None:
-        """A slot has said that every step up to `through` survives."""
+    def _acknowledge(self, slot: int, answer: wire.Acknowledged) -> None:
+        """A slot has said up to where every step survives."""
+        through = answer.step
+        (self.tiered.add if answer.tiered else self.tiered.discard)(slot)
         self._acknowledged[slot] = max(through, self._acknowledged.get(slot, 0))
         for state in [state for step, state in self.open.items() if step <= through]:
             state.ran_ahead.pop(slot, None)
@@ -463,7 +483,7 @@ class Client(SlotReads):
 
         def on_answer(answer: wire.Acknowledged) -> None:
             self._settling.pop(slot, None)
-            self._acknowledge(slot, answer.step)
+            self._acknowledge(slot, answer)
             self._advance()
 
         self._settling[slot] = last, self.ask(slot, lambda life: wire.WhenAcknowledged(slot, life, last), on_answer)

@@ -43,6 +43,15 @@ def bags_at(bags: Sequence[BagRoute], slot: int) -> list[wire.Bags]:
     ]
 
 
+def positions_at(routes: Sequence[Route], bags: Sequence[BagRoute], slot: int) -> list[Tensor]:
+    """All positions at a slot of some rows, and of bags: (N,) int64 of each slab, in no order."""
+    found = [route.positions[slot] for route in routes]
+    for slab, there in enumerate(bags):
+        if len(there.positions[slot]):
+            found[slab] = torch.cat([found[slab], there.positions[slot].to(torch.int64)])
+    return found
+
+
 class LookUp:
     """A lookup under way: what is asked of which slots, and what has come of it.
 

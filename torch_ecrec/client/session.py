@@ -99,6 +99,7 @@ class Session:
         self._closed = False
         self._routes: deque[Route] = deque(maxlen=ROUTES_KEPT)
         self._ahead: list[_Ahead] = []
+        self._later: list[tuple[int, list[Route]]] = []  # of what was announced: its step, and where its rows live
         self._loading = Loading(client, self._wait, restarted)
         client.on_change, client.on_error, client.on_awaited = self._waiting.notify, self.fail, self._say_awaited
         self._said_s = -math.inf
@@ -216,9 +217,9 @@ class Session:
 
     def _route(self, rows: Sequence[Tensor]) -> list[Route]:
         """Routes rows, those that `arrange` gave at no cost."""
-        routes = []
+        routes, all_known = [], [*self._routes, *(route for _, announced in self._later for route in announced)]
         for slab, rows_U in enumerate(rows):
-            known = next((route for route in self._routes if route.rows is rows_U), None)
+            known = next((route for route in all_known if route.rows is rows_U), None)
             routes.append(known if known is not None else self.client.route(slab, rows_U))
         return routes
 
@@ -312,6 +313,25 @@ class Session:
         self._ahead.append(ahead)
         self.client.run(self.client.lookup_bags, self._route(rows), bags, done)
 
+    @property
+    def tiered(self) -> bool:
+        """Whether some server keeps records on a disk: it wants to know what later steps will look up."""
+        return bool(self.client.tiered)
+
+    def announce(self, later: int, rows: Sequence[Tensor], bags: Sequence[BagRoute] = ()) -> None:
+        """Tells the servers what a lookup of a later step will ask for, so that they read it from their disks.
+
+        It is a hint: nothing comes of it but time.
+
+        Args:
+            later: so many steps after this one.
+            rows, bags: as for `look_ahead`; of the same tensors that lookup knows where they live.
+        """
+        self._check_training()
+        routes = self._route(rows)
+        self._later.append((self.step + later, routes))
+        self.client.run(self.client.announce, later, routes, bags)
+
     def _ahead_of(
         self, step: int, rows: Sequence[Tensor]
     ) -> tuple[_Ahead, Callable[[list[Parts], list[Tensor]], None]]:
@@ -360,6 +380,7 @@ class Session:
         self._routes.clear()
         self._routes.extend(route for its_routes, *_ in coming for route in its_routes)
         self._ahead = [one for _, _, one, _ in coming]
+        self._later = [(step, announced) for step, announced in self._later if step >= self.step]
 
     @property
     def snapshot_every(self) -> int:

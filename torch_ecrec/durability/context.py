@@ -118,6 +118,11 @@ class SlotContext(ABC):
         return self.ready and self.held.missing.remaining == 0
 
     @property
+    def tiered(self) -> bool:
+        """Whether some of its data records may be on a disk only."""
+        return not all(shard.in_memory for shard in self.held.shards)
+
+    @property
     def life(self) -> tuple[int, int]:
         """Index and incarnation: how each message about this slot begins."""
         return self.held.index, self.held.incarnation
@@ -144,8 +149,12 @@ class SlotContext(ABC):
         """Answers now if `attempt` yields an answer, else when it first does."""
 
     @abstractmethod
-    def expect(self, positions: list[np.ndarray]) -> bool:
+    def expect(self, positions: list[np.ndarray], later: bool = False) -> bool:
         """These data records (per slab, (U,) int64) are needed soon: those on a disk begin to be read, if there is one.
+
+        Args:
+            positions: which.
+            later: nobody waits for them yet.
 
         Returns:
             Whether any is on its way.

@@ -1,10 +1,12 @@
-"""Finds in the next batch of a plain loop what the sharded modules will look up, and announces it to them.
+"""Finds in the next batches of a plain loop what the sharded modules will look up, and announces it to them.
 
 TorchRec's pipelines announce the next batch themselves. In a plain loop over an attached reader nobody does, so the
 reader draws it early (`Reader.look_ahead`), at the end of a training forward, and what it has for a module then travels
 with the push of the step:
 
     draw t   forward t   [early draw of t + 1, announced]   backward t: push, with lookups of t + 1   draw t + 1
+
+Where servers have records on disks, batches after it are drawn early and announced, too (`ServedModule.announce`).
 
 Batches have any form. In the first steps a module's features are looked for in the batch that the loop has drawn: at
 `["sparse"]`, say. Later the features at that path are announced. The module compares them with those that it gets
@@ -17,6 +19,7 @@ that a loop makes of its batch. Where nothing can be announced, no batch is draw
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +28,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torch_ecrec.compat.torchrec import collection_of
+from torch_ecrec.nn.backend import EmbeddingBackend
 from torch_ecrec.nn.managed import ManagedModule
 from torch_ecrec.nn.served import ServedModule
 from torch_ecrec.nn.staging import same_ids
@@ -66,10 +70,11 @@ class Announcing:
     Args:
         reader: what `attach` returns.
         model: its modules are told as long as there is hope.
+        session: says whether servers have records on disks.
     """
 
-    def __init__(self, reader: Reader, model: nn.Module) -> None:
-        self._reader = reader
+    def __init__(self, reader: Reader, model: nn.Module, session: EmbeddingBackend) -> None:
+        self._reader, self._session = reader, session
         modules = list(model.modules())
         inside = {id(collection_of(module)) for module in modules if isinstance(module, ManagedModule)}
         self._known: dict[ServedModule[Any], _Known] = {
@@ -102,7 +107,7 @@ class Announcing:
             known.paths = here if known.paths is None else [path for path in known.paths if path in here]
 
     def after_forward(self) -> None:
-        """Called when a training forward has ended: draws the next batch if that is of use, and announces it."""
+        """Called when a training forward has ended: draws next batches if that is of use, and announces them."""
         if not self._known:
             return
         self._forwards += 1
@@ -115,16 +120,16 @@ class Announcing:
         if self._reader.pipelined or (self._found is None and not paths):
             self._end()
         elif paths:
-            batch = self._reader.look_ahead()
+            coming = self._reader.look_ahead(self._session.tiered)
             for module, path in paths.items():
-                features = _at(batch, path)
-                if isinstance(features, KeyedJaggedTensor):
-                    module.announce(features)
+                found = ((number, _at(batch, path)) for number, batch in coming)
+                module.announce(list(itertools.takewhile(lambda one: isinstance(one[1], KeyedJaggedTensor), found)))
 
     def _end(self) -> None:
         self._reader.on_batch = self._found = None
         for module in self._known:
             module.on_called = None
+            module.announce([])
         self._known.clear()
 
 

@@ -85,7 +85,7 @@ class Attachment:
         self.reader = None if reader is None else Reader(reader, self._on_draw, inspector, look_ahead)
         self._announcing: Announcing | None = None
         if self.reader is not None and self.reader.looks_ahead:
-            self._announcing = Announcing(self.reader, model)
+            self._announcing = Announcing(self.reader, model, step.session)
         self._settings = ModuleSettings(model)
         if optimizers:
             dense.use(self._state.dense_optimizers)

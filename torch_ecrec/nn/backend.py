@@ -59,6 +59,13 @@ class EmbeddingBackend(Protocol):
     def look_ahead(self, rows: list[Tensor], bags: Sequence[BagRoute] = ()) -> None:
         """Announces rows and bags that a lookup gets later in this step, as the same tensors, to be fetched early."""
 
+    @property
+    def tiered(self) -> bool:
+        """Whether servers keep records on disks, and want to know what later steps will look up."""
+
+    def announce(self, later: int, rows: list[Tensor], bags: Sequence[BagRoute] = ()) -> None:
+        """Tells servers that keep records on disks what a lookup will get, so many steps after this one: a hint."""
+
     def push(
         self,
         rows: list[Tensor],

@@ -10,7 +10,8 @@ Invariants. Rows are looked up in `compute`, never in `input_dist`, which pipeli
 a step old. A batch that a pipeline has announced that way is asked for with the push before it, in the same messages,
 or right behind if it has so many ids that they would hold up the push. Its rows travel while the rest of the backward
 and the dense optimizer run; the servers answer once they have applied that push. In a plain loop `announcing.py` says
-what probably comes next (`announce`): a copy is kept, and compared with what `compute` gets.
+what probably comes next (`announce`): a copy is kept, and compared with what `compute` gets. Servers that have records
+on disks are told of the batches after it, too, as far as they are known, each once, behind the push.
 
 Does not hold weights, talk to servers (`backend.EmbeddingBackend` does) or change the dense part of the model. What a
 training step is, `step.py` says; pooling is in `slices.py`, the autograd function in `lookup.py`, and what is saved and
@@ -24,7 +25,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -52,6 +53,7 @@ from torch_ecrec.nn.slices import Bags, Slice, Table
 from torch_ecrec.nn.staging import HostIds, Staging, copied, same_ids
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.tables_state import ServerOptimizer, TablesState
+from torch_ecrec.resume.reader import Number
 from torch_ecrec.state_dicts.columns import Columns
 from torch_ecrec.state_dicts.kinds import Collection
 from torch_ecrec.state_dicts.unsharded import configs_of, draw_weights, folder_of, is_default, pooling_of, weight_of
@@ -80,15 +82,26 @@ class Context(Multistreamable):
 
 @dataclass(eq=False)
 class _Coming:
-    """A batch that will be looked up. `told`: a copy of what was announced; None: a pipeline has given it already."""
+    """A batch that will be looked up.
+
+    Attributes:
+        ids: of it.
+        told: a copy of what was announced; None: a pipeline has given it already.
+        number: of what was announced, by which it is known again.
+        ready: what it looks up, once that was asked for.
+        hinted: servers have been told that it will come.
+    """
 
     ids: HostIds
     told: HostIds | None = None
+    number: Number | None = None
+    ready: _Ready | None = None
+    hinted: bool = False
 
 
 @dataclass(eq=False)
 class _Ready:
-    """A batch that was asked for before `compute`: unique rows (U,) of each slab of the job, and its bags."""
+    """What a batch looks up, found before `compute`: unique rows (U,) of each slab of the job, and its bags."""
 
     coming: _Coming
     rows: list[Tensor]
@@ -170,7 +183,8 @@ class ServedModule(
         step.frozen.append(self._frozen)
         self._configs = {config.name: config for config in configs}
         self._validated = False
-        self._coming: deque[_Coming] = deque(maxlen=PIPELINED_MOST)  # announced, not computed yet
+        self._coming: deque[_Coming] = deque(maxlen=PIPELINED_MOST)  # given by a pipeline, not computed yet
+        self._told: deque[_Coming] = deque()  # announced in a plain loop, likewise
         self._ready: _Ready | None = None  # looked up ahead
         self.on_called: Callable[[KeyedJaggedTensor, bool | None], None] | None = None
         step.coming.append(self._ask_with_push)
@@ -193,6 +207,8 @@ class ServedModule(
             for slab in sorted({table.slab for _, table in places})
         ]
         self._ready = None
+        for coming in (*self._coming, *self._told):
+            coming.ready = None
 
     def keys_of_tables(self) -> dict[str, tuple[str, str]]:
         """Returns the names of its tables, as `WithTables` defines them."""
@@ -252,50 +268,73 @@ class ServedModule(
         """Whether lookups may be made ahead: weights of ids have a graph, which a backward must not start."""
         return not self._weighted
 
-    def announce(self, features: KeyedJaggedTensor) -> None:
-        """Says what the next training forward of a plain loop will probably be called with.
+    def announce(self, coming: Sequence[tuple[Number, KeyedJaggedTensor]]) -> None:
+        """Says what the next training forwards of a plain loop will probably be called with, in their order.
 
-        It is asked for with the next push. What a forward gets in its place is asked for then, as ever.
+        The first is asked for with the next push. What a forward gets in its place is asked for then, as ever.
+
+        Args:
+            coming: all that is known, each with a number by which it is known the next time.
         """
-        if self._coming and self._coming[0].told is not None:
-            self._coming.popleft()  # nobody has asked for it
-        if self._coming:  # a pipeline knows better
-            return
+        known = {one.number: one for one in self._told}
+        self._told.clear()
+        for number, features in coming if not self._coming else ():  # a pipeline knows better
+            one = known.get(number) or self._foreseen(number, features)
+            if one is None:
+                return
+            self._told.append(one)
+
+    def _foreseen(self, number: Number, features: KeyedJaggedTensor) -> _Coming | None:
         told = copied(features)
         try:
             accepted = self._accepted(told)
         except ValueError:  # the forward says so, where it belongs
-            return
+            return None
         ids = self._staging.ids(accepted)
-        self._coming.append(_Coming(ids, ids if accepted is told else self._staging.ids(told)))
+        return _Coming(ids, ids if accepted is told else self._staging.ids(told), number)
 
     def _ask_with_push(self) -> tuple[list[Tensor], list[BagRoute]] | None:
         """Returns what the batch that will be computed next looks up, to be asked for with the push.
 
         Returns:
-            Rows (U,) and bags, per slab of the job; None if there is no such batch, or it has many ids.
+            Rows (U,) and bags, per slab of the job; None if there is no such batch, or it has many ids to be prepared.
         """
-        if self._coming and self._coming[0].ids.features.values().numel() <= WITH_PUSH_MOST:
-            return self._prepare_ahead()
-        return None
+        coming = next(iter(self._coming or self._told), None)
+        if coming is None:
+            return None
+        few = coming.ready is not None or coming.ids.features.values().numel() <= WITH_PUSH_MOST
+        return self._ask_for(coming) if few else None
 
     def _look_ahead(self) -> None:
-        """Asks the servers for the rows of the batch that will be computed next, unless the push did."""
-        if self._coming and (self._ready is None or self._ready.coming is not self._coming[0]):
-            asked = self._prepare_ahead()
-            if asked is not None:
-                self._step.session.look_ahead(*asked)
+        """Asks the servers for the rows of the batch that will be computed next, unless the push did.
 
-    def _prepare_ahead(self) -> tuple[list[Tensor], list[BagRoute]] | None:
-        if not self.can_be_announced:
+        Of later ones it tells those servers that have to read them from disks.
+        """
+        known, session = list(self._coming or self._told), self._step.session
+        if known and (self._ready is None or self._ready.coming is not known[0]):
+            asked = self._ask_for(known[0])
+            if asked is not None:
+                session.look_ahead(*asked)
+        for later, coming in enumerate(known[1:] if session.tiered else (), 1):
+            if not coming.hinted and (ready := self._prepared(coming)) is not None:
+                coming.hinted = True
+                session.announce(later, ready.rows, self._step.routes(ready.bags))
+
+    def _ask_for(self, coming: _Coming) -> tuple[list[Tensor], list[BagRoute]] | None:
+        ready = self._prepared(coming)
+        if ready is None:
             return None
-        coming = self._coming[0]
-        try:
-            rows, bags = self._prepare(coming.ids)
-        except ValueError:  # an id that is no row: `compute` says so, where it belongs
-            return None
-        self._ready = _Ready(coming, rows, bags)
-        return rows, self._step.routes(bags)
+        self._ready = ready
+        return ready.rows, self._step.routes(ready.bags)
+
+    def _prepared(self, coming: _Coming) -> _Ready | None:
+        """Returns what a batch looks up, which is found once; None if it must not be asked for ahead."""
+        if coming.ready is None and self.can_be_announced:
+            try:
+                coming.ready = _Ready(coming, *self._prepare(coming.ids))
+            except ValueError:  # an id that is no row: `compute` says so, where it belongs
+                return None
+        return coming.ready
 
     def _prepare(self, ids: HostIds) -> tuple[list[Tensor], list[Bags]]:
         """Returns the unique rows (U,) for each slab of the job, and the bags for each slab of this module."""
@@ -351,6 +390,8 @@ class ServedModule(
     def _take_ready(self, ctx: Context, ids: HostIds) -> _Ready | None:
         """Returns what was asked for ahead, if it is what is looked up now."""
         ready, trains = self._ready, torch.is_grad_enabled() and self.training
+        if trains and self._told:
+            self._told.popleft()
         if ready is not None and ready.coming.told is not None and not trains:
             return None  # an evaluation, before the forward for which it was asked
         self._ready, given, used = None, ctx.given, None

@@ -52,6 +52,7 @@ KINDS = {
     "Lookup": "lookup",
     "Rows": "lookup",
     "Push": "push",
+    "Announce": "lookup",
     "Acknowledged": "lookup",  # rows that a push has asked for; the ids, which were with it, count as that
     "Fold": "fold",
     "Snapshot": "snapshot",

@@ -182,6 +182,12 @@ class MessageValidator:
         )
         _check_shape("records", request.slab, records, (many, width))
 
+    def _check_announce(self, request: wire.Announce) -> None:
+        check(request.step >= 1, f"`step` must be at least 1, got {request.step}")
+        self._check_count("positions", request.positions)
+        for slab, positions_N in enumerate(request.positions):
+            self._check_inside(slab, request.slot, positions_N)
+
     def _check_when(self, request: wire.WhenAcknowledged) -> None:
         check(request.step >= 1, f"`step` must be at least 1, got {request.step}")
 
@@ -422,6 +428,7 @@ def _fields_of(kind: type[Request[Any]]) -> tuple[list[str], list[str], list[str
 _REQUESTS: dict[type[Request[Any]], Callable[..., None]] = {
     wire.Lookup: MessageValidator._check_lookup,
     wire.Push: MessageValidator._check_push,
+    wire.Announce: MessageValidator._check_announce,
     wire.WhenAcknowledged: MessageValidator._check_when,
     wire.Load: MessageValidator._check_load,
     wire.NoUpdate: MessageValidator._check_no_update,

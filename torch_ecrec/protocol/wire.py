@@ -178,6 +178,7 @@ class Ask(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
 class Acknowledged(Answer):
     step: Count  # cumulative: every step up to here survives r losses
     rows: list[Rows] = []  # of what a push asks for, one for each `Ask`; or none
+    tiered: bool = False  # some of the slot's records may be on a disk only: it wants to know of lookups (`Announce`)
 
 
 class Push(Request[Acknowledged]):
@@ -198,6 +199,20 @@ class Push(Request[Acknowledged]):
     bags: list[Bags] = []  # of each slab, or none at all; a record may have gradients of rows, and of bags
     bag_gradients: list[Values] = []  # (G, D) each, of the sums
     then: list[Ask] = []
+
+
+class Announced(Answer):
+    pass
+
+
+class Announce(Request[Announced]):
+    """Records that a trainer will look up in a later step: those on a disk begin to be read, and stay in memory.
+
+    A hint: sent once, to slots with a tier only. If it is lost, comes late or twice, or is wrong, that costs time.
+    """
+
+    step: Count  # whose lookup it is
+    positions: list[Positions]  # (N,) int64 each, in any order, with repetitions
 
 
 class WhenAcknowledged(Request[Acknowledged]):

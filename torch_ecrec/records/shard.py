@@ -187,6 +187,15 @@ class Shard:
         """Data records were read that `want` has asked for."""
         self._stores[False].arrive(reading)
 
+    @property
+    def frames(self) -> int:
+        """For how many of the data records there is memory."""
+        return self._stores[False].frames
+
+    def keep(self, later: Sequence[Positions]) -> None:
+        """Some data records stay in memory once they are there; see `TieredStore.keep`."""
+        self._stores[False].keep(later)
+
     def soon(self) -> list[tuple[Any, bool]]:
         """Returns what its stores should read before long: `RecordStore.soon`, and whether it is of parities."""
         found = [(store.soon(), parity) for parity, store in enumerate(self._stores)]

@@ -57,12 +57,14 @@ class RecordStore(Protocol):
     Attributes:
         rows: how many there are.
         nbytes: bytes of each.
+        frames: for how many of them there is memory.
         sealed: seals are kept.
         in_place: all records are one array in memory, and places are positions.
     """
 
     rows: int
     nbytes: int
+    frames: int
     sealed: bool
     in_place: bool
 
@@ -115,6 +117,9 @@ class RecordStore(Protocol):
     def arrive(self, reading: Any) -> None:
         """What `want` has asked for was read: see `TieredStore.arrive`."""
 
+    def keep(self, later: Sequence[Positions]) -> None:
+        """Some records stay in memory once they are there, until others are named: see `TieredStore.keep`."""
+
     def soon(self) -> Any:
         """Returns what to read before frames are emptied the next time, a `Reading` for `settle`; None: nothing."""
 
@@ -155,7 +160,7 @@ class MemoryStore:
     in_place = True
 
     def __init__(self, rows: int, nbytes: int, scattered: bool = False, sealed: bool = True) -> None:
-        self.rows, self.nbytes, self.sealed = rows, nbytes, sealed
+        self.rows, self.nbytes, self.frames, self.sealed = rows, nbytes, rows, sealed
         self.memory = Memory(rows * nbytes, scattered)
         self.records_PB: Bytes = self.memory.array.reshape(-1, nbytes)
         self.seals_P: SealsOf | None = np.zeros(rows, np.uint32) if sealed else None
@@ -201,6 +206,9 @@ class MemoryStore:
 
     def arrive(self, reading: Any) -> None:
         raise TypeError("nothing is read here")
+
+    def keep(self, later: Sequence[Positions]) -> None:
+        pass
 
     def soon(self) -> None:
         return None

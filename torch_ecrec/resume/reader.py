@@ -18,8 +18,8 @@ of one: that is refused where it happens. And since nobody can know all that a r
 checksums of the batches that come next, and of those of the pass that are drawn again: other batches after a restart
 are an error, never another run.
 
-The next batch may be drawn before the loop asks for it (`look_ahead`): the *early draw*. Nobody sees it. What it has
-moved is put back until the loop draws, and all that is kept and checked is as of then.
+The next batches may be drawn before the loop asks for them (`look_ahead`): *early draws*. Nobody sees them. What one
+has moved is put back until the loop makes that draw, and all that is kept and checked is as of then.
 
 Does not decide when a snapshot is taken, and does not send it (`attachment.py` does); does not inspector the loop that
 draws (`loop.py` does).
@@ -57,6 +57,8 @@ from torch_ecrec.runtime.checks import take_int
 log = logging.getLogger(__name__)
 
 STEADY_TURNS = 2  # of one draw and one training forward, before a batch is drawn early
+TIERED_AHEAD = 4  # batches, where that is left to us and servers read them from disks
+DRAWS_OF_A_TURN = 2  # early ones, at most: no turn waits for many batches
 SAMPLERS = (
     SequentialSampler,
     RandomSampler,
@@ -68,6 +70,9 @@ SAMPLERS = (
     range,
 )
 WITHOUT = "set TORCH_ECREC_LOOK_AHEAD=0, and no batch is drawn before the loop asks for it"
+
+Number = tuple[int, int]
+"""Which batch: of which pass, and how many of it came before."""
 
 
 @runtime_checkable
@@ -162,7 +167,7 @@ class _Early:
 
     Attributes:
         batch, error: what it gave, or raised.
-        held: whether somebody else held the batch then.
+        watched: the batch as it was then; None where it may be altered.
         state: of the reader before, as of `Position`.
         sum: the checksum of the pass after it.
         before, after: states of those generators that it has moved.
@@ -170,7 +175,7 @@ class _Early:
 
     batch: Any
     error: Exception | None
-    held: bool
+    watched: Watched | None
     state: bytes | None
     sum: int
     before: Mapping[str, Any]
@@ -263,9 +268,10 @@ class Reader(Iterator[Any]):
         self._in_turn: list[_Draw] = []  # trained on, since the last draw
         self._watches = may_give_again(reader)
         self.on_batch: Callable[[Any], None] | None = None
-        self._peeks = look_ahead != "0" and type(reader) in (list, tuple)  # nothing has to be drawn to see what comes
-        self._draws_early = look_ahead == "1" or (look_ahead == "auto" and draws_unseen(reader))
-        self._early: _Early | None = None
+        self._most = TIERED_AHEAD if look_ahead == "auto" else int(look_ahead)
+        self._peeks = self._most > 0 and type(reader) in (list, tuple)  # nothing has to be drawn to see what comes
+        self._draws_early = draws_unseen(reader) if look_ahead == "auto" else self._most > 0
+        self._early: deque[_Early] = deque()
         self._forwards, self._steady = 0, 0  # since the last draw; turns in a row that had one
         # after a restart
         self._target: Position | None = None  # where the first draw begins
@@ -295,7 +301,7 @@ class Reader(Iterator[Any]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        if name == "state_dict" and self._early is not None and (state := self._early.state) is not None:
+        if name == "state_dict" and self._early and (state := self._early[0].state) is not None:
             return lambda: decode(state)
         return getattr(self._reader, name)
 
@@ -379,7 +385,7 @@ class Reader(Iterator[Any]):
             self._generators.set_(self._then)
             self._then = self._then if self._then_at_forward else None
         outside = self._generators.states()
-        early = self._early
+        early = self._early[0] if self._early else None
         state = self._state() if self.pipelined and early is None else None  # else `saved` asks for it
         state = state if early is None else early.state
         self._now = Position(current.epoch, current.drawn, current.began, state, outside, current.sum)
@@ -393,13 +399,15 @@ class Reader(Iterator[Any]):
             self._again.popleft()
         else:
             begin, expected, self._expected = outside, self._expected, None
-            self._early = None
             if early is not None:
+                self._early.popleft()
                 self._catch_up(current, early, outside)
             batch = self._next(current, begin, early)
         seen = None
-        if self._watches:
-            held = is_held(batch) if early is None else early.held
+        if early is not None:
+            seen = early.watched
+        elif self._watches:
+            held = is_held(batch)
             seen = watched(batch, held)
         checksum = checksum_of(batch) if seen is None else checksum_of_sums(seen.sums)
         if not self._has_indices:
@@ -413,51 +421,76 @@ class Reader(Iterator[Any]):
             self.on_batch(batch)
         return batch
 
-    def look_ahead(self) -> Any:
-        """Returns the batch that a plain loop will draw next, which does not notice. Called as a training forward ends.
+    def look_ahead(self, tiered: bool = False) -> list[tuple[Number, Any]]:
+        """Returns the batches that a plain loop will draw next; it does not notice. Called as a training forward ends.
+
+        Args:
+            tiered: servers read from disks what they are told of: more than one batch is of use.
 
         Returns:
-            None if it is not known, or must not be drawn yet.
+            Batches in the order in which they will be drawn, each with a number that stays; none if they are not known,
+            or must not be drawn yet.
 
         Raises:
             RuntimeError: the reader has given memory again that the loop still has.
         """
-        current = self._current
+        current, most = self._current, self._most if tiered else min(1, self._most)
         if current is None or current.batches is None or current.whole or current.failed is not None:
-            return None
-        steady = self._forwards == 1 and self._steady >= STEADY_TURNS and self._early is None
+            return []
+        steady = self._forwards == 1 and self._steady >= STEADY_TURNS
         if not steady or self.pipelined or not self._inspector.on_its_thread:
-            return None
+            return []
         if self._again or self._then is not None or self._target is not None:
-            return None
+            return []
+        batches: list[Any]
         if self._peeks:
-            batches: Any = self._reader
-            return batches[current.drawn] if current.drawn < len(batches) else None
-        if not self._draws_early or current.drawn == _length(self._reader) or self._altered() is not None:
-            return None
+            all_of_them: Any = self._reader
+            batches = list(all_of_them[current.drawn : current.drawn + most])
+        else:
+            for _ in range(DRAWS_OF_A_TURN):
+                if not self._draws_early or len(self._early) >= most or not self._draw_one_early(current):
+                    break
+            batches = [early.batch for early in self._early if early.error is None]
+        return [((current.epoch, current.drawn + i), batch) for i, batch in enumerate(batches)]
+
+    def _draw_one_early(self, current: EpochIterator) -> bool:
+        """Makes one more early draw, unless there is nothing to draw, or nobody could know then what comes."""
+        over = bool(self._early) and self._early[-1].error is not None
+        if over or current.drawn + len(self._early) == _length(self._reader) or self._altered() is not None:
+            return False
         try:
             state = self._state()
         except Exception:  # the draw says so, where it belongs
-            return None
-        self._early = self._draw_early(current, state)
+            return False
+        self._early.append(self._draw_early(current, state))
         if (altered := self._altered()) is not None:
-            current.failed = RuntimeError(
-                f"the reader ({type(self._reader).__name__}) gives a batch in the memory of the one before"
-                f" (`batch{altered}`), which the loop still trains on: {WITHOUT}"
-            )
+            current.failed = self._gave_again(f"the one before (`batch{altered}`), which the loop still trains on")
             raise current.failed
-        return self._early.batch
+        return True
 
     def _altered(self) -> str | None:
         """Returns the path of a part of the batch under way that was altered; None if none is known to be."""
         paths = (draw.watched.altered() for draw in self._ahead if draw.watched is not None)
         return next((path for path in paths if path is not None), None)
 
+    def _gave_again(self, whose: str) -> RuntimeError:
+        return RuntimeError(
+            f"the reader ({type(self._reader).__name__}) gives a batch in the memory of {whose}: {WITHOUT}"
+        )
+
     def _draw_early(self, current: EpochIterator, state: bytes | None) -> _Early:
-        """Draws, and puts everything back that this has moved beside the reader's iterator."""
+        """Draws, and puts everything back that this has moved beside the reader's iterator.
+
+        It goes on where the early draw before it has ended.
+        """
         assert current.batches is not None
-        total, before, failed = current.sum, self._generators.states(), None
-        batch, held = None, False
+        total, outside, failed = current.sum, self._generators.states(), None
+        batch, seen, before = None, None, outside
+        if earlier := {name: value for early in self._early for name, value in early.after.items()}:
+            before = {**outside, **earlier}
+            self._generators.set_(before)
+        if self._early:
+            current.sum = self._early[-1].sum
         try:
             batch = next(current.batches)
         except Exception as error:
@@ -467,17 +500,22 @@ class Reader(Iterator[Any]):
             raise
         else:
             held = is_held(batch)
+            seen = watched(batch, held) if self._watches else None
         after = self._generators.states()
         names = [name for name in after if name in before and not same_state(before[name], after[name])]
-        if names:
-            self._generators.set_(before)
+        if names or earlier:
+            self._generators.set_(outside)
         current.sum, total = total, current.sum
         return _Early(
-            batch, failed, held, state, total, {name: before[name] for name in names}, {n: after[n] for n in names}
+            batch, failed, seen, state, total, {name: before[name] for name in names}, {n: after[n] for n in names}
         )
 
     def _catch_up(self, current: EpochIterator, early: _Early, now: Mapping[str, Any]) -> None:
-        """Moves what an early draw has moved. Raises RuntimeError if the loop has moved it, too, in between."""
+        """Moves what an early draw has moved.
+
+        Raises:
+            RuntimeError: the loop has moved it, too, in between; or the reader has used the batch's memory again.
+        """
         for name, state in early.before.items():
             if not same_state(state, now[name]):
                 current.failed = RuntimeError(
@@ -485,9 +523,13 @@ class Reader(Iterator[Any]):
                     f" ({name}), and the reader's batch was drawn before the loop has drawn: {WITHOUT}"
                 )
                 raise current.failed
+        if early.watched is not None and (altered := early.watched.altered()) is not None:
+            current.failed = self._gave_again(f"another one (`batch{altered}`), which the loop has yet to get")
+            raise current.failed
         if early.after:
             self._generators.set_({**now, **early.after})
-        current.sum = early.sum
+        if self._has_indices:
+            current.sum = early.sum
 
     def _state(self) -> bytes | None:
         """Returns a copy of the state of a reader that has one: what it returns may change later."""
@@ -499,13 +541,13 @@ class Reader(Iterator[Any]):
         if self._current is not None and target is None:
             left = self._current
             self._inspector.on_pass_over(left.epoch, left.drawn, left.whole, _length(self._reader))
-            if self._early is not None and self._kind != "pass":
+            if self._early and self._kind != "pass":
                 raise RuntimeError(
                     f"pass {left.epoch} was left after {left.drawn} batches, and the reader"
                     f" ({type(self._reader).__name__}) has given the next one already, which cannot be put back:"
                     f" {WITHOUT}"
                 )
-            self._early = None  # another pass is not told by it
+            self._early.clear()  # another pass is not told by them
             if self._kind == "all":
                 self._history.append((left.drawn, left.whole, left.sum, left.began if left.depends else None))
         if target is not None:

@@ -48,9 +48,10 @@ class Reads:
 
         def attempt() -> wire.Acknowledged | None:
             if self._has_forgotten(step):
-                return wire.Acknowledged(step) if rule.is_acknowledged(step) else None
+                return wire.Acknowledged(step, [], self.slot.tiered) if rule.is_acknowledged(step) else None
             found = [rows for look_up in lookups if (rows := look_up()) is not None]
-            return wire.Acknowledged(min(step, rule.acknowledged), found) if len(found) == len(lookups) else None
+            through = min(step, rule.acknowledged)
+            return wire.Acknowledged(through, found, self.slot.tiered) if len(found) == len(lookups) else None
 
         self.slot.park(attempt, reply)
 

@@ -44,6 +44,7 @@ FOLDED = (wire.Folded, wire.Attached)  # they say how far a holder is
 TRAINERS_ONLY = (
     wire.Lookup,
     wire.Push,
+    wire.Announce,
     wire.WhenAcknowledged,
     wire.Snapshot,
     wire.Load,

@@ -8,6 +8,7 @@ A slot runs inside its node (`Node.run`), so nothing here locks. It has
     inbox         pushes and loads that wait for their step (`inbox.py`)
     applier       what a step does to the records (`apply.py`)
     reads         what trainers read (`reads.py`)
+    announced     what they will read in later steps (`announced.py`)
     snapshots     parts of the dense model (`snapshots.py`)
     checkpoints   its part in checkpoints (`checkpoints.py`)
     restoring     how it begins with its records of one, if it does (`restoring.py`)
@@ -43,6 +44,7 @@ from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.records.positions import Positions
 from torch_ecrec.records.shard import Shard
 from torch_ecrec.records.tiers.tiered import TierFigures
+from torch_ecrec.server.announced import Announcements
 from torch_ecrec.server.apply import Applier
 from torch_ecrec.server.checkpoints import SlotCheckpoints
 from torch_ecrec.server.exporting import MoveRequest, SlotExport
@@ -98,6 +100,7 @@ class Slot(SlotContext):
         spoil, at = settings.spoil, settings.spoil_step
         self.applier = SpoilingApplier(self, spoil, at) if at else Applier(self)
         self.reads = Reads(self, self.scrubber)
+        self.announced = Announcements(self)
         most_bytes = settings.checkpoint_memory_bytes
         self.checkpoints = SlotCheckpoints(self, host, self.snapshots, self.scrubber, most_bytes)
         self.restoring = Restoring(self, host, partial_restore) if partial_restore is not None else None
@@ -125,6 +128,9 @@ class Slot(SlotContext):
                 self.reads.on_lookup(request, reply)
             case wire.Push() | wire.NoUpdate():
                 self._on_push(request, reply)
+            case wire.Announce():
+                self.announced.on_announce(request)
+                reply(wire.Announced())
             case wire.WhenAcknowledged():
                 self.durability.on_forgotten(request.step)
                 self._once_acknowledged(request.step, reply)
@@ -170,7 +176,7 @@ class Slot(SlotContext):
         return self.scrubber.beyond != "" or self.durability.is_missing(positions)
 
     def is_away(self, positions: list[np.ndarray]) -> bool:
-        if all(shard.in_memory for shard in self.shards):
+        if not self.tiered:
             return False
         if self.expect(positions) and self._vain_arrivals < VAIN_ARRIVALS:
             return True
@@ -183,14 +189,14 @@ class Slot(SlotContext):
                 self.scrubber.came_whole(slab, parity)
         return False
 
-    def expect(self, positions: list[np.ndarray]) -> bool:
+    def expect(self, positions: list[np.ndarray], later: bool = False) -> bool:
         """These data records are needed soon: those on disk begin to be read. Returns whether any is on its way."""
         away = False
         for shard, positions_U in zip(self.shards, positions, strict=True):
             reading, coming = shard.want(positions_U)
             away |= coming
             if reading is not None:
-                self.read_tier(reading, partial(self._arrived, shard, reading))
+                self.read_tier(reading, partial(self._arrived, shard, reading, later))
         return away
 
     def read_tier(self, reading: Any, done: Callable[[], None]) -> None:
@@ -203,10 +209,10 @@ class Slot(SlotContext):
             for reading, parity in shard.soon():
                 self.read_tier(reading, partial(shard.settle, reading, parity))
 
-    def _arrived(self, shard: Shard, reading: Any) -> None:
+    def _arrived(self, shard: Shard, reading: Any, later: bool) -> None:
         if not self.dead:
             shard.arrive(reading)
-            self._vain_arrivals += 1
+            self._vain_arrivals += not later
             self.progress()
 
     def _mend(self, slab: int, parity: bool, positions_M: Positions) -> str:
@@ -250,7 +256,7 @@ class Slot(SlotContext):
 
     def _once_acknowledged(self, step: int, reply: Reply[wire.Acknowledged]) -> None:
         if self.rule.is_acknowledged(step):
-            reply(wire.Acknowledged(step))
+            reply(wire.Acknowledged(step, [], self.tiered))
         else:
             self.push_replies.setdefault(step, []).append(reply)
 
@@ -270,6 +276,7 @@ class Slot(SlotContext):
             self.not_trained = _not_trained(self.not_trained, step, iteration)
             self.rule.on_applied(step)
             self.log.append(step, *change)
+            self.announced.on_applied(step)
             self.checkpoints.on_applied(step, *change[:2], iteration)
             self.durability.on_applied(step)
 
@@ -280,6 +287,7 @@ class Slot(SlotContext):
             self.inbox.on_applied(step)
             self.rule.on_applied(step)
             self.log.append(step, positions, deltas)
+            self.announced.on_applied(step)
             iteration = None if self.not_trained is None else step - self.not_trained
             self.checkpoints.on_applied(step, positions, deltas, iteration)
             self.durability.on_applied(step)
@@ -295,7 +303,7 @@ class Slot(SlotContext):
     def _answer_pushes(self) -> None:
         for step in [t for t in self.push_replies if self.rule.is_acknowledged(t)]:
             for reply in self.push_replies.pop(step):
-                reply(wire.Acknowledged(step))
+                reply(wire.Acknowledged(step, [], self.tiered))
 
     def forget(self) -> None:
         """Lets go of what nobody can ask for any more."""
@@ -387,6 +395,7 @@ class Slot(SlotContext):
         self.slot_export.end()
         self.inbox.clear()
         self.applier.forget()
+        self.announced.forget()
         self._refuse_all("the trainers were lost")
         self.durability.stop()
         self.snapshots.check()

@@ -45,7 +45,7 @@ WIRES = ("float32", "bfloat16")  # how rows and gradients travel between trainer
 TIER_FOR = ("all", "parities")
 RECORD_CHECKS = ("background", "use", "none")  # when a server looks for damage to its records
 EVALUATION_WIRES = ("wire", "int8")  # how rows travel that get no gradients
-LOOK_AHEAD = ("auto", "1", "0")  # of which attached readers the next batch is drawn early
+LOOK_AHEAD_MOST = 16  # batches that are drawn early, of an attached reader
 
 
 PREFIX = "TORCH_ECREC_"
@@ -233,8 +233,9 @@ class Settings:
         again: of a trainer. 1: where the cluster's job has ended, it is trained on from there. 0: that is refused.
         look_ahead: of a trainer, whose plain loop draws from what `attach` returned. Where the next batch is drawn as a
             training forward ends, its lookups travel with the push of the step. "auto": it is where nobody can tell: of
-            a list, a tuple, or a `DataLoader` with workers and a sampler of torch's. "1": of any reader, whose batches
-            then must not depend on what the loop does between a forward and the draw. "0": of none.
+            a list, a tuple, or a `DataLoader` with workers and a sampler of torch's. A number to 16: of any reader,
+            whose batches then must not depend on what the loop does between a forward and the draw. Where servers have
+            a tier, so many are drawn early (with "auto", 4), so that their disks are read ahead; else one. "0": none.
         checkpoint_memory_bytes: most of what one slot keeps of records that steps change before a checkpoint has
             written them; a checkpoint that needs more is given up.
         tier: of a server, a folder on a fast disk: records that do not fit in `tier_memory_bytes` are kept in files
@@ -314,11 +315,10 @@ class Settings:
             f"`record_checks` must be one of {', '.join(RECORD_CHECKS)}, got {self.record_checks!r}",
         )
         require(self.again in (0, 1), f"`again` must be 0 or 1, got {self.again}")
-        further = self.look_ahead.isdecimal() and int(self.look_ahead) > 1
+        number = self.look_ahead.isdecimal() and int(self.look_ahead) <= LOOK_AHEAD_MOST
         require(
-            self.look_ahead in LOOK_AHEAD,
-            f"`look_ahead` must be one of {', '.join(LOOK_AHEAD)}, got {self.look_ahead!r}"
-            + ("; more than one batch is not drawn early" if further else ""),
+            number or self.look_ahead == "auto",
+            f"`look_ahead` must be auto, or a number from 0 to {LOOK_AHEAD_MOST}, got {self.look_ahead!r}",
         )
         require(
             len(self.launch) <= LAUNCH_MOST, f"`launch` must have {LAUNCH_MOST} characters at most, got {self.launch!r}"

@@ -10,10 +10,10 @@ is computed when it is asked for.
     2           4        9        200     in both: as it was read, unless frame 4 is dirty
     3           -        -        0       never written
 
-*Which stay.* What was used since the last but one step stays: a step under way has it. Of the rest those go that were
-changed least often, round robin among equals (LFU), and last what is to be kept (`keep_last_`). A count is kept when
-its record goes, and all are halved now and then. On real rows that is within a point of exact LFU, where policies that
-forget what they let go lose two to seven.
+*Which stay.* What was used since the last but one step stays: a step under way has it. So does what is pinned (`pin`),
+since a later step has it. Of the rest those go that were changed least often, round robin among equals (LFU), and last
+what is to be kept (`keep_last_`). A count is kept when its record goes, and all are halved now and then. On real rows
+that is within a point of exact LFU, where policies that forget what they let go lose two to seven.
 
 *Folds.* What is folded into a record need not know it: a record that is absent gets a frame of zeros, which is marked
 *pending*, and is XORed with what is in the file before it is read or goes. So parities can be on disk, and no step
@@ -157,6 +157,7 @@ class TieredStore:
         self._found: list[Positions] = []  # damaged ones, since the last `take_damaged`
         self._failed: TierFailed | None = None
         self._due = False  # frames were emptied: others will be before long
+        self._kept: Sequence[Positions] = ()  # of them, those with frames are pinned
         self._last_to_go: Sequence[tuple[int, int]] = ()  # first positions and ends, ascending: see `keep_last_`
 
     # RecordStore --------------------------------------------------------------------------------
@@ -339,6 +340,22 @@ class TieredStore:
         if broken.any():
             self._on_broken(positions_A[some[broken]], self._seals_F, at_V[broken])
 
+    def keep(self, later: Sequence[Positions]) -> None:
+        """Pins records: once they are in memory, they stay there until others are named in their place.
+
+        They go after all others that the call under way does not need: then nothing else is left to go.
+
+        Args:
+            later: (N,) int64 each, in 0..P-1, in any order, with repetitions. Not copied.
+        """
+        self._kept = later
+
+    def _pinned(self) -> Positions:
+        """Returns the frames of pinned records, (V,) int64, with repetitions."""
+        frames = [self._frame_P[positions_N] for positions_N in self._kept]
+        frames_N = np.concatenate(frames).astype(np.int64) if frames else np.empty(0, np.int64)
+        return frames_N[frames_N >= 0]
+
     def soon(self) -> Reading | None:
         if not self._due:
             return None
@@ -517,16 +534,28 @@ class TieredStore:
     def _empty(self, count: int) -> None:
         """Empties at least so many frames, and some more, unless all others are in use by this call."""
         want = max(count, min(self._in_use, int(SPARE * self.frames)))
-        for before in (self._steps[0], self._call):  # first what no step under way has
-            frames = self._pick(want, before)
+        # First what no step under way has; then what is not pinned.
+        for before, pinned in ((self._steps[0], False), (self._call, False), (self._call, True)):
+            frames = self._pick(want, before, pinned)
             if len(frames):
                 self._put_away(frames)
             count = want = count - len(frames)
             if count <= 0:
                 return
 
-    def _pick(self, want: int, before: int) -> Positions:
-        """Returns the frames with the lowest counts of those that were used last before a call."""
+    def _pick(self, want: int, before: int, pinned: bool = False) -> Positions:
+        """Returns the frames with the lowest counts of those that were used last before a call.
+
+        Those of pinned records are among them only if `pinned`.
+        """
+        stay_V = np.empty(0, np.int64) if pinned else self._pinned()
+        calls_V = self._meta_F[stay_V, 0]
+        self._meta_F[stay_V, 0] = self._call  # for now
+        frames = self._pick_any(want, before)
+        self._meta_F[stay_V, 0] = calls_V
+        return frames
+
+    def _pick_any(self, want: int, before: int) -> Positions:
         top = self._top
         position_F, meta_F = self._position_F[:top], self._meta_F[:top]
         found = np.zeros(COUNT + 1, np.int64)

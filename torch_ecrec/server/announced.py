@@ -1,0 +1,71 @@
+"""What trainers have announced: records that lookups of later steps will ask for, of a slot that has some on a disk.
+
+Those on the disk begin to be read at once, so that they are in memory when they are asked for, and stay there until the
+step is applied. Example: step 7 is applied last, and trainer 0 announces position 40 for its lookup of step 10.
+
+    announced    40 is on the disk: it begins to be read
+    8, 9         are applied: 40 stays, whatever else goes
+    10           is applied: 40 goes before long, as others do
+
+An announcement is a hint. It says nothing that another message does not say again, so it may be lost, come late, twice,
+or be of what nobody looks up: bits do not depend on it. It counts for `STEPS_MOST` steps at most, and all of a slab for
+half of its frames: what comes beyond that is let go. Where steps are taken back, all are forgotten.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from torch_ecrec.durability.context import SlotContext
+from torch_ecrec.protocol import wire
+from torch_ecrec.spec.settings import LOOK_AHEAD_MOST
+
+STEPS_MOST = 2 * LOOK_AHEAD_MOST  # after the step that was applied last: trainers are some ahead of that
+SHARE = 2  # a half of the frames of each slab
+
+
+class Announcements:
+    """The announcements of one slot, of steps that are not applied yet."""
+
+    def __init__(self, slot: SlotContext) -> None:
+        self.slot = slot
+        # of each step, and each message: the positions of every slab, (N,) int64, in no order, with repetitions
+        self._of_step: dict[int, list[list[np.ndarray]]] = {}
+
+    def on_announce(self, request: wire.Announce) -> None:
+        """Has what is on the disk read, as far as there is room for it."""
+        shards, applied = self.slot.held.shards, self.slot.held.rule.applied
+        if not self.slot.ready or not applied < request.step <= applied + STEPS_MOST:
+            return
+        taken = [positions.numpy() for positions in request.positions]
+        for slab, shard in enumerate(shards):
+            if shard.in_memory or self.announced(slab) + len(taken[slab]) > shard.frames // SHARE:
+                taken[slab] = taken[slab][:0]
+        if any(map(len, taken)):
+            self._of_step.setdefault(request.step, []).append(taken)
+            self._keep()
+            self.slot.expect(taken, later=True)
+
+    def announced(self, slab: int) -> int:
+        """Returns how many positions of a slab are announced, repetitions included."""
+        return sum(len(taken[slab]) for of_step in self._of_step.values() for taken in of_step)
+
+    def on_applied(self, step: int) -> None:
+        """A step was applied: what was announced of it, and is of no other, need not stay."""
+        past = [other for other in self._of_step if other <= step]
+        for other in past:
+            del self._of_step[other]
+        if past:
+            self._keep()
+
+    def forget(self) -> None:
+        """Nothing is announced any more: who announced it is lost, or begins anew."""
+        self._of_step.clear()
+        self._keep()
+
+    def _keep(self) -> None:
+        every = list(itertools.chain.from_iterable(self._of_step.values()))
+        for slab, shard in enumerate(self.slot.held.shards):
+            shard.keep([taken[slab] for taken in every if len(taken[slab])])
