@@ -184,8 +184,11 @@ class Slot(SlotContext):
         return False
 
     def expect(self, positions: list[np.ndarray]) -> bool:
-        """These data records are needed soon: those on disk begin to be read. Returns whether any is on its way."""
         away = False
+        if self.ready:
+            self.durability.is_missing(
+                positions
+            )  # the others of the step are waited for, so that nobody waits for this
         for shard, positions_U in zip(self.shards, positions, strict=True):
             reading, coming = shard.want(positions_U)
             away |= coming
