@@ -227,7 +227,7 @@ Stores = Callable[[int, int, bool, bool], RecordStore]
 
 
 def stores_in(ready: ReadyMemory) -> Stores:
-    """Returns what makes stores for records that are written here and there: in ready memory, as far as there is some."""
+    """Returns what makes stores for records written here and there: in ready memory, as far as there is some."""
 
     def make(rows: int, nbytes: int, parity: bool, sealed: bool) -> RecordStore:
         return MemoryStore(rows, nbytes, True, sealed, ready.take(rows * nbytes))

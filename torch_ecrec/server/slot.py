@@ -186,9 +186,7 @@ class Slot(SlotContext):
     def expect(self, positions: list[np.ndarray]) -> bool:
         away = False
         if self.ready:
-            self.durability.is_missing(
-                positions
-            )  # the others of the step are waited for, so that nobody waits for this
+            self.durability.is_missing(positions)  # repaired while the rest of the step is awaited
         for shard, positions_U in zip(self.shards, positions, strict=True):
             reading, coming = shard.want(positions_U)
             away |= coming

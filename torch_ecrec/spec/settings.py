@@ -209,8 +209,8 @@ class Settings:
             tensors there rather than from a socket; 0: none. Of the socket transport, on Linux.
         keep_freed_bytes: memory that this process has freed and keeps for the next step, at most; 0 leaves the C
             library's allocator as it is.
-        spare_memory: of a server. 1: as long as it has no slot, it has memory for one ready, written before, so that what
-            is lost is rebuilt there sooner and with less work; where an eighth of the memory stays free. 0: it has none.
+        spare_memory: of a server. 1: as long as it has no slot, it keeps memory for one ready, so that what is lost is
+            rebuilt there with less work; where an eighth of the memory stays free. 0: it does not.
         rebuild_chunk_bytes: bytes of records that one background rebuild request asks for.
         rebuild_bytes_per_s: limit of what the rebuild of one slot reads, which is k bytes for each that was lost; 0 for
             none. What a request waits for counts, but is never delayed.
