@@ -5,12 +5,13 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from places import ROOT
 
-from torch_ecrec.bench import record
+from torch_ecrec.bench import faults, record
 from torch_ecrec.bench.experiment import Stopped
 from torch_ecrec.experiments import catalogue, cells, figures, limits, modes, report, run, scale
 from torch_ecrec.experiments.catalogue import Claim, Spec
@@ -100,6 +101,8 @@ workers = [2]
         ('"undisturbed"', '"calm"', "Invalid enum value 'calm' - at `$.kind`"),
         ("workers", "trainers", "unknown field `trainers`"),
         ("title =", "title", "at line 2"),
+        ("workers = [2]", "workers = [2]\nbits_per_s = 1.0", "is of links between `hosts`"),
+        ("workers = [2]", "workers = [2]\nhosts = 3\nbits_per_s = -1.0", "`bits_per_s` must not be negative"),
         ("workers = [2]", 'workers = [2]\n[smoke]\nmodes = ["XLD"]', "unknown mode 'XLD'"),
     ],
 )
@@ -232,6 +235,17 @@ def test_of_several_kills_what_was_lost_adds_up() -> None:
     assert (found["recovered_s"], found["share"], found["lost_steps"]) == (2.0, pytest.approx(0.8), 3)
     assert found["progress"] == [(0.0, 0)] and [one["lost_steps"] for one in found["kills"]] == [0, 2, 1]
     assert all("progress" not in one for one in found["kills"])
+
+
+def test_what_hosts_have_counted_before_is_not_counted_again() -> None:
+    def told(slot: int, incarnation: int, lost_steps: int, wrong_stripes: int = 0) -> Any:
+        return SimpleNamespace(slot=slot, incarnation=incarnation, lost_steps=lost_steps, wrong_stripes=wrong_stripes)
+
+    turns = cells.Recovering(faults.Kill(0.5, 0))
+    assert turns.news([told(0, 1, 2), told(1, 0, 0)]) == (2, 0)
+    assert turns.news([told(0, 1, 2), told(1, 1, 1)]) == (1, 0)
+    assert turns.news([told(0, 1, 2, 3), told(1, 1, 1)]) == (0, 3)
+    assert turns.news([told(0, 2, 0), told(1, 1, 1)]) == (0, 0)  # another host of slot 0 begins at none
 
 
 def test_thinned_keeps_both_ends() -> None:

@@ -92,6 +92,50 @@ def test_what_does_not_fit_is_named() -> None:
         seals.xor_(sealed, np.array([1, 2]), sealed[:1])
 
 
+@pytest.mark.parametrize("words", WORDS)
+def test_some_rows_are_sealed_where_they_lie_and_the_others_left_alone(words: int) -> None:
+    rows, sealed = some(9, words), np.zeros(9, np.uint32)
+    seals.seal_(rows, np.array([7, 2, 3]), sealed)
+    wanted = np.zeros(9, np.uint32)
+    wanted[[2, 3, 7]] = seals.seals_of(rows)[[2, 3, 7]]
+    assert (sealed == wanted).all()
+    seals.seal_(rows, np.empty(0, np.int64), sealed)
+    for wrong in (9, -1):
+        with pytest.raises(IndexError, match="positions_U"):
+            seals.seal_(rows, np.array([0, wrong]), sealed)
+    with pytest.raises(ValueError, match="seals_N"):
+        seals.seal_(rows, np.array([0]), sealed[:3])
+    assert (sealed == wanted).all()
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_rows_are_copied_and_looked_at_in_one_go(words: int) -> None:
+    rows = some(9, words)
+    sealed = seals.seals_of(rows)
+    rows[4, 3] ^= 1
+    at, copies = np.array([7, 4, 0, 4]), np.zeros((4, 4 * words), np.uint8)
+    assert seals.gather(rows, sealed, at, copies).tolist() == [1, 3]
+    assert (copies == rows[at]).all()
+    assert seals.gather(rows, sealed, at[:1], copies[:1]).tolist() == []
+    assert seals.gather(rows, sealed, at[:0], copies[:0]).tolist() == []
+    with pytest.raises(IndexError, match="positions_U"):
+        seals.gather(rows, sealed, np.array([9]), copies[:1])
+    for wrong in (copies[:3], np.zeros((4, 8 * words), np.uint8)[:, : 4 * words]):
+        with pytest.raises(ValueError, match="copies_UB"):
+            seals.gather(rows, sealed, at, wrong)
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.parametrize("parity", [True, False])
+def test_a_shard_copies_records_and_looks_at_them(sealed: bool, parity: bool) -> None:
+    shard = Shard(Schema.of(3), 5, 5, sealed=sealed)
+    shard.scatter_(np.arange(5), some(5, 3), parity)
+    shard.flip_(2, 9, parity)
+    records, broken = shard.gather_whole(np.array([4, 2, 0]), parity)
+    assert (records == shard.gather(np.array([4, 2, 0]), parity)).all()
+    assert broken.tolist() == ([1] if sealed else [])
+
+
 @pytest.mark.parametrize("words", [1, 5, 65])
 def test_a_fold_with_seals_is_one_without_and_its_seals(words: int) -> None:
     plain, deltas = some(9, words), some(6, words, 1)

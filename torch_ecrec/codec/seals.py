@@ -160,6 +160,16 @@ def seal_rows(rows_UW: Any, seals_U: Any) -> None:
 
 
 @kernel()
+def _seal_some(rows_NW: Any, positions_U: Any, seals_N: Any) -> None:
+    """Writes the seals of some rows beside those of the others."""
+    start, words = rows_NW.ctypes.data, rows_NW.shape[1]
+    for i in range(positions_U.shape[0]):
+        prefetch_row(rows_NW, positions_U, i)
+        row = positions_U[i]
+        seals_N[row] = seal_at(start + row * words * WORD_BYTES, words)
+
+
+@kernel()
 def _times(product: Any, coefficient: Any, seal: Any) -> Any:
     """Returns c times a seal, byte by byte. `product` is the field's table of products."""
     result = np.uint32(0)
@@ -217,6 +227,20 @@ def _broken(rows_NW: Any, seals_N: Any, positions_U: Any, broken_U: Any) -> Any:
 
 
 @kernel()
+def _gather(rows_NW: Any, seals_N: Any, positions_U: Any, copies_UW: Any, broken_U: Any) -> Any:
+    """copies[i] = row positions[i]; otherwise as `_broken`. Each row is read from memory once."""
+    start, words, count = rows_NW.ctypes.data, rows_NW.shape[1], 0
+    for i in range(positions_U.shape[0]):
+        prefetch_row(rows_NW, positions_U, i)
+        row = positions_U[i]
+        for j in range(words):
+            copies_UW[i, j] = rows_NW[row, j]
+        broken_U[i] = seal_at(start + row * words * WORD_BYTES, words) != seals_N[row]
+        count += broken_U[i]
+    return count
+
+
+@kernel()
 def _broken_run(rows_NW: Any, seals_N: Any, first: Any, broken_U: Any) -> Any:
     """As `_broken`, for the rows from `first` on, as many as `broken_U` has."""
     start, words, count = rows_NW.ctypes.data, rows_NW.shape[1], 0
@@ -266,6 +290,24 @@ def seals_of(values_UB: Bytes) -> SealsOf:
     if words_UW.size:
         seal_rows(words_UW, seals_U)
     return seals_U
+
+
+def seal_(rows_NB: Bytes, positions_U: Rows, seals_N: SealsOf) -> None:
+    """Seals some rows anew, where they lie.
+
+    Args:
+        rows_NB: (N, B) uint8, contiguous.
+        positions_U: (U,) int64, in 0..N-1.
+        seals_N: (N,) uint32, theirs. Mutated.
+
+    Raises:
+        ValueError: a shape or a dtype does not fit.
+        IndexError: a position is out of range. Nothing was changed then.
+    """
+    _check_seals(seals_N, len(rows_NB))
+    positions_U = _check_rows("positions_U", positions_U, 0, len(rows_NB))
+    if len(positions_U) and rows_NB.size:
+        _seal_some(_words("rows_NB", rows_NB), positions_U, seals_N)
 
 
 def xor_(seals_N: SealsOf, rows_U: Rows, seals_U: SealsOf) -> None:
@@ -337,6 +379,27 @@ def broken(rows_NB: Bytes, seals_N: SealsOf, positions_U: Rows) -> Rows:
     return np.empty(0, np.int64)
 
 
+def gather(rows_NB: Bytes, seals_N: SealsOf, positions_U: Rows, copies_UB: Bytes) -> Rows:
+    """Copies some rows, and returns which of them do not fit their seals.
+
+    Args:
+        rows_NB, seals_N, positions_U: as of `broken`.
+        copies_UB: (U, B) uint8, contiguous. Mutated.
+
+    Returns, raises: as `broken`; nothing was copied if it raises.
+    """
+    _check_seals(seals_N, len(rows_NB))
+    positions_U = _check_rows("positions_U", positions_U, 0, len(rows_NB))
+    if copies_UB.shape != (len(positions_U), rows_NB.shape[1]) or not copies_UB.flags.c_contiguous:
+        wanted = (len(positions_U), rows_NB.shape[1])
+        raise ValueError(f"`copies_UB` must be contiguous, of shape {wanted}, got {copies_UB.shape}")
+    broken_U = np.zeros(len(positions_U), np.bool_)
+    words_NW, copies_UW = _words("rows_NB", rows_NB), _words("copies_UB", copies_UB)
+    if len(positions_U) and _gather(words_NW, seals_N, positions_U, copies_UW, broken_U):
+        return np.flatnonzero(broken_U).astype(np.int64, copy=False)
+    return np.empty(0, np.int64)
+
+
 def broken_run(rows_NB: Bytes, seals_N: SealsOf, first: int, end: int) -> Rows:
     """Returns which rows in [first, end) do not fit their seals: (M,) int64, ascending rows, fresh."""
     _check_seals(seals_N, len(rows_NB))
@@ -354,5 +417,7 @@ def warm() -> None:
     seals_N = seals_of(rows_NB)
     fold_rows_(np.zeros((2, 4), np.uint8), positions_U, rows_NB[:1], np.full(1, 2, np.uint8), seals_N)
     xor_(seals_N, positions_U, seals_N[:1].copy())
+    seal_(rows_NB, positions_U, seals_N)
     broken(rows_NB, seals_N, positions_U)
+    gather(rows_NB, seals_N, positions_U, rows_NB[:1].copy())
     broken_run(rows_NB, seals_N, 0, 1)

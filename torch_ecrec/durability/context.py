@@ -150,14 +150,15 @@ class SlotContext(ABC):
 
     @abstractmethod
     def expect(self, positions: list[np.ndarray], later: bool = False) -> bool:
-        """These data records (per slab, (U,) int64) are needed soon: those on a disk begin to be read, if there is one.
+        """These data records (per slab, (U,) int64) are needed soon: those that are missing begin to be repaired, and
+        those on a disk to be read, if there is one.
 
         Args:
             positions: which.
             later: nobody waits for them yet.
 
         Returns:
-            Whether any is on its way.
+            Whether any is on its way from a disk.
         """
 
     @abstractmethod

@@ -202,8 +202,10 @@ class Parity(Durability):
         """Records of one member of some stripes (all with the same base) as of given steps."""
         held, positions = self.held, request.positions.numpy()
         slab, is_parity = request.slab, request.parity
+        records_UB, broken_M = held.shards[slab].gather_whole(positions, is_parity)
         if self.slot.ready:
-            self.scrubber.look(slab, is_parity, positions)
+            if len(broken_M):
+                self.scrubber.look(slab, is_parity, positions[broken_M])
             damaged = held.missing.damaged.get((slab, is_parity))
             if damaged and (places := [i for i, at in enumerate(positions.tolist()) if at in damaged]):
                 reply(wire.Damaged(torch.tensor(places, dtype=torch.int64, device="cpu")))
@@ -220,7 +222,6 @@ class Parity(Durability):
         if changes is None:
             reply(Refused("cannot present these steps"))
             return
-        records_UB = held.shards[slab].gather(positions, parity=is_parity)
         if not self.scrubber.came_whole(slab, is_parity):
             reply(Refused("read wrongly from a disk"))
             return

@@ -60,6 +60,8 @@ class Rebuild:
         self.portions_under_way = 0
         self.pausing = False
         self.unpaid_bytes = 0  # read since the last pause
+        # Of each holder, what it had folded when it was asked last: the host's history and the slot's own step then
+        self._folded: dict[int, tuple[tuple[int, bool], int, wire.VersionsAre]] = {}
 
     def is_missing(self, positions: list[np.ndarray]) -> bool:
         """Whether any of these data records (per slab) is missing; if so, their repair starts now."""
@@ -154,6 +156,19 @@ class Rebuild:
         self.portions_under_way -= 1
         self._next_portions()
 
+    def folded_by(self, holder: int) -> wire.VersionsAre | None:
+        """What a holder has folded, at least, as it said in this step or the one before; None: it must be asked.
+
+        An older answer serves as well, as long as logs reach back so far: who reads is shown the steps that it names.
+        """
+        history, applied, answer = self._folded.get(holder, (None, 0, None))
+        known = history == self.host.history and applied >= self.held.rule.applied - 1
+        return answer if known else None
+
+    def on_folded_by(self, holder: int, answer: wire.VersionsAre) -> None:
+        """A holder has said what it has folded."""
+        self._folded[holder] = self.host.history, self.held.rule.applied, answer
+
     def on_read(self, count: int) -> None:
         """So many bytes are read for a repair."""
         self.unpaid_bytes += count
@@ -203,9 +218,16 @@ class _Repair:
         self.rebuild.on_read(self.plan.read_bytes(len(self.positions), self.width))
         self.folded: dict[int, wire.VersionsAre] = {}
         self.records: dict[int, wire.Records] = {}
-        if not self.plan.parities:
-            self._fetch()
+        asked = []
         for holder in self.plan.parities:
+            known = self.rebuild.folded_by(holder) if not self.failures else None
+            if known is not None:
+                self.folded[holder] = known
+            else:
+                asked.append(holder)
+        if not asked:
+            self._fetch()
+        for holder in asked:
             host.ask_once(holder, partial(wire.Versions, holder), self._unless_over(partial(self._on_versions, holder)))
 
     def _unless_over(self, then: Callable[[A], None]) -> Callable[[A | None], None]:
@@ -224,6 +246,7 @@ class _Repair:
 
     def _on_versions(self, holder: int, answer: wire.VersionsAre) -> None:
         self.folded[holder] = answer
+        self.rebuild.on_folded_by(holder, answer)
         if len(self.folded) == len(self.plan.parities):
             self._fetch()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from torch_ecrec.experiments import emulation, limits, modes, scale
 from torch_ecrec.experiments.catalogue import Spec
 from torch_ecrec.experiments.modes import Mode
 from torch_ecrec.experiments.scale import Scale
+from torch_ecrec.protocol.status import SlotReport
 
 KEPT = ("samples_per_s", "cpu_s_per_step", "server_cpu_s_per_step", "rss_bytes", "save_s", "bytes")  # of a block
 WARM_UP = 2  # steps, twice, before the first block
@@ -112,6 +113,15 @@ class Group:
         run = _undisturbed if self.spec.kind == "undisturbed" else _killed
         return run(self, factor, data, out)
 
+    def place(self, _: Part) -> Here:
+        """Returns where a part of it runs. Raises `Stopped` if hosts cannot be made here."""
+        if not self.spec.hosts:
+            return Here()
+        try:
+            return OnHosts(self.spec.hosts, self.spec.bits_per_s)
+        except ValueError as error:
+            raise Stopped(str(error)) from error
+
     def model(self, factor: Scale, data: str | None) -> Model:
         """Returns the model that the cell trains."""
         first = self.cells[0]
@@ -181,16 +191,8 @@ def _undisturbed(group: Group, factor: Scale, data: str | None, out: Path) -> di
     def begin(running: Running, part: Part) -> None:
         saves.warm_up(running) if part.coordinator else blocks.warm_up(running, part)
 
-    def place(part: Part) -> Here:
-        if not group.spec.hosts:
-            return Here()
-        try:
-            return OnHosts(group.spec.hosts)
-        except ValueError as error:
-            raise Stopped(str(error)) from error
-
     name = group.name.replace(", ", "-")
-    experiment = Experiment(name, out, parts, group.spec.repeats, True, place, begin, _tell)
+    experiment = Experiment(name, out, parts, group.spec.repeats, True, group.place, begin, _tell)
     found = experiment.results()
     base = found.get("XDL")
     return {
@@ -248,7 +250,8 @@ def figures_of_blocks(
 
 def _killed(group: Group, factor: Scale, data: str | None, out: Path) -> dict[str, dict[str, Any]]:
     (cell,), (mode,), spec = group.cells, group.modes, group.spec
-    model, seed = group.model(factor, data), f"{cell.seed} {cell.name}"
+    # not of the mode: each has the same slots killed, after the same times
+    model, seed = group.model(factor, data), f"{cell.seed} {cell.model} {cell.workers}"
     code = mode.trained.code
     assert code is not None, "all modes are ours"
     if mode.interval_s:
@@ -258,24 +261,55 @@ def _killed(group: Group, factor: Scale, data: str | None, out: Path) -> dict[st
         turn: Any = GoBack(interval_s, spec.seconds, seed)
         part = Part(mode.name, mode.trained, model, [turn], coordinator=options, watched=True)
     else:
-        turn = functools.partial(_recovering, Kill(spec.seconds, seed))
+        turn = Recovering(Kill(spec.seconds, seed), spec.bits_per_s)
         part = Part(mode.name, mode.trained, model, [turn], spares=1, watched=True)
-    experiment = Experiment(group.name.replace(", ", "-"), out, [part], spec.repeats, begin=start_training)
+    name = group.name.replace(", ", "-")
+    experiment = Experiment(name, out, [part], spec.repeats, place=group.place, begin=start_training)
     (found,) = experiment.results().values()
     return {cell.mode: figures_of_kills([figures_of_recovery(mode, one) for one in found])}
 
 
-def _recovering(kill: Kill, running: Running) -> dict[str, Any]:
-    """Kills, and returns the figures with the steps around it. Raises `Stopped`."""
-    found = kill(running)
-    reports = running.cluster.status().slot_reports().values()
-    with running.changed:
-        return {
-            **found,
-            "progress": progress(running.steps, 0, found["kill_s"]),
-            "lost_steps": sum(slot.lost_steps for slot in reports),
-            "wrong_stripes": sum(slot.wrong_stripes for slot in reports),
-        }
+class Recovering:
+    """Turns in which a server is killed; the figures have the steps around it, and what it took for good.
+
+    Args:
+        kill: how.
+        bits_per_s: what each host's link carries; 0: it is not limited.
+    """
+
+    def __init__(self, kill: Kill, bits_per_s: float = 0.0) -> None:
+        self._kill, self._bits_per_s = kill, bits_per_s
+        self._seen: dict[tuple[int, int], tuple[int, int]] = {}  # of each life of a slot: what it had counted
+
+    def __call__(self, running: Running) -> dict[str, Any]:
+        """Kills once, and returns the figures.
+
+        Raises:
+            Stopped: it did not come to its end, or links were to be slow, and none ever was.
+        """
+        found = self._kill(running)
+        if self._bits_per_s:
+            assert isinstance(running.place, OnHosts), "links are of hosts"
+            met = sum(host.held_up() for host in running.place.hosts)
+            limits.require_met(met, f"links of {self._bits_per_s:g} bit/s")
+        lost_steps, wrong_stripes = self.news(running.cluster.status().slot_reports().values())
+        with running.changed:
+            steps = progress(running.steps, 0, found["kill_s"])
+        return {**found, "progress": steps, "lost_steps": lost_steps, "wrong_stripes": wrong_stripes}
+
+    def news(self, reports: Iterable[SlotReport]) -> tuple[int, int]:
+        """Returns the steps lost, and the stripes found wrong, since it was called last: hosts count since they began.
+
+        Args:
+            reports: of all slots, now.
+        """
+        lost_steps = wrong_stripes = 0
+        for one in reports:
+            before = self._seen.get((one.slot, one.incarnation), (0, 0))
+            lost_steps += one.lost_steps - before[0]
+            wrong_stripes += one.wrong_stripes - before[1]
+            self._seen[one.slot, one.incarnation] = one.lost_steps, one.wrong_stripes
+        return lost_steps, wrong_stripes
 
 
 def figures_of_recovery(mode: Mode, found: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,12 @@ def footprint(root: Path = Path("/")) -> ProcessReport:
     return ProcessReport(host_name(), _resident(root), limit, used)
 
 
+def room(root: Path = Path("/")) -> tuple[int, int]:
+    """Returns the memory that this process may have, and how much of that is in use; (0, 0) if it is not told."""
+    report = footprint(root)
+    return report.limit_bytes, report.used_bytes
+
+
 def host_name() -> str:
     """Returns the name of this host, as text: the kernel takes any bytes for one."""
     return socket.gethostname().encode(errors="surrogateescape").decode(errors="replace")[:HOST_MOST]

@@ -38,7 +38,7 @@ from torch_ecrec.layout import routing, stripes
 from torch_ecrec.observe.progress import counted
 from torch_ecrec.observe.words import format_gathering
 from torch_ecrec.processes.checkpoint_files import FileCheckpointWriter
-from torch_ecrec.processes.footprint import host_name
+from torch_ecrec.processes.footprint import host_name, room
 from torch_ecrec.processes.kernel_bits import kernel_bits
 from torch_ecrec.processes.member import Member, exit_code_of
 from torch_ecrec.processes.part_reader import FileReader
@@ -47,6 +47,7 @@ from torch_ecrec.processes.supervisor import Supervisor, await_trainers
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.membership import join_of
 from torch_ecrec.protocol.status import Gathering, Report
+from torch_ecrec.records.pages import ReadyMemory
 from torch_ecrec.records.tiers.trouble import trouble_signals
 from torch_ecrec.runtime import allocator, byte_sums, unlocked
 from torch_ecrec.runtime.lifetime import end_at_once, end_if_it_hangs, ends_within, freeze, on_signals
@@ -128,6 +129,8 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
         hosts.append(host := Host(name, member, settings, FileCheckpointWriter(run), FileReader(run)))
         if host.tier is not None:
             host.tier.on_error = member.on_error
+        if settings.spare_memory:
+            host.ready_memory = ReadyMemory(room)
         return hosts[0]
 
     def on_control(word: messages.FromCoordinator) -> None:

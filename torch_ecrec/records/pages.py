@@ -11,23 +11,37 @@ So memory that is first written at random starts in small pages. Before a stretc
 are *merged* into huge ones, which keep what was written. (Measured outside this repository: in huge pages alone, 3,000
 writes over 1 GB took 70 ms where the memory had been in use lately, and 2.3 s where it had not; in small ones, 5 ms. To
 fill the rest then took 0.05 s in huge pages, 0.4 s in small ones, 0.1 s in pages merged before.)
+
+A process that may need such memory later, and has time now, has it *ready*: in huge pages, all of them written before.
+Then there is nothing to zero and nothing to merge while others wait.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torch_ecrec.runtime.kernels import LINE_BYTES
+from torch_ecrec.runtime.threads import Worker, log_error
+
+log = logging.getLogger(__name__)
 
 LEAST_BYTES = 4 << 20  # smaller memory is left to NumPy
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
-_MADV_COLLAPSE = 25  # since Linux 6.1; Python does not name it yet
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14; Python names neither yet
+_MADV_COLLAPSE = 25  # since Linux 6.1
+READY_SHARE = 0.1  # of a core, that makes memory ready
+READY_SPARE = 8  # memory is made ready where an eighth of it and more of what there is stay free
 
 _libc = ctypes.CDLL(None)
 
@@ -47,12 +61,23 @@ def _huge_page_bytes() -> int:
 HUGE_PAGE_BYTES = _huge_page_bytes()
 
 
+def _mapped(size: int, advice: int) -> NDArray[np.uint8]:
+    """Returns new memory of zeros. Raises MemoryError."""
+    try:
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no {size} bytes of memory: {os.strerror(error.errno or 0)}") from error
+    mapping.madvise(advice)
+    return np.frombuffer(mapping, np.uint8)
+
+
 class Memory:
     """Memory that is zero at first, for records.
 
     Args:
         size: in bytes.
         scattered: it is first written here and there; `merge` is called before stretches of it are filled.
+        ready: memory that was written before, all zeros, of `size` bytes; None: it is new.
 
     Attributes:
         array: (size,) uint8; begins with a cache line, so that no record lies in one more than it must.
@@ -61,20 +86,19 @@ class Memory:
         MemoryError: there is not as much.
     """
 
-    def __init__(self, size: int, scattered: bool = False) -> None:
+    def __init__(self, size: int, scattered: bool = False, ready: NDArray[np.uint8] | None = None) -> None:
         self._first = 0  # address of the first huge page that could be
         self._small = np.zeros(0, np.bool_)  # for each huge page, whether it is not merged yet
+        self.array: NDArray[np.uint8]
+        if ready is not None:
+            self.array = ready
+            return
         if not HUGE_PAGE_BYTES or size < LEAST_BYTES:
             memory = np.zeros(size + LINE_BYTES, np.uint8)
             first = -memory.__array_interface__["data"][0] % LINE_BYTES
-            self.array: NDArray[np.uint8] = memory[first : first + size]
+            self.array = memory[first : first + size]
             return
-        try:
-            mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise MemoryError(f"no {size} bytes of memory: {os.strerror(error.errno or 0)}") from error
-        self.array = np.frombuffer(mapping, np.uint8)
-        mapping.madvise(mmap.MADV_NOHUGEPAGE if scattered else mmap.MADV_HUGEPAGE)
+        self.array = _mapped(size, mmap.MADV_NOHUGEPAGE if scattered else mmap.MADV_HUGEPAGE)
         if scattered:
             begin = self._address
             self._first = -(-begin // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
@@ -97,3 +121,67 @@ class Memory:
             for advice in (mmap.MADV_HUGEPAGE, _MADV_COLLAPSE):
                 _libc.madvise(address, HUGE_PAGE_BYTES, advice)
         self._small[pages] = False
+
+
+class ReadyMemory:
+    """Memory that is written before anybody needs it, on a thread that takes a tenth of a core.
+
+    Args:
+        room: returns the bytes of memory that this process may have, and how many of them are in use by anybody; (0, 0)
+            if that is not known, and nothing is made ready then.
+    """
+
+    def __init__(self, room: Callable[[], tuple[int, int]]) -> None:
+        self._room = room
+        self._lock = threading.Lock()  # guards all below
+        self._sizes: tuple[int, ...] = ()  # what is wanted
+        self._ready: list[NDArray[np.uint8]] = []
+        self._turn = 0  # rises when other sizes are wanted
+
+    def prepare(self, sizes: Sequence[int]) -> None:
+        """Begins to make pieces of memory ready, of these sizes in bytes, in place of those that were wanted before."""
+        wanted = tuple(size for size in sizes if HUGE_PAGE_BYTES and size >= LEAST_BYTES)
+        with self._lock:
+            if wanted == self._sizes:
+                return
+            self._sizes, self._ready = wanted, []
+            self._turn += 1
+            turn = self._turn
+        if wanted:
+            Worker(partial(self._write, turn, wanted), "ready memory", log_error).start()
+
+    def take(self, size: int) -> NDArray[np.uint8] | None:
+        """Returns `size` bytes of zeros that were written before, and are the caller's now; None: there are none."""
+        with self._lock:
+            fitting = [array for array in self._ready if len(array) >= size]
+            if not fitting or not size:
+                return None
+            best = min(fitting, key=len)
+            self._ready = [array for array in self._ready if array is not best]
+            return best[:size]
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes are ready."""
+        with self._lock:
+            return sum(map(len, self._ready))
+
+    def _write(self, turn: int, sizes: Sequence[int]) -> None:
+        """Makes memory ready until other sizes are wanted."""
+        for size in sizes:
+            limit, used = self._room()
+            if limit - used - size < limit // READY_SPARE or not limit:
+                log.info("no %d bytes of memory are made ready: %d of %d are in use", size, used, limit)
+                return
+            array = _mapped(size, mmap.MADV_HUGEPAGE)
+            address: int = array.__array_interface__["data"][0]
+            for begin in range(0, size, HUGE_PAGE_BYTES):
+                if self._turn != turn:
+                    return
+                began_s, many = time.thread_time(), min(HUGE_PAGE_BYTES, size - begin)
+                if _libc.madvise(address + begin, many, _MADV_POPULATE_WRITE):  # an older Linux
+                    array[begin : begin + many : mmap.PAGESIZE] = 0
+                time.sleep((time.thread_time() - began_s) * (1 / READY_SHARE - 1))
+            with self._lock:
+                if self._turn == turn:
+                    self._ready.append(array)

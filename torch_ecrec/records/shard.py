@@ -326,7 +326,7 @@ class Shard:
             count = len(installed_U)
         self._touch(parity, positions_U)
         if view.seals_X is not None:
-            view.seals_X[view.at_U] = seals.seals_of(view.records_XB[view.at_U])
+            seals.seal_(view.records_XB, view.at_U, view.seals_X)
         return count
 
     # memory -------------------------------------------------------------------------------------
@@ -456,6 +456,17 @@ class Shard:
         values_UB = shared.empty((len(view.at_U), store.nbytes), np.uint8)
         _gather(view.records_XB.view(np.uint32), view.at_U, values_UB.view(np.uint32))
         return values_UB
+
+    def gather_whole(self, positions_U: Positions, parity: bool = False) -> tuple[Bytes, Positions]:
+        """Returns what `gather` does, and what `broken` does of them, (M,) int64: each is read once where it can be."""
+        store = self._stores[parity]
+        if not (store.in_place and store.sealed):
+            broken_M = self.broken(positions_U, parity)
+            return self.gather(positions_U, parity), broken_M
+        view = store.look(check_positions(positions_U, store.rows))
+        assert view.seals_X is not None
+        values_UB = shared.empty((len(view.at_U), store.nbytes), np.uint8)
+        return values_UB, seals.gather(view.records_XB, view.seals_X, view.at_U, values_UB)
 
     def scatter_(self, positions_U: Positions, values_UB: Bytes, parity: bool = False) -> None:
         """Overwrites some data records, or some parity records, in place.

@@ -25,7 +25,7 @@ import numpy as np
 
 from torch_ecrec.codec import seals
 from torch_ecrec.codec.seals import SealsOf
-from torch_ecrec.records.pages import Memory
+from torch_ecrec.records.pages import Memory, ReadyMemory
 from torch_ecrec.records.positions import Bytes, Positions
 
 INITIAL_AT_ONCE = 1 << 16  # records
@@ -151,6 +151,7 @@ class MemoryStore:
         nbytes: of each.
         scattered: they are first written here and there; `prepare` is called before many in a row are.
         sealed: keeps seals.
+        ready: memory for them that was made ready; None: there is none.
 
     Attributes:
         records_PB: (P, B) uint8, all of them.
@@ -159,9 +160,11 @@ class MemoryStore:
 
     in_place = True
 
-    def __init__(self, rows: int, nbytes: int, scattered: bool = False, sealed: bool = True) -> None:
+    def __init__(
+        self, rows: int, nbytes: int, scattered: bool = False, sealed: bool = True, ready: Bytes | None = None
+    ) -> None:
         self.rows, self.nbytes, self.frames, self.sealed = rows, nbytes, rows, sealed
-        self.memory = Memory(rows * nbytes, scattered)
+        self.memory = Memory(rows * nbytes, scattered, ready)
         self.records_PB: Bytes = self.memory.array.reshape(-1, nbytes)
         self.seals_P: SealsOf | None = np.zeros(rows, np.uint32) if sealed else None
 
@@ -235,3 +238,12 @@ class MemoryStore:
 
 Stores = Callable[[int, int, bool, bool], RecordStore]
 """Makes the store of some records: (rows, nbytes, parity, sealed)."""
+
+
+def stores_in(ready: ReadyMemory) -> Stores:
+    """Returns what makes stores for records written here and there: in ready memory, as far as there is some."""
+
+    def make(rows: int, nbytes: int, parity: bool, sealed: bool) -> RecordStore:
+        return MemoryStore(rows, nbytes, True, sealed, ready.take(rows * nbytes))
+
+    return make

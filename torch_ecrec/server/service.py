@@ -24,6 +24,8 @@ from torch_ecrec.protocol.messages import Known, Placement
 from torch_ecrec.protocol.status import Report
 from torch_ecrec.protocol.wellformed import MessageValidator
 from torch_ecrec.protocol.wire import Answer, Malformed, Refused
+from torch_ecrec.records.pages import ReadyMemory
+from torch_ecrec.records.store import Stores, stores_in
 from torch_ecrec.server.flipping import flip, flip_below
 from torch_ecrec.server.importing import SlotImport
 from torch_ecrec.server.process import CheckpointReader, CheckpointWriter, ServerProcess
@@ -78,6 +80,7 @@ class Host(ServerProcess):
         self.left: list[int] = []  # trainers that are done: for a coordinator that is started again
         self.layouts: tuple[Layout, ...] = ()
         self.validator: MessageValidator | None = None
+        self.ready_memory: ReadyMemory | None = None  # for the slot of another server, should that be lost
 
     # from the coordinator -----------------------------------------------------------------------
 
@@ -152,6 +155,8 @@ class Host(ServerProcess):
 
         def abandon() -> None:
             self._drop_arrivals()
+            if self.ready_memory is not None:
+                self.ready_memory.prepare(())
             for slot in self.slots.values():
                 slot.checkpoints.abandon()
                 if slot.restoring is not None:
@@ -257,6 +262,17 @@ class Host(ServerProcess):
             if place.server == self.name and index not in self.slots:
                 self._host(self.job, index, place.incarnation, incarnations)
         self._drop_arrivals()
+        self._make_ready()
+
+    def _make_ready(self) -> None:
+        """As long as it has no slot, memory for any of them is made ready: one that is lost comes here at once."""
+        if self.job is None or self.ready_memory is None or self.tier is not None:
+            return
+        sizes = []
+        for slab, layout in zip(self.job.slabs, self.layouts, strict=True) if not self.slots else ():
+            for rows_of in (layout.data_rows, layout.parity_rows):
+                sizes.append(slab.schema.nbytes * max(map(rows_of, range(layout.slots))))
+        self.ready_memory.prepare(sizes)
 
     def _host(self, job: JobSpec, index: int, incarnation: int, incarnations: list[int]) -> None:
         """A life of a slot is here from now on."""
@@ -294,7 +310,11 @@ class Host(ServerProcess):
         self, job: JobSpec, index: int, incarnation: int, incarnations: list[int], fresh: bool, filled: bool = False
     ) -> Holdings:
         sealed = self.settings.record_checks != "none"
-        stores = None if self.tier is None else partial(self.tier.make, must=incarnation > 0)
+        stores: Stores | None = None
+        if self.tier is not None:
+            stores = partial(self.tier.make, must=incarnation > 0)
+        elif self.ready_memory is not None and not (fresh or filled):
+            stores = stores_in(self.ready_memory)
         kept = [name for name in self.settings.tier_keep.split(",") if name]
         unknown = ", ".join(name for name in kept if name not in job.place_of_table)
         if unknown and not incarnation:

@@ -190,8 +190,9 @@ class Slot(SlotContext):
         return False
 
     def expect(self, positions: list[np.ndarray], later: bool = False) -> bool:
-        """These data records are needed soon: those on disk begin to be read. Returns whether any is on its way."""
         away = False
+        if self.ready:
+            self.durability.is_missing(positions)  # repaired while the rest of the step is awaited
         for shard, positions_U in zip(self.shards, positions, strict=True):
             reading, coming = shard.want(positions_U)
             away |= coming

@@ -209,6 +209,8 @@ class Settings:
             tensors there rather than from a socket; 0: none. Of the socket transport, on Linux.
         keep_freed_bytes: memory that this process has freed and keeps for the next step, at most; 0 leaves the C
             library's allocator as it is.
+        spare_memory: of a server. 1: as long as it has no slot, it keeps memory for one ready, so that what is lost is
+            rebuilt there with less work; where an eighth of the memory stays free. 0: it does not.
         rebuild_chunk_bytes: bytes of records that one background rebuild request asks for.
         rebuild_bytes_per_s: limit of what the rebuild of one slot reads, which is k bytes for each that was lost; 0 for
             none. What a request waits for counts, but is never delayed.
@@ -263,6 +265,7 @@ class Settings:
     failure_domain: str = ""
     shared_memory_bytes: int = 2 << 30
     keep_freed_bytes: int = 1 << 30
+    spare_memory: Flag = 1
     rebuild_chunk_bytes: int = 4 << 20
     rebuild_bytes_per_s: float = 100e6
     move_bytes_per_s: float = MOVE_BYTES_PER_S
@@ -323,6 +326,7 @@ class Settings:
         require(
             len(self.launch) <= LAUNCH_MOST, f"`launch` must have {LAUNCH_MOST} characters at most, got {self.launch!r}"
         )
+        require(self.spare_memory in (0, 1), f"`spare_memory` must be 0 or 1, got {self.spare_memory}")
         require(self.flip_on_signal in (0, 1), f"`flip_on_signal` must be 0 or 1, got {self.flip_on_signal}")
         require(self.spoil in SPOILS, f"`spoil` must be one of {', '.join(SPOILS)}, got {self.spoil!r}")
         require_int("spoil_step", self.spoil_step, 0)
