@@ -90,7 +90,7 @@ def parser(benchmark: str | None = None) -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"torch-ecrec {torch_ecrec.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        one = commands.add_parser(name, help=command.HELP)
+        one = commands.add_parser(name, help=command.HELP, description=f"{command.HELP[:1].upper()}{command.HELP[1:]}.")
         if name == "bench":
             bench.add_arguments(one, benchmark)
         else:

@@ -7,19 +7,19 @@ import dataclasses
 
 from torch_ecrec.cli.arguments import add_end_with_parent, add_grace, add_join, add_tier, settings_of
 
-HELP = "one server process"
+HELP = "run one server of a cluster"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `serve`."""
     add_join(parser)
-    parser.add_argument("--servers", type=int, metavar="S", help="insist on this number of slots")
-    parser.add_argument("-k", type=int, help="insist on this k")
-    parser.add_argument("-r", type=int, help="insist on this r")
+    parser.add_argument("--servers", type=int, metavar="S", help="refuse a cluster with another number of slots")
+    parser.add_argument("-k", type=int, help="refuse a cluster with another k")
+    parser.add_argument("-r", type=int, help="refuse a cluster with another r")
     parser.add_argument(
         "--failure-domain",
         metavar="PATH",
-        help="what it is lost together with, the widest first, e.g. row1/rack3/host17 (default: the host's name)",
+        help="failure domains of this server, the widest first, e.g. row1/rack3/host17 (default: the host's name)",
     )
     add_tier(parser)
     add_grace(parser)

@@ -42,7 +42,7 @@ WHY = {
 }
 LOOK_S = 1.0  # between two looks at the cluster's verdict
 SILENT_S = 10.0  # without an answer of the coordinator: another one should be there by then
-HELP = "a local cluster: coordinator and servers, supervised"
+HELP = "start a cluster on this host: coordinator and servers, which are restarted when lost"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--logs", type=Path, metavar="DIR", help="folder for the processes' logs (default: to the terminal)"
     )
-    parser.add_argument("--quiet", action="store_true", help="do not say when something is wrong, or well again")
+    parser.add_argument("--quiet", action="store_true", help="do not print what is wrong, and when it is over")
     add_grace(parser)
     add_tier(parser)
     add_checkpoints(parser)

@@ -415,7 +415,7 @@ class _Coordinator:
         words += f" --elect {told.elect}" if told.elect else ""
         host, port = self._server.address
         self._ended = OtherCluster(
-            f"refuses to lead: {why}. So that it trains on, start its coordinator here, with the words that it had:"
+            f"refuses to lead: {why}. So that it trains on, start its coordinator here, with the options that it had:"
             f" {words} --host {host} --port {port} ...; or end its processes first, or take another port"
         )
         self._server.call_later(TOLD_END_S, self._server.close)
