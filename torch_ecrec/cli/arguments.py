@@ -122,6 +122,7 @@ def add_drain_slow(parser: argparse.ArgumentParser) -> None:
 
 def code_of(arguments: argparse.Namespace) -> CodeSpec:
     """Returns the code that `add_code` has read. Raises ValueError if there is no such code."""
+    require(arguments.servers >= 1, f"`--servers` must be at least 1, got {arguments.servers}")
     return CodeSpec(arguments.servers, arguments.k, arguments.r, arguments.protection)
 
 
@@ -131,9 +132,11 @@ def require_experiment(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: there is no such experiment, or it cannot; says why.
     """
-    from torch_ecrec.coordinator.settings import check_experiment
+    if not (experiment := Settings.from_environment().experiment):
+        return
+    from torch_ecrec.coordinator.settings import check_experiment  # it loads torch: seconds
 
-    check_experiment(Settings.from_environment().experiment, code_of(arguments), checkpoints_of(arguments))
+    check_experiment(experiment, code_of(arguments), checkpoints_of(arguments))
 
 
 def interval(text: str) -> tuple[int, float]:
@@ -242,8 +245,8 @@ def _add_beyond(add: Callable[..., object]) -> None:
         "--checkpoint-saver",
         choices=get_args(CheckpointSaver),
         default="everything",
-        help="which rows are saved between two checkpoints, for --beyond partial; everything: none (default); mfu: those"
-        " used most; ssu: a sample of those used; scar: those changed most",
+        help="which rows are saved between two checkpoints, for --beyond partial; everything: none (default); mfu:"
+        " those used most; ssu: a sample of those used; scar: those changed most",
     )
     add(
         "--checkpoint-portion",
@@ -309,6 +312,36 @@ def require_store(arguments: argparse.Namespace, patient: bool = False) -> None:
             log.warning("checkpoints cannot be written now, and will be tried: %s", error)
 
 
+def require_restore(arguments: argparse.Namespace) -> None:
+    """Checks, before anything starts, that the checkpoint of `--restore` is there.
+
+    Raises:
+        CheckpointError: it is not, or it is not known within `STORE_S`.
+        ValueError: the newest is wanted, and no place is named.
+    """
+    from torch_ecrec.storage.catalog import NEWEST, Catalog, place_of
+    from torch_ecrec.storage.store_probe import StoreProbe
+
+    place, step = place_of(arguments.restore, arguments.checkpoint)
+    if not place or arguments.restore == NEWEST:  # then there may be none
+        return
+    log = logging.getLogger(__name__)
+    StoreProbe(lambda: Catalog(place).wanted(step), place, STORE_S, log.warning).look()
+
+
+def require_free(arguments: argparse.Namespace) -> None:
+    """Checks, before anything starts, that nobody listens at `--port` and `--http`. Raises OSError: somebody does."""
+    from torch_ecrec.transport.control import listen
+
+    if arguments.port:
+        listen(arguments.host, arguments.port).close()
+    if arguments.http is not None and arguments.http.port:
+        try:
+            listen(arguments.http.host, arguments.http.port).close()
+        except OSError as error:
+            raise OSError(error.errno, f"--http: {error.strerror}") from None
+
+
 def checkpoint_arguments(arguments: argparse.Namespace) -> list[str]:
     """Returns what `add_checkpoints` has read as arguments of a coordinator's command line."""
     checkpoints_of(arguments)
@@ -362,9 +395,10 @@ def asks(arguments: argparse.Namespace) -> tuple[Settings, str]:
     """Returns the settings, and where the coordinator is that is asked (`add_join`).
 
     Raises:
-        ValueError: nobody says where.
+        ValueError: nobody says where, or the secret is none.
     """
     settings = settings_of(arguments)
+    own_secret()
     if settings.join is None:
         raise ValueError("name the coordinator: --join HOST:PORT, or --join etcd://HOST:PORT/NAME")
     return settings, settings.join
@@ -519,8 +553,8 @@ def add_tier(parser: argparse.ArgumentParser) -> None:
         "--tier",
         metavar="DIR",
         type=Path,
-        help="folder on a fast local disk for records that do not fit in --memory; its files have no names, and end with"
-        " the process",
+        help="folder on a fast local disk for records that do not fit in --memory; its files have no names, and end"
+        " with the process",
     )
     group.add_argument(
         "--memory", metavar="SIZE", type=size, help="memory of each server for records and logs: 2GiB, 500MB"
@@ -544,7 +578,7 @@ def _tier_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         found["tier_for"] = arguments.tier_for
     require(
         ("tier" in found) == ("tier_memory_bytes" in found),
-        "--tier DIR and --memory SIZE go together: where records go, and how much memory they may take before",
+        "--tier DIR and --memory SIZE go together: where records go, and how much memory they may take",
     )
     require("tier" in found or not found, "--tier-for goes with --tier DIR and --memory SIZE")
     return found

@@ -33,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kill",
         action="append",
         metavar="{server:SLOT,trainer:RANK,coordinator,all}@STEP[~][+MS]",
-        help="kill, with SIGKILL, the server of SLOT, trainer RANK, the coordinator or all processes, when STEP is complete;"
-        " +MS: so many milliseconds later; ~: not before earlier losses are rebuilt; may be repeated; default server:1"
-        " in the middle; 'none' for no kill",
+        help="kill, with SIGKILL, the server of SLOT, trainer RANK, the coordinator or all processes, when STEP is"
+        " complete; +MS: so many milliseconds later; ~: not before earlier losses are rebuilt; may be repeated; default"
+        " server:1 in the middle; 'none' for no kill",
     )
     parser.add_argument(
         "--max-restarts", type=int, default=10, metavar="N", help="how often torchrun restarts trainers (default 10)"

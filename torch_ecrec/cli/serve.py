@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from torch_ecrec.cli.arguments import add_end_with_parent, add_grace, add_join, add_tier, settings_of
+from torch_ecrec.cli.arguments import add_end_with_parent, add_grace, add_join, add_tier, asks
 
 HELP = "run one server of a cluster"
 
@@ -28,15 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs a server in this process."""
-    from torch_ecrec.processes.launch import run_server, warm
     from torch_ecrec.transport.whereabouts import require_whereabouts
 
-    settings = settings_of(arguments)
+    settings, join = asks(arguments)
     if arguments.failure_domain is not None:
         settings = dataclasses.replace(settings, failure_domain=arguments.failure_domain)
     wanted = {"k": arguments.k, "r": arguments.r, "slots": arguments.servers}
-    if settings.join is not None:
-        require_whereabouts(settings.join)  # before the kernels are loaded
+    require_whereabouts(join)
+    from torch_ecrec.processes.launch import run_server, warm  # it loads torch: seconds, for a mistake to wait
+
     if not arguments.end_with_parent:
         warm(tells=True)
     return run_server(settings, wanted)

@@ -24,7 +24,9 @@ from torch_ecrec.cli.arguments import (
     code_of,
     port,
     require_experiment,
+    require_free,
     require_guarded,
+    require_restore,
     require_store,
     require_watchable,
     settings_of,
@@ -70,7 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
     Told by SIGTERM, it first waits for its trainers.
     """
     from torch_ecrec.errors import ClusterUnavailable, DataLoss, OtherCluster
-    from torch_ecrec.processes.launch import warm
     from torch_ecrec.processes.supervisor import Supervisor, await_trainers, prepare_logs
 
     told: list[int] = []  # to end: the signals
@@ -84,8 +85,12 @@ def run(arguments: argparse.Namespace) -> int:
     require_store(arguments)
     events = [] if arguments.events is None else ["--events", str(arguments.events.resolve())]
     settings, tier = settings_of(arguments), tier_environment(arguments)
+    require_restore(arguments)
+    require_free(arguments)
     if arguments.logs is not None:
         prepare_logs(arguments.logs)
+    from torch_ecrec.processes.launch import warm  # it loads torch: seconds, for a mistake to wait
+
     warm(tells=not arguments.end_with_parent)
     on_signals(lambda number, _: told.append(number))  # who waits looks there; an exception might get lost
     with Supervisor(

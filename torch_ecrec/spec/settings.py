@@ -227,7 +227,8 @@ class Settings:
             chaos --check-power`.
         spoil_step: the step of training to which `spoil` happens; 0: none. For `torch-ecrec chaos --check-power`.
         launch: a word that all trainers of one start of a job have, restarts included. A trainer of the same launch
-            takes the place of another of its rank at once; one of another launch only when that one is gone. "": torchrun's `--rdzv-id` (`torch-ecrec run` and `--standalone` make one).
+            takes the place of another of its rank at once; one of another launch only when that one is gone. "":
+            torchrun's `--rdzv-id` (`torch-ecrec run` and `--standalone` make one).
         again: 1: if the cluster's job has ended, trainers continue it. 0: they are refused.
         look_ahead: whether a plain loop over what `attach` returned draws the next batch when a training forward ends,
             so that its lookups travel with the gradients of the step. "auto": yes for a list, a tuple, or a
