@@ -72,7 +72,7 @@ class MemoryDamaged(ClusterError):
 class OtherCluster(ClusterError):
     """Members of a running cluster look for their coordinator where this one listens, and it has none of its own.
 
-    It refuses to lead, so that the one that they look for can be started there. The message says with which words.
+    It refuses to lead, so that the one that they look for can be started there. The message says with which options.
     """
 
     exit_code = 9

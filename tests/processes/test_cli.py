@@ -80,7 +80,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--servers", "2"], "a stripe of k + r = 3 records needs as many slots, got 2 servers"),
         (["--servers", "5", "-k", "4", "-r", "2"], "k + r = 6 records needs as many slots, got 5 servers"),
-        (["--servers", "0"], "`slots` must be at least 1, got 0"),
+        (["--servers", "0"], "`--servers` must be at least 1, got 0"),
         (["-k", "0"], "`k` must be at least 1, got 0"),
         (["-k", "-1"], "`k` must be at least 1, got -1"),
         (["-r", "0"], "`r` must be at least 1, got 0"),
@@ -157,7 +157,7 @@ def test_bad_data(
             f"invalid choice: 'shampoo' (choose from {', '.join(map(repr, OPTIMIZERS))})",
         ),
         (["demo", "--protection", "raid"], "invalid choice: 'raid' (choose from 'parity', 'none')"),
-        (["demo", "-k", "two"], "argument -k: invalid int value: 'two'"),
+        (["demo", "-k", "two"], "argument -k: a whole number is wanted, got 'two'"),
         (["up", "--port", "70000"], "a port is a number up to 65535, got '70000'"),
         (["up", "--port", "http"], "a port is a number up to 65535, got 'http'"),
         (["nothing"], "invalid choice: 'nothing'"),
@@ -165,12 +165,51 @@ def test_bad_data(
     ],
 )
 def test_what_the_parser_refuses(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """After a line or two of usage."""
+    """In one line, without the usage."""
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == 2
     err = capsys.readouterr().err
-    assert says in err.splitlines()[-1] and err.count("error: ") == 1
+    assert says in err and err.count("\n") == 1 and "--help` says what it takes" in err
+
+
+@pytest.mark.smoke
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["up", "--sirvers", "3"], "there is no option --sirvers of `torch-ecrec up`; did you mean --servers?"),
+        (["bench", "train", "--shpae=paper"], "of `torch-ecrec bench train`; did you mean --shape?"),
+        (
+            ["status", "--zzz"],
+            "there is no option --zzz of `torch-ecrec status`; `torch-ecrec status --help` lists all",
+        ),
+        (["status", "10.0.0.1:29400"], "`torch-ecrec status` takes no argument 10.0.0.1:29400"),
+        (["up", "--restore", "newest"], "the newest checkpoint of what?"),
+    ],
+)
+def test_what_is_misspelt_or_lacks_something(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(arguments, says, capsys)
+
+
+@pytest.mark.smoke
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("option", ["--port", "--http"])
+def test_a_port_in_use_is_found_before_anything_starts(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        refused(["up", option, str(number)], f"port {number} on 127.0.0.1 is in use: end the process", capsys)
+
+
+@pytest.mark.smoke
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_checkpoint_that_is_not_there_is_found_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(["up", "--restore", str(tmp_path)], f"there is no checkpoint at {tmp_path}", capsys, code=7)
+    refused(["up", "--restore", f"{tmp_path}@5"], f"there is no checkpoint of step 5 at {tmp_path}", capsys, code=7)
 
 
 @pytest.mark.parametrize("command", ["serve", "status"])
@@ -478,7 +517,10 @@ def test_a_port_in_use(name: str) -> None:
         port = taken.getsockname()[1]
         with command(name, "--port", str(port)) as started:
             assert started.wait() == 2
-            assert started.err == [f"torch-ecrec: port {port} on 127.0.0.1 is in use\n"]
+            told = (
+                f"torch-ecrec: port {port} on 127.0.0.1 is in use: end the process that has it, or take another port\n"
+            )
+            assert started.err == [told]
             assert not started.living()
 
 

@@ -21,7 +21,7 @@ from places import ROOT
 import torch_ecrec
 from torch_ecrec import errors
 from torch_ecrec.cli.bench import named_in
-from torch_ecrec.cli.main import parser
+from torch_ecrec.cli.main import Parser, parser
 
 OF_CONTRIBUTORS, MADE = "For contributors", "Evidence"  # the latter is made by commands, or says how it is made
 GENERATED = {DOCS / "reference.md"}  # of the user's sections: made by a command, `python -m torch_ecrec.cli.reference`
@@ -73,7 +73,7 @@ def refused(line: str) -> str | None:
     named, whole = [word for word in typed if word != "..."], "..." not in typed and len(typed) > 1
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(argparse.ArgumentParser, "error", _refuse)
+            patch.setattr(Parser, "error", _refuse)
             parser(named_in(named)).parse_args(named)
     except _Refused as error:
         stands_for_a_value = re.search(r"invalid .*'[A-Z]+'", str(error))

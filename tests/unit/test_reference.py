@@ -52,7 +52,7 @@ def test_settings_say_what_they_are_here(monkeypatch: pytest.MonkeyPatch, capsys
     for name in ("lease_s", "TORCH_ECREC_LEASE_S"):
         assert main(["settings", name]) == 0
         said = capsys.readouterr().out
-        assert said.startswith("TORCH_ECREC_LEASE_S = 3 (by default 10)\n\n") and "taken for lost" in said
+        assert said.startswith("TORCH_ECREC_LEASE_S = 3 (by default 10)\n\n") and "counts as lost" in said
     assert main(["settings", "secret"]) == 0 and "of 16" in capsys.readouterr().out
     assert main(["settings", "leas_s"]) == 2 and "did you mean lease_s?" in capsys.readouterr().err
     assert main(["settings", "xyzzyx"]) == 2 and "lists them" in capsys.readouterr().err

@@ -61,8 +61,8 @@ def add_host(parser: argparse.ArgumentParser) -> None:
         "--host",
         type=host,
         default="127.0.0.1",
-        help="address of this host to listen on, which is told to others (default 127.0.0.1); any that other hosts"
-        " reach takes a secret, TORCH_ECREC_SECRET or TORCH_ECREC_SECRET_FILE",
+        help="address of this host to listen on, which is told to others (default 127.0.0.1); one that other hosts"
+        " reach needs a secret, TORCH_ECREC_SECRET or TORCH_ECREC_SECRET_FILE",
     )
     parser.add_argument(
         "--insecure-rpc",
@@ -96,10 +96,12 @@ def require_guarded(arguments: argparse.Namespace) -> None:
 def add_code(parser: argparse.ArgumentParser) -> None:
     """Adds the number of servers, and the code that protects their records. `code_of` reads them."""
     parser.add_argument("--servers", type=int, default=3, metavar="S", help="slots, one server each (default 3)")
-    parser.add_argument("--spares", type=int, default=1, metavar="P", help="servers in reserve (default 1)")
+    parser.add_argument("--spares", type=int, default=1, metavar="P", help="spare servers, without a slot (default 1)")
     parser.add_argument("-k", type=int, default=2, help="data records in a stripe (default 2)")
     parser.add_argument("-r", type=int, default=1, help="parity records in a stripe: losses tolerated (default 1)")
-    parser.add_argument("--protection", choices=PROTECTIONS, default="parity", help="default parity")
+    parser.add_argument(
+        "--protection", choices=PROTECTIONS, default="parity", help="whether records have parity (default parity)"
+    )
     parser.add_argument(
         "--without-spare",
         choices=WITHOUT_SPARE,
@@ -114,12 +116,13 @@ def add_drain_slow(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drain-slow",
         action="store_true",
-        help="move the slots of a server that training waits for, since it limps, to a spare (default: only name it)",
+        help="move the slots of a server that slows training to a spare (default: only name the server)",
     )
 
 
 def code_of(arguments: argparse.Namespace) -> CodeSpec:
     """Returns the code that `add_code` has read. Raises ValueError if there is no such code."""
+    require(arguments.servers >= 1, f"`--servers` must be at least 1, got {arguments.servers}")
     return CodeSpec(arguments.servers, arguments.k, arguments.r, arguments.protection)
 
 
@@ -129,9 +132,11 @@ def require_experiment(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: there is no such experiment, or it cannot; says why.
     """
-    from torch_ecrec.coordinator.settings import check_experiment
+    if not (experiment := Settings.from_environment().experiment):
+        return
+    from torch_ecrec.coordinator.settings import check_experiment  # it loads torch: seconds
 
-    check_experiment(Settings.from_environment().experiment, code_of(arguments), checkpoints_of(arguments))
+    check_experiment(experiment, code_of(arguments), checkpoints_of(arguments))
 
 
 def interval(text: str) -> tuple[int, float]:
@@ -156,10 +161,18 @@ def add_checkpoints(parser: argparse.ArgumentParser, restore: bool = True) -> No
     """
     group = parser.add_argument_group("checkpoints", "kept outside of the cluster, for what parity does not survive")
     group.add_argument(
-        "--checkpoint", metavar="URL", default="", help="where: a folder, or what fsspec knows (s3://...)"
+        "--checkpoint",
+        metavar="URL",
+        default="",
+        help="where checkpoints are written: a folder, or what fsspec knows (s3://...)",
     )
-    group.add_argument("--checkpoint-every", metavar="N|TIME", type=interval, help="steps (200) or time (90s, 10m, 2h)")
-    group.add_argument("--checkpoint-keep", metavar="N", type=int, default=3, help="so many are kept (default 3)")
+    group.add_argument(
+        "--checkpoint-every",
+        metavar="N|TIME",
+        type=interval,
+        help="how often: every N steps (200) or a time (90s, 10m, 2h)",
+    )
+    group.add_argument("--checkpoint-keep", metavar="N", type=int, default=3, help="how many are kept (default 3)")
     group.add_argument(
         "--checkpoint-policy",
         choices=get_args(CheckpointPolicy),
@@ -171,25 +184,29 @@ def add_checkpoints(parser: argparse.ArgumentParser, restore: bool = True) -> No
         "--checkpoint-bytes-per-s",
         metavar="B",
         type=float,
-        help="that each server writes at most (default: 5e6 for each core of its machine, 1e8 at most; 0: no limit)",
+        help="the most that each server writes (default: 5e6 for each core of its machine, 1e8 at most; 0: no limit)",
     )
     group.add_argument(
         "--checkpoint-timeout",
         metavar="S",
         type=float,
         default=3600.0,
-        help="seconds after which one that is still being written is void, and another is tried (default 3600)",
+        help="seconds after which an unfinished checkpoint is given up, and another is tried (default 3600)",
     )
     group.add_argument(
-        "--checkpoint-zstd", metavar="LEVEL", type=int, default=0, help="compress (1 to 19; default 0: not)"
+        "--checkpoint-zstd",
+        metavar="LEVEL",
+        type=int,
+        default=0,
+        help="compress at this level (1 to 19; default 0: no compression)",
     )
     group.add_argument(
         "--checkpoint-bits",
         type=int,
         choices=(0, 2, 3, 4, 8),
         default=0,
-        help="quantise weights, row by row, to so many bits (default 0: exact); `torch-ecrec checkpoints` tells"
-        " how far they are off; optimizer state is exact",
+        help="quantise weights, row by row, to this many bits (default 0: exact); `torch-ecrec checkpoints` shows the"
+        " error; optimizer state stays exact",
     )
     _add_beyond(group.add_argument)
     if not restore:
@@ -203,8 +220,8 @@ def add_checkpoints(parser: argparse.ArgumentParser, restore: bool = True) -> No
         "--restore",
         metavar="URL[@STEP]|newest",
         default="",
-        help="begin with a checkpoint: the newest there, or that of a step of training; newest: of --checkpoint, and"
-        " from the beginning where there is none",
+        help="begin with a checkpoint: the newest at URL, or that of STEP; the word newest: with the newest at the URL"
+        " of --checkpoint, or at step 0 if there is none",
     )
 
 
@@ -213,29 +230,31 @@ def _add_beyond(add: Callable[..., object]) -> None:
         "--beyond",
         choices=get_args(Beyond),
         default="stop",
-        help="when more is lost than parity can repair: stop (default); checkpoint: all go back to the newest one;"
-        " partial: only what is lost does, which is NOT EXACT (docs/checkpoints.md)",
+        help="what to do when more is lost than parity can repair; stop: end (default); checkpoint: the whole job goes"
+        " back to the newest one; partial: only lost slots go back, which is NOT EXACT (docs/checkpoints.md)",
     )
     add(
         "--most-lost-samples",
         metavar="PORTION",
         type=float,
         default=0.1,
-        help="of the run (0 to 1, default 0.1): where --beyond partial would lose more, all go back",
+        help="share of the run's samples (0 to 1, default 0.1): if --beyond partial would lose more, the whole job goes"
+        " back",
     )
     add(
         "--checkpoint-saver",
         choices=get_args(CheckpointSaver),
         default="everything",
-        help="for --beyond partial: which rows are saved more often than checkpoints are written; everything: none"
-        " (default); mfu: most frequently used; ssu: a sample of those used; scar: changed most",
+        help="which rows are saved between two checkpoints, for --beyond partial; everything: none (default); mfu:"
+        " those used most; ssu: a sample of those used; scar: those changed most",
     )
     add(
         "--checkpoint-portion",
         metavar="R",
         type=float,
         default=0.125,
-        help="of each slot's rows, that such a save has, every R-th part of --checkpoint-every (default 0.125)",
+        help="share of each slot's rows in such a save; a save is made every R-th part of --checkpoint-every (default"
+        " 0.125)",
     )
 
 
@@ -293,6 +312,36 @@ def require_store(arguments: argparse.Namespace, patient: bool = False) -> None:
             log.warning("checkpoints cannot be written now, and will be tried: %s", error)
 
 
+def require_restore(arguments: argparse.Namespace) -> None:
+    """Checks, before anything starts, that the checkpoint of `--restore` is there.
+
+    Raises:
+        CheckpointError: it is not, or it is not known within `STORE_S`.
+        ValueError: the newest is wanted, and no place is named.
+    """
+    from torch_ecrec.storage.catalog import NEWEST, Catalog, place_of
+    from torch_ecrec.storage.store_probe import StoreProbe
+
+    place, step = place_of(arguments.restore, arguments.checkpoint)
+    if not place or arguments.restore == NEWEST:  # then there may be none
+        return
+    log = logging.getLogger(__name__)
+    StoreProbe(lambda: Catalog(place).wanted(step), place, STORE_S, log.warning).look()
+
+
+def require_free(arguments: argparse.Namespace) -> None:
+    """Checks, before anything starts, that nobody listens at `--port` and `--http`. Raises OSError: somebody does."""
+    from torch_ecrec.transport.control import listen
+
+    if arguments.port:
+        listen(arguments.host, arguments.port).close()
+    if arguments.http is not None and arguments.http.port:
+        try:
+            listen(arguments.http.host, arguments.http.port).close()
+        except OSError as error:
+            raise OSError(error.errno, f"--http: {error.strerror}") from None
+
+
 def checkpoint_arguments(arguments: argparse.Namespace) -> list[str]:
     """Returns what `add_checkpoints` has read as arguments of a coordinator's command line."""
     checkpoints_of(arguments)
@@ -317,19 +366,19 @@ def add_data(parser: argparse.ArgumentParser) -> None:
 
 def add_training(parser: argparse.ArgumentParser) -> None:
     """Adds how the demonstration's model is trained, except for the batch size."""
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="rowwise_adagrad", help="of the tables")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="rowwise_adagrad", help="optimizer of the tables")
     parser.add_argument(
         "--device",
         choices=["cpu", "cuda"],
         default="cpu",
-        help="of the dense layers; cuda: trainers take the GPUs in turn, servers stay on the CPU (default cpu)",
+        help="where the dense layers are; cuda: trainers take the GPUs in turn, servers stay on the CPU (default cpu)",
     )
     parser.add_argument(
         "--snapshot-every",
         type=int,
         default=1,
         metavar="N",
-        help="steps between snapshots of the dense model: lost trainers go on after the last one (default 1)",
+        help="steps between snapshots of the dense model; lost trainers go on after the last one (default 1)",
     )
 
 
@@ -338,7 +387,7 @@ def add_join(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--join",
         metavar="HOST:PORT",
-        help="the coordinator, or etcd://... for whichever leads (default: $TORCH_ECREC_JOIN)",
+        help="address of the coordinator, or etcd://... for the one that leads (default: $TORCH_ECREC_JOIN)",
     )
 
 
@@ -346,9 +395,10 @@ def asks(arguments: argparse.Namespace) -> tuple[Settings, str]:
     """Returns the settings, and where the coordinator is that is asked (`add_join`).
 
     Raises:
-        ValueError: nobody says where.
+        ValueError: nobody says where, or the secret is none.
     """
     settings = settings_of(arguments)
+    own_secret()
     if settings.join is None:
         raise ValueError("name the coordinator: --join HOST:PORT, or --join etcd://HOST:PORT/NAME")
     return settings, settings.join
@@ -408,8 +458,8 @@ def add_grace(parser: argparse.ArgumentParser) -> None:
         "--grace",
         metavar="SECONDS",
         type=float,
-        help="told to end by SIGTERM, it waits so long for trainers that are there, which may save (default:"
-        " $TORCH_ECREC_GRACE_S, or 25); a second signal, or Ctrl-C, ends it at once",
+        help="how long it waits, after SIGTERM, for trainers, which may save (default: $TORCH_ECREC_GRACE_S, or 25); a"
+        " second signal, or Ctrl-C, ends it at once",
     )
 
 
@@ -427,9 +477,9 @@ def add_http(add: Callable[..., object]) -> None:
         "--http",
         metavar="[HOST:]PORT",
         type=http_place,
-        help="the coordinator serves metrics for Prometheus, its status, and a live page there (needs"
-        " torch-ecrec[http]); a port alone is of 127.0.0.1, and 0 takes a free one; any address that other hosts reach"
-        " takes a secret",
+        help="where the coordinator serves metrics for Prometheus, its status, and a live page (needs"
+        " torch-ecrec[http]); a port alone is on 127.0.0.1, and 0 takes a free one; an address that other hosts reach"
+        " needs a secret",
     )
 
 
@@ -441,12 +491,12 @@ def add_watching(parser: argparse.ArgumentParser) -> None:
         "--events",
         metavar="FILE",
         type=Path,
-        help="the coordinator writes its events there, a line of JSON each; a file of 10 MiB is renamed to FILE.1",
+        help="file for the coordinator's events, a line of JSON each; at 10 MiB it is renamed to FILE.1",
     )
     group.add_argument(
         "--allow-kill",
         action="store_true",
-        help="the live page (--http) may kill a server or a trainer, to see what happens then (default: it is refused)",
+        help="let the live page (--http) kill a server or a trainer, to see what happens (default: it is refused)",
     )
 
 
@@ -503,17 +553,17 @@ def add_tier(parser: argparse.ArgumentParser) -> None:
         "--tier",
         metavar="DIR",
         type=Path,
-        help="a folder on a fast local disk: records that do not fit in --memory are kept in files there, which have no"
-        " names and end with the process",
+        help="folder on a fast local disk for records that do not fit in --memory; its files have no names, and end"
+        " with the process",
     )
     group.add_argument(
-        "--memory", metavar="SIZE", type=size, help="of each server, for its records and logs: 2GiB, 500MB"
+        "--memory", metavar="SIZE", type=size, help="memory of each server for records and logs: 2GiB, 500MB"
     )
     group.add_argument(
         "--tier-for",
         choices=TIER_FOR,
         default=None,
-        help="all records, or parities alone: then no step waits for a disk (default all)",
+        help="what goes to the tier: all records (default), or parities alone, for which no step waits",
     )
     group.add_argument(
         "--tier-keep",
@@ -536,7 +586,7 @@ def _tier_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         found["tier_keep"] = arguments.tier_keep
     require(
         ("tier" in found) == ("tier_memory_bytes" in found),
-        "--tier DIR and --memory SIZE go together: where records go, and how much memory they may take before",
+        "--tier DIR and --memory SIZE go together: where records go, and how much memory they may take",
     )
     require("tier" in found or not found, "--tier-for and --tier-keep go with --tier DIR and --memory SIZE")
     return found

@@ -6,7 +6,7 @@ import argparse
 import importlib
 from typing import Any
 
-HELP = "measurements"
+HELP = "run a benchmark"
 BENCHMARKS = {
     "train": "throughput beside plain TorchRec, by shape and code",
     "recovery": "kills at steady state: how long a pause, how fast a rebuild; beside restart from a checkpoint",

@@ -30,7 +30,7 @@ from torch_ecrec.spec.settings import (
     CheckpointPolicy,
 )
 
-HELP = "kills and hangs at random while it trains: does one bit differ?"
+HELP = "kill and stop processes at random in a training, and compare every bit with an undisturbed one"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,20 +41,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="over 4 to 6 hosts, network namespaces of this machine (needs root): they die, links are cut or bad",
+        help="run on 4 to 6 hosts made of network namespaces (needs root); hosts are killed, links cut or slowed",
     )
     parser.add_argument(
-        "--elect", action="store_true", help="with --hosts: three coordinators of which etcd says who leads"
+        "--elect", action="store_true", help="with --hosts: three coordinators, of which etcd elects one"
     )
-    parser.add_argument("--minutes", type=float, default=2.0, metavar="M", help="of disturbed training, about")
+    parser.add_argument("--minutes", type=float, default=2.0, metavar="M", help="minutes of disturbed training, about")
     parser.add_argument(
         "--check-power",
         type=int,
         metavar="STEPS",
-        help="no chaos: would it be found, late in so many steps, that a push was dropped, a step applied twice, or a"
-        " record put back?",
+        help="no chaos; check instead that a dropped push, a step applied twice, or a record put back would be found,"
+        " late in this many steps",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the schedule and of the model")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the schedule and of the model")
     parser.add_argument(
         "--events",
         type=lambda text: text.split(","),
@@ -69,10 +69,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " with which the cluster writes checkpoints to a file system in the memory of this host",
     )
     parser.add_argument(
-        "--checkpoint-every", metavar="N|TIME", type=interval, default=(0, 3.0), help="where it does (default 3s)"
+        "--checkpoint-every",
+        metavar="N|TIME",
+        type=interval,
+        default=(0, 3.0),
+        help="how often, where checkpoints are written (default 3s)",
     )
     parser.add_argument(
-        "--checkpoint-policy", choices=get_args(CheckpointPolicy), default="consecutive", help="likewise"
+        "--checkpoint-policy", choices=get_args(CheckpointPolicy), default="consecutive", help="what they have"
     )
     parser.set_defaults(
         checkpoint="",
@@ -93,7 +97,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trainers", type=int, default=2, metavar="T", help="processes that train (default 2)")
     add_training(parser)
     add_tier(parser)
-    parser.add_argument("--out", type=Path, default=Path("chaos"), metavar="DIR", help="of the report (default chaos)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("chaos"), metavar="DIR", help="folder of the report (default chaos)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

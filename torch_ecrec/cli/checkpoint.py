@@ -11,7 +11,7 @@ from torch_ecrec.cli.arguments import ASK_S, ASKED_S, add_join, asker, asks
 if TYPE_CHECKING:
     from torch_ecrec.protocol.status import CheckpointsStatus
 
-HELP = "has a checkpoint written now, and waits until it counts"
+HELP = "have a checkpoint written now, and wait until it is complete"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

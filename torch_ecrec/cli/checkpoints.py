@@ -31,50 +31,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--verify", action="store_true", help="read all of every checkpoint; exit code 7 if one is faulty"
     )
-    what.add_argument("--remove", metavar="STEP|NAME", help="remove that one; not what others build on")
+    what.add_argument("--remove", metavar="STEP|NAME", help="remove one, unless others build on it")
     what.add_argument(
         "--export",
         metavar="PATH",
         type=Path,
-        help="write it to this machine in another form (--format); the newest, or that of --step",
+        help="write the newest, or that of --step, to this machine in another form (--format)",
     )
     what.add_argument(
         "--import",
         dest="source",
         metavar="PATH",
         type=Path,
-        help="make a checkpoint of step 0 of a folder of torch.distributed.checkpoint, which TorchRec or --export has"
-        " written, or of a file that ends in .safetensors",
+        help="make a checkpoint of step 0 from a folder of torch.distributed.checkpoint, which TorchRec or --export has"
+        " written, or from a file that ends in .safetensors",
     )
     parser.add_argument(
         "--format",
         choices=["safetensors", "dcp"],
-        help="of --export: a file that ends in .safetensors (default), with the tables, weights and optimizer state; or"
-        " a folder of torch.distributed.checkpoint, under TorchRec's names, with the dense model and its optimizers",
+        help="what --export writes: a file that ends in .safetensors (default), with weights and optimizer state of the"
+        " tables; or a folder of torch.distributed.checkpoint, under TorchRec's names, with the dense model, too",
     )
-    parser.add_argument("--step", metavar="STEP", type=int, help="which one --export is of")
+    parser.add_argument("--step", metavar="STEP", type=int, help="step of the checkpoint to export")
     imports = parser.add_argument_group("of --import")
     imports.add_argument(
         "--job",
         metavar="FILE",
         type=Path,
-        help="of which model: written by `torch_ecrec.checkpoint.describe`; what --export has written says it itself",
+        help="description of the model, from `torch_ecrec.checkpoint.describe`; what --export has written has its own",
     )
-    imports.add_argument("--trainers", metavar="T", type=int, help="that will train on, if not as many as in the job")
-    imports.add_argument("--seed", metavar="N", type=int, help="of the script's model, if another than in the job")
+    imports.add_argument("--trainers", metavar="T", type=int, help="number of trainers, if not that of the job")
+    imports.add_argument("--seed", metavar="N", type=int, help="seed of the model, if not that of the job")
     imports.add_argument(
-        "--model-key", metavar="NAME", help="what the model was saved as, if there are several: `model`, say"
+        "--model-key", metavar="NAME", help="name under which the model was saved, if there are several: `model`, say"
     )
-    imports.add_argument(
-        "--tables-only", action="store_true", default=None, help="the script loads the dense model, before `attach`"
-    )
+    imports.add_argument("--tables-only", action="store_true", default=None, help="leave the dense model to the script")
     imports.add_argument(
         "--fresh-optimizer-state",
         action="store_true",
         default=None,
-        help="tables whose optimizer state is not there begin with zeros, as if never trained",
+        help="begin with zeros for tables whose optimizer state is missing, as if never trained",
     )
-    parser.add_argument("--json", action="store_true", help="the same, as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

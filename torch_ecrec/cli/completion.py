@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch_ecrec.compat.argparse import complete_files
 
-HELP = "print what makes a shell complete commands and options (bash, zsh)"
+HELP = "print a script by which a shell completes commands and options (bash, zsh)"
 SHELLS = ("bash", "zsh")
 
 

@@ -27,7 +27,7 @@ from torch_ecrec.errors import CheckpointError
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.transport.etcd import parse_place
 
-HELP = "the coordinator alone"
+HELP = "run the coordinator of a cluster"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,15 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--elect",
         metavar="etcd://HOST:PORT[,...]/NAME",
         default="",
-        help="of several coordinators one leads, and the others stand by: etcd decides; members and trainers join this"
-        " name (needs torch-ecrec[etcd])",
+        help="run several coordinators, of which etcd lets one lead, and the others stand by; members and trainers join"
+        " this name (needs torch-ecrec[etcd])",
     )
     parser.add_argument(
         "--leader-lease",
         metavar="SECONDS",
         type=int,
         default=2,
-        help="so long after a leader is silent another leads (default 2, the least that etcd grants)",
+        help="how long a leader is silent before another leads (default 2, the least that etcd grants)",
     )
     add_checkpoints(parser)
     add_watching(parser)

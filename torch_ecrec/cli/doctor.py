@@ -12,7 +12,7 @@ import time
 from torch_ecrec.cli.arguments import add_join
 from torch_ecrec.spec.settings import Settings
 
-HELP = "whether this machine can run torch-ecrec, and how to mend what cannot"
+HELP = "check whether this machine can run torch-ecrec, and say how to mend what is wrong"
 
 
 def count(text: str) -> int:
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `doctor`."""
     add_join(parser)
     parser.add_argument(
-        "--checkpoint", metavar="URL", default="", help="look whether checkpoints can be kept there, too"
+        "--checkpoint", metavar="URL", default="", help="also check that checkpoints can be written there"
     )
     parser.add_argument(
         "--members",
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="processes of the cluster: servers, spares and trainers, on all hosts together (default 8)",
     )
     parser.add_argument(
-        "--here", metavar="N", type=count, help="so many of them on this host (default: 8, or --members if less)"
+        "--here", metavar="N", type=count, help="how many of them run on this host (default: 8, or --members if less)"
     )
     link = parser.add_mutually_exclusive_group()
     link.add_argument(
@@ -47,13 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST[:PORT]",
         nargs="?",
         const="",
-        help="only wait for `doctor --to` of other hosts, for 10 minutes (default: this host's address where there is"
-        " a secret, else 127.0.0.1)",
+        help="only wait for `doctor --to` of other hosts, for 10 minutes (default: this host's address if there is a"
+        " secret, else 127.0.0.1)",
     )
     parser.add_argument(
-        "--only", metavar="CHECK,...", default="", help="these checks, as the table names them (default: all)"
+        "--only", metavar="CHECK,...", default="", help="make these checks alone, named as in the output (default: all)"
     )
-    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    parser.add_argument("--json", action="store_true", help="print the diagnosis as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

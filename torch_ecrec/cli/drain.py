@@ -11,13 +11,15 @@ from torch_ecrec.cli.arguments import ASK_S, ASKED_S, add_join, asker, asks
 if TYPE_CHECKING:
     from torch_ecrec.protocol.status import Status
 
-HELP = "moves all slots away from a server, or from a host or rack, without spending redundancy"
+HELP = "move all slots away from a server, or from a host or rack, without spending redundancy"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `drain`."""
     parser.add_argument("what", metavar="SERVER|DOMAIN", help="as `torch-ecrec status` and --failure-domain name it")
-    parser.add_argument("--undo", action="store_true", help="it may have slots again; what has moved stays where it is")
+    parser.add_argument(
+        "--undo", action="store_true", help="let it have slots again; slots that have moved stay where they are"
+    )
     parser.add_argument("--no-wait", action="store_true", help="do not wait until no slot is left there")
     add_join(parser)
 

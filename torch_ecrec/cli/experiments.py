@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-HELP = "the experiments of ECRec's paper, scaled to this machine"
+HELP = "run the experiments of ECRec's paper, scaled to this machine"
 OUT = Path("build/experiments")
 DEFAULT_FACTOR = 1024  # that of `experiments/scale.py`, which takes seconds to load
 

@@ -12,8 +12,9 @@ import argparse
 import contextlib
 import difflib
 import logging
+import re
 import sys
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch_ecrec
 from torch_ecrec.cli import (
@@ -37,6 +38,7 @@ from torch_ecrec.cli import (
     upgrade,
     warm,
 )
+from torch_ecrec.compat.argparse import arguments_of, commands_of
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.runtime.lifetime import (
     INTERRUPTED,
@@ -84,13 +86,22 @@ COMMANDS: dict[str, Command] = {  # in the order of `--help`
 }
 
 
-def parser(benchmark: str | None = None) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with a command line. The usage, a screen of some commands, is in `--help`."""
+
+    def error(self, message: str) -> NoReturn:
+        wanted = {"int": "a whole number", "float": "a number"}
+        message = re.sub(r"invalid (int|float) value: ", lambda kind: f"{wanted[kind[1]]} is wanted, got ", message)
+        self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` says what it takes\n")
+
+
+def parser(benchmark: str | None = None) -> Parser:
     """Returns the parser of the command line. A benchmark's arguments are in it only if it is named."""
-    top = argparse.ArgumentParser(prog="torch-ecrec", description="Erasure-coded parameter servers for TorchRec.")
+    top = Parser(prog="torch-ecrec", description="Erasure-coded parameter servers for TorchRec.")
     top.add_argument("--version", action="version", version=f"torch-ecrec {torch_ecrec.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        one = commands.add_parser(name, help=command.HELP)
+        one = commands.add_parser(name, help=command.HELP, description=f"{command.HELP[:1].upper()}{command.HELP[1:]}.")
         if name == "bench":
             bench.add_arguments(one, benchmark)
         else:
@@ -104,7 +115,10 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if (mistake := _misspelt(words)) is not None:
         return _fail(ValueError(mistake), 2)
-    arguments = parser(bench.named_in(words)).parse_args(argv)
+    top = parser(bench.named_in(words))
+    arguments, unknown = top.parse_known_args(argv)
+    if unknown:
+        return _fail(ValueError(_unknown(top, words, unknown[0])), 2)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     for handler in logging.getLogger().handlers:  # FBGEMM says of each of its 14 libraries that it has loaded it
         handler.addFilter(lambda record: record.levelno > logging.INFO or "fbgemm_gpu" not in record.pathname)
@@ -135,8 +149,24 @@ def _misspelt(words: list[str]) -> str | None:
     return f"there is no command {named}; did you mean `torch-ecrec {near[0]}`?" if near else None
 
 
+def _unknown(top: Parser, words: list[str], word: str) -> str:
+    """What was meant, perhaps, by an argument that a command does not take."""
+    name, command = "torch-ecrec", top
+    for one in words:
+        inner = {known: parser for known, parser, _ in commands_of(command)}
+        if one in inner:
+            name, command = f"{name} {one}", inner[one]
+    if not word.startswith("-"):
+        return f"`{name}` takes no argument {word}; `{name} --help` says what it takes"
+    options = [option for argument in arguments_of(command) for option in argument.names]
+    near = difflib.get_close_matches(word.partition("=")[0], options, 1)
+    meant = f"did you mean {near[0]}?" if near else f"`{name} --help` lists all"
+    return f"there is no option {word} of `{name}`; {meant}"
+
+
 def _fail(error: Exception, code: int) -> int:
     with contextlib.suppress(OSError):  # no room for it: the code says enough
         over = "\r\x1b[K" if sys.stderr.isatty() else ""  # a line of progress, perhaps
-        print(f"{over}torch-ecrec: {error}", file=sys.stderr, flush=True)
+        told = re.sub(r"^\[Errno \d+\] ", "", str(error))
+        print(f"{over}torch-ecrec: {told}", file=sys.stderr, flush=True)
     return code

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch_ecrec.runtime.checks import require
 
-HELP = "what checkpoints, partial recovery and parity cost a cluster, and which to take"
+HELP = "compute what checkpoints, partial recovery and parity cost a cluster, and which to take"
 # name in `Costs` -> what it is without a word or a measurement; None: it must be said
 FIGURES: dict[str, float | None] = {
     "save_s": None,
@@ -20,37 +20,41 @@ FIGURES: dict[str, float | None] = {
     "repair_rate": 1.0,
 }
 MEANINGS = {
-    "save_s": "training time that one checkpoint costs",
-    "load_s": "to read a checkpoint back",
-    "restart_s": "until all processes run again",
-    "parity_share": "what parity costs each step, as a share of it (`bench train`)",
-    "stall_s": "pause of training at a loss that parity repairs",
-    "repair_s": "until what was lost is there again",
-    "repair_rate": "rate of training meanwhile, as a share (default 1)",
+    "save_s": "seconds of training time that one checkpoint costs",
+    "load_s": "seconds to read a checkpoint back",
+    "restart_s": "seconds until all processes run again",
+    "parity_share": "share of each step that parity costs (`bench train`)",
+    "stall_s": "seconds that training pauses at a loss that parity repairs",
+    "repair_s": "seconds until lost records are rebuilt",
+    "repair_rate": "rate of training during a rebuild, as a share (default 1)",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `plan`."""
-    parser.add_argument("--hosts", type=int, required=True, metavar="H", help="that keep tables")
-    parser.add_argument("--mtbf-hours", type=float, required=True, metavar="M", help="between failures of one host")
+    parser.add_argument("--hosts", type=int, required=True, metavar="H", help="hosts that keep tables")
     parser.add_argument(
-        "--all-mtbf-hours", type=float, metavar="M", help="between events that take all hosts at once (default: never)"
+        "--mtbf-hours", type=float, required=True, metavar="M", help="mean hours between failures of a host"
+    )
+    parser.add_argument(
+        "--all-mtbf-hours", type=float, metavar="M", help="mean hours between losses of all hosts (default: never)"
     )
     parser.add_argument("-k", type=int, default=2, help="data records in a stripe (default 2)")
     parser.add_argument("-r", type=int, default=1, help="parity records in a stripe (default 1)")
     parser.add_argument(
-        "--measured", type=Path, metavar="FILE", help="result.json of `torch-ecrec demo`: what it has measured"
+        "--measured", type=Path, metavar="FILE", help="result.json of `torch-ecrec demo`, for figures not given here"
     )
     for name, meaning in MEANINGS.items():
         unit = "S" if name.endswith("_s") else "X"
         parser.add_argument(f"--{name.removesuffix('_s').replace('_', '-')}", type=float, metavar=unit, help=meaning)
     parser.add_argument(
-        "--pls", type=float, metavar="X", help="portion of samples that may be lost: allows partial recovery"
+        "--pls", type=float, metavar="X", help="share of samples that may be lost: adds partial recovery"
     )
-    parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, to a .png or .svg")
-    parser.add_argument("--over", choices=("mtbf", "hosts"), default="mtbf", help="what over (default mtbf)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the overhead, to a .png or .svg")
+    parser.add_argument(
+        "--over", choices=("mtbf", "hosts"), default="mtbf", help="horizontal axis of --plot (default mtbf)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

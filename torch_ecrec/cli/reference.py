@@ -15,19 +15,19 @@ from torch_ecrec.spec.settings import OTHERS, PREFIX, Settings
 
 HEAD = """# Reference
 
-Made by `python -m torch_ecrec.cli.reference`; a test says when it is not. Do not edit it by hand.
+`python -m torch_ecrec.cli.reference` makes this page. Do not edit it by hand.
 
 ## Settings
 
-Every process reads these variables of its environment when it starts. A misspelt one is refused, with the nearest name.
-`torch-ecrec settings` says what each is on this machine. Times are in seconds, sizes in bytes.
+Every process reads these environment variables when it starts. It refuses a misspelt one, and names the nearest.
+`torch-ecrec settings` shows the value of each on this machine. Times are in seconds, sizes in bytes.
 
 | variable | default | meaning |
 |---|---|---|
 """
 COMMANDS = """## Commands
 
-A shell completes commands, options and files once it has read what `torch-ecrec completion` prints (`pip install
+Your shell completes commands, options and files once it reads the output of `torch-ecrec completion` (`pip install
 'torch-ecrec[completion]'`):
 
     torch-ecrec completion bash > ~/.local/share/bash-completion/completions/torch-ecrec

@@ -9,7 +9,7 @@ from torch_ecrec.cli.arguments import add_code
 from torch_ecrec.runtime.installed import require_torchrec
 from torch_ecrec.spec.settings import REHEARSALS
 
-HELP = "your own script: does it go on to the same bits when killed?"
+HELP = "kill the trainers of your own script, and compare every step with an undisturbed run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=4,
         metavar="N",
-        help="kill all trainers so many times: at the end of a pass, in the step after it, and spread over the run"
+        help="how often all trainers are killed: at the end of a pass, in the step after it, and spread over the run"
         " (default 4)",
     )
     parser.add_argument(
@@ -30,14 +30,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=40,
         metavar="N",
-        help="end each run after so many steps, unless it ends before; 0: it ends by itself (default 40)",
+        help="end each run after this many steps; 0: let it come to its end (default 40)",
     )
     parser.add_argument("--server-too", action="store_true", help="kill a server with the trainers, each time")
     parser.add_argument(
-        "--limit-s", type=float, default=300.0, metavar="S", help="without news for so long, it hangs (default 300)"
+        "--limit-s",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds without a step after which a run counts as hanging (default 300)",
     )
-    parser.add_argument("--out", type=Path, default=Path(REHEARSALS), metavar="DIR", help="for logs and records")
-    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="-- SCRIPT ARGS...", help="as torchrun takes it")
+    parser.add_argument("--out", type=Path, default=Path(REHEARSALS), metavar="DIR", help="folder for logs and records")
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="-- SCRIPT ARGS...", help="script and arguments, as for torchrun"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

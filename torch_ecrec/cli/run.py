@@ -10,7 +10,7 @@ from torch_ecrec.cli.arguments import add_join
 from torch_ecrec.runtime.installed import require_torchrec
 from torch_ecrec.spec.settings import Settings
 
-HELP = "trainers of a script, on one host or on several"
+HELP = "start the trainers of a script, on one host or on several"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,20 +28,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--address",
         metavar="ADDRESS",
         default="",
-        help="of this host, one that the others reach (default: the one from which it reaches --meet)",
+        help="address of this host that the others reach (default: the one from which it reaches --meet)",
     )
     parser.add_argument(
         "--max-restarts",
         type=int,
         default=10,
         metavar="N",
-        help="so often are lost trainers started again (default 10)",
+        help="how often lost trainers are started again (default 10)",
     )
-    parser.add_argument("--job", default="torch_ecrec", metavar="WORD", help="tells jobs apart that meet at one place")
     parser.add_argument(
-        "--again", action="store_true", help="where the cluster's job has ended: train it on, from where it ended"
+        "--job", default="torch_ecrec", metavar="WORD", help="name that tells apart jobs with the same --meet"
     )
-    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="-- SCRIPT ARGS...", help="as torchrun takes it")
+    parser.add_argument("--again", action="store_true", help="continue the cluster's job although it has ended")
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="-- SCRIPT ARGS...", help="script and arguments, as for torchrun"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

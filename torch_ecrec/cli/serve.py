@@ -5,21 +5,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from torch_ecrec.cli.arguments import add_end_with_parent, add_grace, add_join, add_tier, settings_of
+from torch_ecrec.cli.arguments import add_end_with_parent, add_grace, add_join, add_tier, asks
 
-HELP = "one server process"
+HELP = "run one server of a cluster"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `serve`."""
     add_join(parser)
-    parser.add_argument("--servers", type=int, metavar="S", help="insist on this number of slots")
-    parser.add_argument("-k", type=int, help="insist on this k")
-    parser.add_argument("-r", type=int, help="insist on this r")
+    parser.add_argument("--servers", type=int, metavar="S", help="refuse a cluster with another number of slots")
+    parser.add_argument("-k", type=int, help="refuse a cluster with another k")
+    parser.add_argument("-r", type=int, help="refuse a cluster with another r")
     parser.add_argument(
         "--failure-domain",
         metavar="PATH",
-        help="what it is lost together with, the widest first, e.g. row1/rack3/host17 (default: the host's name)",
+        help="failure domains of this server, the widest first, e.g. row1/rack3/host17 (default: the host's name)",
     )
     add_tier(parser)
     add_grace(parser)
@@ -28,15 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs a server in this process."""
-    from torch_ecrec.processes.launch import run_server, warm
     from torch_ecrec.transport.whereabouts import require_whereabouts
 
-    settings = settings_of(arguments)
+    settings, join = asks(arguments)
     if arguments.failure_domain is not None:
         settings = dataclasses.replace(settings, failure_domain=arguments.failure_domain)
     wanted = {"k": arguments.k, "r": arguments.r, "slots": arguments.servers}
-    if settings.join is not None:
-        require_whereabouts(settings.join)  # before the kernels are loaded
+    require_whereabouts(join)
+    from torch_ecrec.processes.launch import run_server, warm  # it loads torch: seconds, for a mistake to wait
+
     if not arguments.end_with_parent:
         warm(tells=True)
     return run_server(settings, wanted)

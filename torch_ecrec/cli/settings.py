@@ -9,7 +9,7 @@ import textwrap
 
 from torch_ecrec.spec.settings import OTHERS, PREFIX, Settings
 
-HELP = "every setting: what it is here, its default and its meaning"
+HELP = "print every setting: its value here, its default and its meaning"
 WIDTH = 100
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch_ecrec.cli.arguments import add_join, asks, told_to_wait
 from torch_ecrec.errors import ClusterUnavailable
 
-HELP = "whether all is well and what to do if not: exit code 0 OK, 1 WARN, 2 ERROR, 4 nobody answers"
+HELP = "say whether all is well, and what to do if not: exit code 0 OK, 1 WARN, 2 ERROR, 4 no answer"
 WATCH_S, LEAST_S = 2.0, 0.1
 WATCH_ASKED_S = 3.0  # an older answer would look like one of now
 ASKED_S = 10.0  # `transport/whereabouts.py:STATUS_S`, which takes a while to load
@@ -38,15 +38,15 @@ def _seconds(text: str) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `status`."""
     add_join(parser)
-    parser.add_argument("--tables", action="store_true", help="say where each table lies, however many there are")
-    parser.add_argument("--json", action="store_true", help="the verdict and everything, as JSON (docs/watching.md)")
+    parser.add_argument("--tables", action="store_true", help="show where each table lies, however many there are")
+    parser.add_argument("--json", action="store_true", help="print verdict and status as JSON (docs/watching.md)")
     parser.add_argument(
         "--watch",
         metavar="SECONDS",
         nargs="?",
         type=_seconds,
         const=WATCH_S,
-        help=f"ask again and again, until Ctrl-C; every {WATCH_S:g} s if not said otherwise",
+        help=f"repeat until Ctrl-C, every SECONDS ({WATCH_S:g} by default)",
     )
 
 

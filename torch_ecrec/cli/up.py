@@ -24,7 +24,9 @@ from torch_ecrec.cli.arguments import (
     code_of,
     port,
     require_experiment,
+    require_free,
     require_guarded,
+    require_restore,
     require_store,
     require_watchable,
     settings_of,
@@ -42,7 +44,7 @@ WHY = {
 }
 LOOK_S = 1.0  # between two looks at the cluster's verdict
 SILENT_S = 10.0  # without an answer of the coordinator: another one should be there by then
-HELP = "a local cluster: coordinator and servers, supervised"
+HELP = "start a cluster on this host: coordinator and servers, which are restarted when lost"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--logs", type=Path, metavar="DIR", help="folder for the processes' logs (default: to the terminal)"
     )
-    parser.add_argument("--quiet", action="store_true", help="do not say when something is wrong, or well again")
+    parser.add_argument("--quiet", action="store_true", help="do not print what is wrong, and when it is over")
     add_grace(parser)
     add_tier(parser)
     add_checkpoints(parser)
@@ -70,7 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
     Told by SIGTERM, it first waits for its trainers.
     """
     from torch_ecrec.errors import ClusterUnavailable, DataLoss, OtherCluster
-    from torch_ecrec.processes.launch import warm
     from torch_ecrec.processes.supervisor import Supervisor, await_trainers, prepare_logs
 
     told: list[int] = []  # to end: the signals
@@ -84,8 +85,12 @@ def run(arguments: argparse.Namespace) -> int:
     require_store(arguments)
     events = [] if arguments.events is None else ["--events", str(arguments.events.resolve())]
     settings, tier = settings_of(arguments), tier_environment(arguments)
+    require_restore(arguments)
+    require_free(arguments)
     if arguments.logs is not None:
         prepare_logs(arguments.logs)
+    from torch_ecrec.processes.launch import warm  # it loads torch: seconds, for a mistake to wait
+
     warm(tells=not arguments.end_with_parent)
     on_signals(lambda number, _: told.append(number))  # who waits looks there; an exception might get lost
     with Supervisor(

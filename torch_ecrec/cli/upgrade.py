@@ -20,7 +20,7 @@ from torch_ecrec.runtime.checks import require
 if TYPE_CHECKING:
     from torch_ecrec.protocol.status import MemberStatus, Status
 
-HELP = "moves all slots to servers of this version, server by server, while training goes on"
+HELP = "move all slots to servers of this version, server by server, while training goes on"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -58,7 +58,10 @@ class CheckpointSettings:
         require(least >= 0, f"`bytes_per_s` must not be negative, got {least}")
         require(self.timeout_s > 0, f"`timeout_s` must be positive, got {self.timeout_s}")
         require(bool(self.again_s), "`again_s` must not be empty")
-        require(self.beyond == "stop" or bool(self.url), f"`beyond` is {self.beyond!r}, but no checkpoints are written")
+        require(
+            self.beyond == "stop" or bool(self.url),
+            f"`beyond` is {self.beyond!r}, but no checkpoints are written: add --checkpoint URL --checkpoint-every N",
+        )
         most = self.most_lost_samples
         require(0 <= most <= 1, f"`most_lost_samples` must be from 0 to 1, got {most}")
         require(0 < self.portion < 1, f"`portion` must be above 0 and below 1, got {self.portion}")

@@ -26,6 +26,7 @@ Invariants, of the listener.
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import struct
 import threading
@@ -38,6 +39,7 @@ from torch_ecrec.doctor.findings import Finding, duration
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.observe.words import size
 from torch_ecrec.runtime.addresses import family_of, interfaces, is_loopback, parse_address, text_of
+from torch_ecrec.runtime.checks import require
 from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.settings import Settings, own_secret
 from torch_ecrec.transport.secret import (
@@ -49,6 +51,7 @@ from torch_ecrec.transport.secret import (
     is_proof,
     proof,
     secret_at,
+    why_open,
 )
 
 MAGIC = b"ECRdoc1\n"  # another one for every change to what is said here
@@ -152,7 +155,9 @@ class LinkListener:
         try:
             self._socket = socket.create_server((host, port), family=family_of(_address_of(host)), backlog=16)
         except OSError as error:
-            raise OSError(error.errno, f"nobody can listen at {text_of((host, port))}: {error.strerror}") from None
+            why = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
+            told = f"cannot listen for other hosts at {text_of((host, port))}: {why}; name another place"
+            raise OSError(error.errno, told) from None
         self.address: tuple[str, int] = (host, self._socket.getsockname()[1])
 
     def serve(self, for_s: float) -> None:
@@ -262,7 +267,9 @@ def _with_port(text: str) -> tuple[str, int]:
 
 def listen(text: str, tell: Callable[[str], object], for_s: float = LISTEN_S) -> None:
     """Listens for who measures, for so long. Raises as `LinkListener` and `listening_place`."""
-    listener = LinkListener(*listening_place(text), tell)
+    host, port = listening_place(text)
+    require(bool(own_secret()) or is_loopback(host), why_open(host))  # a mistake, and nothing to wait for
+    listener = LinkListener(host, port, tell)
     where = text_of(listener.address)
     tell(
         f"listens at {where} for {for_s / 60:g} min (Ctrl-C ends it);"

@@ -40,6 +40,8 @@ def measured(path: Path) -> dict[str, float]:
         back = [after for after in kills if after["went_back_s"] is not None and after["trains_s"] is not None]
         written = [one["seconds"] for one in result["checkpoints"] if one["time_s"] is not None]
         rates = result["throughput"]
+    except FileNotFoundError:
+        raise ValueError(f"`--measured {path}`: no such file; `torch-ecrec demo` writes it as result.json") from None
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"`--measured {path}` is no result.json of `torch-ecrec demo`: {error!r}") from error
     found: dict[str, float] = {}

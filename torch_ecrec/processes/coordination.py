@@ -25,7 +25,7 @@ from torch_ecrec.errors import CheckpointError, ClusterError, DataLoss, OtherClu
 from torch_ecrec.observe.event_log import EventLog
 from torch_ecrec.processes.checkpoint_files import FileManifests
 from torch_ecrec.processes.leadership import LeaderGate, LeaderLease
-from torch_ecrec.processes.restoring import NEWEST, NONE, find_again
+from torch_ecrec.processes.restoring import NONE, find_again
 from torch_ecrec.processes.restoring import find as find_checkpoint
 from torch_ecrec.processes.supervisor import POLL_S, STAYS
 from torch_ecrec.protocol.bounds import TransportName
@@ -34,6 +34,7 @@ from torch_ecrec.runtime.lifetime import freeze, on_signals
 from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
+from torch_ecrec.storage.catalog import NEWEST
 from torch_ecrec.storage.store_probe import LIMIT_S, StoreProbe
 from torch_ecrec.transport.control import TOLD_S, ControlServer, raise_descriptors
 from torch_ecrec.transport.etcd import View
@@ -415,7 +416,7 @@ class _Coordinator:
         words += f" --elect {told.elect}" if told.elect else ""
         host, port = self._server.address
         self._ended = OtherCluster(
-            f"refuses to lead: {why}. So that it trains on, start its coordinator here, with the words that it had:"
+            f"refuses to lead: {why}. So that it trains on, start its coordinator here, with the options that it had:"
             f" {words} --host {host} --port {port} ...; or end its processes first, or take another port"
         )
         self._server.call_later(TOLD_END_S, self._server.close)

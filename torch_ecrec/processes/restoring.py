@@ -14,14 +14,13 @@ from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Beyond
-from torch_ecrec.storage.catalog import Broken, Catalog
+from torch_ecrec.storage.catalog import NEWEST, Broken, Catalog, place_of
 from torch_ecrec.storage.manifest import Manifest
 from torch_ecrec.storage.restoring import dense_of
 from torch_ecrec.storage.store_probe import StoreProbe
 
 log = logging.getLogger(__name__)
 
-NEWEST = "newest"
 NONE = "none"
 UNASKED = "more is lost than parity repairs, and with --beyond stop nobody goes back to a checkpoint unasked"
 DENSE_S = 3600.0  # for the dense model, which is read at once; only a store that hangs reaches it
@@ -39,22 +38,11 @@ def find(wanted: str, url: str, began_with: str = "") -> tuple[Restored, JobSpec
         CheckpointError: it is not there, or what it builds on is not.
         ValueError: "newest" of no place.
     """
-    if wanted == NEWEST:
-        if not url:
-            raise ValueError("the newest checkpoint of what? `--restore newest` goes with `--checkpoint URL`")
-        place, step = url, None
-    else:
-        place, _, text = wanted.rpartition("@")
-        if not place or not text.isdigit():
-            place, text = wanted, ""
-        step = int(text) if text else None
+    place, step = place_of(wanted, url)
     catalog = Catalog(place)
     if began_with == NONE or (wanted == NEWEST and not began_with and not catalog.checkpoints()):
         return None
-    if began_with:
-        manifest = catalog.read(began_with)
-    else:
-        manifest = catalog.newest() if step is None else catalog.at(step)
+    manifest = catalog.read(began_with) if began_with else catalog.wanted(step)
     return restored_of(catalog, manifest), manifest.spec
 
 

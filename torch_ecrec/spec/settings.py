@@ -50,8 +50,8 @@ LOOK_AHEAD_MOST = 16  # batches that are drawn early, of an attached reader
 
 PREFIX = "TORCH_ECREC_"
 OTHERS = {
-    "SECRET": "what all processes of the cluster prove to each other that they know, on every connection; of"
-    " 16 characters or more. Needed wherever other hosts get to.",
+    "SECRET": "the cluster's secret, of 16 characters or more. Every connection proves that both sides know it. It is"
+    " needed wherever other hosts can connect.",
     "SECRET_FILE": "a file with the secret, in place of TORCH_ECREC_SECRET.",
     "INSECURE_RPC": "1: torch.distributed.rpc may listen where other hosts reach it. It runs whatever it is sent.",
     "REHEARSED": f'the folder with the marks of scripts that were rehearsed; by default "{REHEARSALS}".',
@@ -182,73 +182,73 @@ class Settings:
         join: where the cluster's coordinator is, "HOST:PORT", or "etcd://HOST:PORT,.../NAME" where one of several
             leads. None: the first trainer starts a cluster of its own.
         window_steps: how many steps a trainer may run ahead of what is acknowledged.
-        call_timeout_s: a remote call not answered by then counts as unknown and is made again.
-        give_up_s: a lookup or push without progress for so long ends with `ClusterUnavailable`.
-        transport: "sockets", connections of our own, or "rpc", torch.distributed.rpc. The coordinator's counts,
-            for all of its cluster.
+        call_timeout_s: a remote call without an answer after this time counts as unknown, and is made again.
+        give_up_s: a lookup or push without progress for this time ends with `ClusterUnavailable`.
+        transport: "sockets", connections of our own, or "rpc", torch.distributed.rpc. The coordinator decides for its
+            whole cluster.
         wire: "bfloat16" halves what lookups and pushes send: rows are rounded on their way to a trainer, and its
             gradients on their way back. Records stay float32, and recovery stays exact.
-        evaluation_wire: "int8" has rows travel quantised, a byte for each weight and 8 for each row, to lookups without
-            gradients: those of a model in `eval()`, under `torch.no_grad()`. Each weight is within 1/510 of its row's
-            range then. "wire": as to training.
-        heartbeat_s: a member says so often what `torch-ecrec status` shows of it. That it lives it says four times a
-            second, or more often if this is less.
-        lease_s: a member that the coordinator has not heard of for so long is taken for lost. It is earlier where
-            others cannot reach its host, and it is not while that would be more than the code repairs (`standstill_s`).
+        evaluation_wire: "int8" quantises rows on their way to lookups without gradients, those of a model in `eval()`
+            under `torch.no_grad()`: a byte for each weight, and 8 for each row. Each weight is then within 1/510 of its
+            row's range. "wire": as in training.
+        heartbeat_s: a member reports what `torch-ecrec status` shows of it this often. It says that it lives four times
+            a second, or more often if this is less.
+        lease_s: a member that the coordinator has not heard of for this time counts as lost. It counts as lost earlier
+            if others cannot reach its host, and later if the loss would be more than the code repairs (`standstill_s`).
             When it wakes up, nothing that it did since counts; a server comes back as a spare.
-        standstill_s: members that are only silent may be back, with all that they hold. Where the code could not repair
-            all that are silent together, training stands still and waits for them, for so long. 0: a minute where a
-            checkpoint can take over (`--beyond`), else an hour. The coordinator's counts for its cluster. For so long
-            a member looks for a coordinator of which nothing comes back, not even that nobody listens there.
-        grace_s: who serves (`torch-ecrec up`, `serve`, `coordinator`) and is told to end by SIGTERM goes on for so long
-            at most while trainers are there: they may have been told, too, and save. Who ends a job by force waits for
-            longer, 30 s as a rule.
-        failure_domain: of a server, what it is lost together with, the widest first: "row1/rack3/host17". "": the name
-            of its host. Slots of one coding group are kept in different ones, where there are enough.
-        shared_memory_bytes: most of the memory that this process shares with others of its host, which then read large
-            tensors there rather than from a socket; 0: none. Of the socket transport, on Linux.
-        keep_freed_bytes: memory that this process has freed and keeps for the next step, at most; 0 leaves the C
-            library's allocator as it is.
-        spare_memory: of a server. 1: as long as it has no slot, it keeps memory for one ready, so that what is lost is
-            rebuilt there with less work; where an eighth of the memory stays free. 0: it does not.
+        standstill_s: silent members may come back with all that they hold. If more are silent than the code could
+            repair, training stands still and waits for them for this time. 0: a minute where a checkpoint can take over
+            (`--beyond`), else an hour. The coordinator decides for its cluster. A member also looks for this time for a
+            coordinator from which nothing comes back, not even that nobody listens there.
+        grace_s: `torch-ecrec up`, `serve` and `coordinator` go on for at most this time after SIGTERM while trainers
+            are there, which may have got it, too, and save. Systems that end jobs by force usually wait longer (30 s).
+        failure_domain: what a server is lost together with, the widest first: "row1/rack3/host17". "": the name of its
+            host. Slots of one coding group are kept in different domains, if there are enough.
+        shared_memory_bytes: the most memory that this process shares with others of its host, which then read large
+            tensors there rather than from a socket; 0: none. With the socket transport, on Linux.
+        keep_freed_bytes: the most freed memory that this process keeps for the next step; 0 leaves the C library's
+            allocator as it is.
+        spare_memory: 1: a server without a slot keeps memory for one ready, so that a lost slot is rebuilt there with
+            less work, if an eighth of the memory stays free. 0: it does not.
         rebuild_chunk_bytes: bytes of records that one background rebuild request asks for.
-        rebuild_bytes_per_s: limit of what the rebuild of one slot reads, which is k bytes for each that was lost; 0 for
-            none. What a request waits for counts, but is never delayed.
-        move_bytes_per_s: limit of what is copied of one slot that moves to another server (`torch-ecrec drain`); 0 for
-            none. By default 15 MB/s for each core of the machine, 100 MB/s at most: nothing is lost meanwhile, so it
-            may take longer than a rebuild, and training keeps its pace.
-        record_checks: of a server. "background": every record and parity has a seal, 4 bytes by which damage to it is
-            found, and is looked at now and then (`scrub_bytes_per_s`). "use": also whenever a step or an evaluation
-            reads or changes it, so that no step uses what is damaged. "none": no seals, and damage is not noticed.
-        scrub_bytes_per_s: how much of its records and parities a server looks at in the background; 0: nothing, and
-            damage is found where something is read for a repair or a checkpoint only.
-        flip_on_signal: of a server; for `torch-ecrec chaos`. 1: a bit of a record flips at SIGUSR1, and of a parity at
-            SIGUSR2; and with a tier its disk gets into trouble at real-time signals (`records/tiers/trouble.py`).
-        spoil: of a server; for `torch-ecrec chaos --check-power`. How the step `spoil_step` is made wrongly, of which
-            nobody is told: "drop", without one push; "twice"; "back", with one record as it was before; or "look",
-            rightly, and it is said what it changes.
-        spoil_step: of a server; for `torch-ecrec chaos --check-power`. The step of training to which `spoil` happens;
-            0: none.
-        launch: of a trainer, a word of whoever starts all trainers of a job, and starts them again: the same for all of
-            them. A trainer of the same launch takes the place of another of its rank at once, one of another launch
-            not while that lives. "": torchrun's `--rdzv-id` (`torch-ecrec run` and `--standalone` make one).
-        again: of a trainer. 1: where the cluster's job has ended, it is trained on from there. 0: that is refused.
-        look_ahead: of a trainer, whose plain loop draws from what `attach` returned. Where the next batch is drawn as a
-            training forward ends, its lookups travel with the push of the step. "auto": it is where nobody can tell: of
-            a list, a tuple, or a `DataLoader` with workers and a sampler of torch's. A number to 16: of any reader,
-            whose batches then must not depend on what the loop does between a forward and the draw. Where servers have
-            a tier, so many are drawn early (with "auto", 4), so that their disks are read ahead; else one. "0": none.
-        checkpoint_memory_bytes: most of what one slot keeps of records that steps change before a checkpoint has
+        rebuild_bytes_per_s: limit of what the rebuild of one slot reads, which is k bytes for each lost byte; 0: no
+            limit. Reads that a request waits for count, but are never delayed.
+        move_bytes_per_s: limit for copying a slot that moves to another server (`torch-ecrec drain`); 0: no limit. By
+            default 15 MB/s for each core of the machine, 100 MB/s at most: nothing is lost meanwhile, so a move may
+            take longer than a rebuild, and training keeps its pace.
+        record_checks: how a server finds damage. "background": every record and parity has a seal, a checksum of 4
+            bytes, and is checked now and then (`scrub_bytes_per_s`). "use": it is also checked whenever a step or an
+            evaluation reads or changes it, so that no step uses damaged records. "none": there are no seals, and damage
+            is not noticed.
+        scrub_bytes_per_s: how much of its records and parities a server checks in the background; 0: nothing, and
+            damage is found only where records are read for a repair or a checkpoint.
+        flip_on_signal: 1: SIGUSR1 flips a bit of a record in a server, and SIGUSR2 of a parity; with a tier, real-time
+            signals cause trouble with its disk (`records/tiers/trouble.py`). For `torch-ecrec chaos`.
+        spoil: how a server silently makes the step `spoil_step` wrong: "drop", without one push; "twice"; "back", with
+            one record as it was before; "look": it makes the step rightly, and says what it changes. For `torch-ecrec
+            chaos --check-power`.
+        spoil_step: the step of training to which `spoil` happens; 0: none. For `torch-ecrec chaos --check-power`.
+        launch: a word that all trainers of one start of a job have, restarts included. A trainer of the same launch
+            takes the place of another of its rank at once; one of another launch only when that one is gone. "":
+            torchrun's `--rdzv-id` (`torch-ecrec run` and `--standalone` make one).
+        again: 1: if the cluster's job has ended, trainers continue it. 0: they are refused.
+        look_ahead: how many batches a plain loop over what `attach` returned draws early, when a training forward ends.
+            The lookups of the next batch then travel with the gradients of the step, and disks of servers with a tier
+            read ahead for the others; without tiers only one is drawn. "auto": 4 of a list, a tuple, or a `DataLoader`
+            with workers and a sampler of torch's, where this cannot be noticed. 1 to 16: of any reader; its batches
+            must then not depend on what the loop does between a forward and the draws. "0": none.
+        checkpoint_memory_bytes: the most that one slot keeps of records that steps change before a checkpoint has
             written them; a checkpoint that needs more is given up.
-        tier: of a server, a folder on a fast disk: records that do not fit in `tier_memory_bytes` are kept in files
-            there, which have no names and end with the process. "": all records are in memory.
-        tier_memory_bytes: of a server with a tier: memory for records, parities and the logs of recent steps.
-        tier_for: "all" records go to the tier as memory is needed, or "parities" alone: then no step waits for a disk.
-        tier_keep: of a server with a tier: tables, with commas between them, whose records go to the disk last, when
-            no others are left to go. Their names are those of `torch-ecrec status --tables`.
-        experiment_mode: for experiments only. It gives up what the protocol promises: see docs/experiments.md. All
-            members of a cluster must have the same; "": no experiment.
-        experiment_ranges: for experiments only, as `experiment_mode`; 0: no experiment.
+        tier: folder on a fast disk, where a server keeps records that do not fit in `tier_memory_bytes`; its files have
+            no names, and end with the process. "": all records are in memory.
+        tier_memory_bytes: memory of a server with a tier, for records, parities and the logs of recent steps.
+        tier_for: "all": any records go to the tier when memory is needed. "parities": only parities do, for which no
+            step waits.
+        tier_keep: tables, with commas between them, whose records go to the disk of a server with a tier last, when no
+            others are left to go. Their names are those of `torch-ecrec status --tables`.
+        experiment_mode: for experiments only: it gives up a promise of the protocol (docs/experiments.md). All members
+            of a cluster must have the same. "": no experiment.
+        experiment_ranges: for experiments only, with `experiment_mode`; 0: no experiment.
     """
 
     join: str | None = None

@@ -30,6 +30,7 @@ from torch_ecrec.storage.manifest import ADVICE, FOLDER, MANIFEST, Manifest, dec
 from torch_ecrec.storage.parts import PartReader
 
 _FOLDER = re.compile(FOLDER)
+NEWEST = "newest"  # in place of a URL: of the checkpoints that a cluster keeps itself
 CHAIN_MOST = 10_000  # checkpoints that build on each other
 
 
@@ -65,6 +66,24 @@ class Checked:
     name: str
     bytes: int
     fault: str
+
+
+def place_of(wanted: str, url: str) -> tuple[str, int | None]:
+    """Returns where a checkpoint is that a cluster is to begin with, and its step; None: the newest there.
+
+    Args:
+        wanted: URL, URL@STEP, or `NEWEST`: the newest at `url`; "": none.
+        url: where the cluster keeps checkpoints of its own; "" if it keeps none.
+
+    Raises:
+        ValueError: the newest of no place.
+    """
+    if wanted == NEWEST:
+        if not url:
+            raise ValueError("the newest checkpoint of what? `--restore newest` goes with `--checkpoint URL`")
+        return url, None
+    place, _, text = wanted.rpartition("@")
+    return (place, int(text)) if place and text.isdigit() else (wanted, None)
 
 
 class Catalog:
@@ -154,6 +173,10 @@ class Catalog:
             broken = "".join(f"; {one.reason}" for one in listing.broken)
             raise CheckpointError(f"there is no checkpoint at {self.url}{broken}; name another place")
         return listing.whole[0]
+
+    def wanted(self, step: int | None) -> Manifest:
+        """That of a step, or, without one, the newest. Raises CheckpointError if there is none."""
+        return self.newest() if step is None else self.at(step)
 
     def at(self, step: int) -> Manifest:
         """The newest after so many steps of training. Raises CheckpointError if there is none."""

@@ -293,6 +293,17 @@ def _unread(transport: asyncio.Transport) -> bytes:
     return bytes(data)
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens there; port 0 takes a free one. Raises OSError: says why it cannot."""
+    try:
+        return socket.create_server((host, port), family=family_of(host), backlog=1024)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            taken = f"port {port} on {host} is in use: end the process that has it, or take another port"
+            raise OSError(error.errno, taken) from error
+        raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+
+
 class ControlServer:
     """The coordinator's server. It listens from construction on, and serves in `serve_forever`.
 
@@ -328,12 +339,7 @@ class ControlServer:
         self._probing: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None  # what a callback raised
         self.secret = secret_at(host)
-        try:
-            self._listener = socket.create_server((host, port), family=family_of(host), backlog=1024)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise OSError(error.errno, f"port {port} on {host} is in use") from error
-            raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+        self._listener = listen(host, port)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
