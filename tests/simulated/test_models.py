@@ -19,6 +19,7 @@ from unittest import mock
 import msgspec
 import pytest
 import torch
+from harness import tiers
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from random_models import (
@@ -410,6 +411,30 @@ def test_a_plain_loop_that_looks_ahead_goes_on_to_the_bits_of_one_that_does_not(
     for rank, end in first.items():
         assert same(ends[rank].trace, end.trace) and same(ends[rank].digest, end.digest)
     assert same(cluster.run.records, healthy.run.records)
+
+
+LARGER = tuple(Part(kind, (Tables(90, 4, ("f0",)),)) for kind in ("bags", "sequences"))
+
+
+@pytest.mark.parametrize("look_ahead", ["1", "4"])
+def test_servers_with_tiers_are_told_of_later_steps_to_the_same_bits(
+    look_ahead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one in memory of which nothing is known before, whoever is lost."""
+    model = Model(LARGER, trainers=2, steps=10, looks=frozenset({5}), loads=((4, "weights"), (7, "written")))
+    monkeypatch.setenv("TORCH_ECREC_LOOK_AHEAD", "0")
+    monkeypatch.setattr(tiers, "FRAMES", 0)
+    first, healthy = run(model, Life())
+    monkeypatch.setenv("TORCH_ECREC_LOOK_AHEAD", look_ahead)
+    monkeypatch.setattr(tiers, "FRAMES", 12)
+    lost = ("server", 0, 0.5), ("trainer", 0, 0.6), ("server", 1, 0.7), ("trainer", 1, 0.8), ("coordinator", 0, 0.9)
+    for life in (Life(), Life(lost=lost, reborn=True)):
+        ends, cluster = run(model, life, len(healthy.network.sent))
+        told = sum(kind == "Announce" for _, _, kind in cluster.network.sent)
+        assert (told > 0) == (look_ahead == "4") and bool(cluster.fired) == bool(life.lost)
+        for rank, end in first.items():
+            assert same(ends[rank].trace, end.trace) and same(ends[rank].digest, end.digest)
+        assert same(cluster.run.records, healthy.run.records)
 
 
 @pytest.mark.parametrize("examples", [2, pytest.param(40, marks=pytest.mark.slow)])
