@@ -293,6 +293,48 @@ def test_a_rebuild_reads_no_faster_than_its_limit_and_delays_nobody():
     assert seconds[0.0] < 0.5 < TWO_ONE.k * (lost - unpaid) / 400.0 < seconds[400.0] < 10.0, seconds
 
 
+def test_holders_are_asked_seldom_what_they_have_folded():
+    """What one has said serves for all repairs of that step and the next."""
+    run = check(Scenario(kills=((0, 1),), spares=2))
+    kinds = Counter(message[2] for message in run.messages)
+    assert run.kills == 1 and 0 < kinds["Versions"] < kinds["Fetch"] / TWO_ONE.k, kinds
+
+
+class Kept:
+    """A stand-in for `ReadyMemory`: what it was asked to have ready is, at once."""
+
+    def __init__(self):
+        self.sizes, self.taken = (), []
+
+    def prepare(self, sizes):
+        self.sizes = tuple(sizes)
+
+    def take(self, size):
+        assert any(size <= one for one in self.sizes), (size, self.sizes)
+        self.taken.append(size)
+        return np.zeros(size, np.uint8)
+
+
+def test_a_spare_has_memory_ready_for_any_slot_as_long_as_it_has_none():
+    kept = {}
+
+    class Cluster(SimulatedCluster):
+        def on_welcome(self, process):
+            super().on_welcome(process)
+            if process.role == "server":
+                kept[process.name] = self.hosts[process.name].ready_memory = Kept()
+
+    cluster = Cluster(Scenario(kills=((0, 1),), spares=2, tier_frames=0))
+    run = cluster.go()
+    run.check_against(undisturbed(TWO_ONE, 4))
+    lost = cluster.slots()[0]
+    wanted = [size for shard in lost.shards for size in (shard.data_bytes, shard.parity_bytes)]
+    by_taken = sorted((one.taken, one.sizes) for one in kept.values())
+    assert run.kills == 1 and [taken for taken, _ in by_taken] == [[], [], [], [], wanted]
+    spares = [sizes for taken, sizes in by_taken if sizes]
+    assert len(spares) == 1 and all(ready >= size for ready, size in zip(spares[0], wanted, strict=True))
+
+
 def test_the_memory_of_a_new_host_is_merged_as_the_background_fills_it(monkeypatch):
     healthy = undisturbed(TWO_ONE, 4)
     made, merged = [], Counter()

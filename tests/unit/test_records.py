@@ -3,6 +3,8 @@
 import itertools
 import mmap
 import sys
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -25,9 +27,10 @@ from torch_ecrec.records.initial import InitialRecords
 from torch_ecrec.records.merge import Merged, merge
 from torch_ecrec.records.optimizers import NAMES as KINDS
 from torch_ecrec.records.optimizers import optimizer
-from torch_ecrec.records.pages import HUGE_PAGE_BYTES, Memory
+from torch_ecrec.records.pages import HUGE_PAGE_BYTES, Memory, ReadyMemory
 from torch_ecrec.records.schema import Field, Schema, StateField
 from torch_ecrec.records.shard import Shard
+from torch_ecrec.records.store import stores_in
 
 F32 = np.float32
 
@@ -416,6 +419,64 @@ def test_memory_is_zeros_whatever_the_pages(size, scattered, huge_page_bytes, mo
     array = Memory(size, scattered).array
     assert len(array) == size and array.flags.writeable and not array.any()
     assert size == 0 or array.ctypes.data % 64 == 0
+
+
+def is_there(ready, size):
+    """Waits until so many bytes are ready."""
+    until_s = time.monotonic() + 60
+    while ready.bytes < size:
+        assert time.monotonic() < until_s, f"{ready.bytes} of {size} bytes are ready"
+        time.sleep(0.01)
+
+
+def writers():
+    return [thread for thread in threading.enumerate() if thread.name == "ready memory"]
+
+
+@has_huge_pages
+@pytest.mark.parametrize("populates", (True, False))
+def test_memory_is_ready_once_all_of_it_was_written(populates, monkeypatch):
+    if not populates:  # an older Linux
+        monkeypatch.setattr(pages, "_MADV_POPULATE_WRITE", -1)
+    ready = ReadyMemory(lambda: (1 << 40, 1 << 30))
+    sizes = [4 * HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + 100, 100]  # too little for pages of its own is left out
+    ready.prepare(sizes)
+    is_there(ready, sum(sizes[:2]))
+    assert ready.take(5 * HUGE_PAGE_BYTES) is None and ready.take(0) is None
+    memory = Memory(3 * HUGE_PAGE_BYTES, True, ready.take(3 * HUGE_PAGE_BYTES))  # of the piece that fits best
+    assert len(memory.array) == 3 * HUGE_PAGE_BYTES and memory.array.flags.writeable and not memory.array.any()
+    assert pages_of(memory)["Rss"] >= 3 * HUGE_PAGE_BYTES and ready.bytes == sizes[0]
+    memory.merge(0, len(memory.array))
+    store = stores_in(ready)(sizes[0] // 16, 16, False, True)
+    assert not ready.bytes and store.records_PB.shape == (sizes[0] // 16, 16)
+    small = stores_in(ready)(7, 16, False, True)  # there is none any more: it has memory all the same
+    assert small.records_PB.shape == (7, 16) and small.memory.array.flags.writeable
+
+
+@has_huge_pages
+@pytest.mark.parametrize("room", ((0, 0), (16 * HUGE_PAGE_BYTES, 11 * HUGE_PAGE_BYTES)))
+def test_memory_is_not_made_ready_where_there_is_little_or_nobody_knows(room):
+    ready = ReadyMemory(lambda: room)
+    ready.prepare([4 * HUGE_PAGE_BYTES])
+    for thread in writers():
+        thread.join(60)
+    assert not writers() and not ready.bytes and ready.take(pages.LEAST_BYTES) is None
+
+
+@has_huge_pages
+def test_ready_memory_that_is_not_wanted_any_more_goes():
+    ready = ReadyMemory(lambda: (1 << 40, 0))
+    ready.prepare([2 * HUGE_PAGE_BYTES])
+    is_there(ready, 2 * HUGE_PAGE_BYTES)
+    ready.prepare([2 * HUGE_PAGE_BYTES])  # wanted before: nothing is written again
+    assert ready.bytes and not [thread for thread in writers() if thread.is_alive()]
+    ready.prepare(())
+    assert not ready.bytes and ready.take(pages.LEAST_BYTES) is None
+    ready.prepare([1 << 40])
+    ready.prepare(())
+    for thread in writers():
+        thread.join(60)
+    assert not writers() and not ready.bytes
 
 
 def test_more_memory_than_there_can_be():

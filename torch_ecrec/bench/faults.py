@@ -48,6 +48,7 @@ from torch_ecrec.transport.etcd import Leader
 MB = 1e6
 WARM_S = 3.0  # of training, not measured
 MOMENT_S = 1.0  # a fault comes at a random moment of so many seconds
+CALM_S, CALM_BYTES = 3.0, 4 << 20  # a spare that grows by less has its memory ready; it tells that once a second
 GRACE_S = 1.0  # after a spare is there again: every process has just connected with it
 DETECT_S = 45.0  # longer than a lease
 REPAIR_S = 120.0  # and of a rebuild twice what it takes at the limit, or at
@@ -80,6 +81,7 @@ def start_training(running: Running, part: Part) -> None:
     running.go()
     running.until(lambda: "" if running.steps.times else "it", part.model.start_limit_s, "the first step")
     running.until(running.whole, WHOLE_S, "spares")
+    await_calm(running)
     running.trains(WARM_S)
 
 
@@ -178,6 +180,7 @@ class Kill:
         if self.idle:
             running.pause()
             time.sleep(self._rng.uniform(0.5, 0.5 + MOMENT_S))  # for what is still under way to end
+        running.until(running.whole, WHOLE_S, "a status of a whole cluster")  # on a slow link the last may be old
         kill = kill_host(running, self._rng)
         shape, code = running.model.shape, running.mode.code
         assert code is not None
@@ -212,6 +215,25 @@ class Kill:
         if not running.part.restart:
             running.cluster.start_server()
         running.until(running.whole, WHOLE_S, "a spare")
+        await_calm(running)
+
+
+def await_calm(running: Running) -> None:
+    """Waits until spares have their memory ready: that takes a part of a core. Raises `Stopped` if it never ends."""
+    seen: list[tuple[float, int]] = []  # when a status was told, and the memory of all spares by it
+
+    def lacks() -> str:
+        status = running.record.status
+        if status is None:
+            return "a status"
+        if not seen or status.time_s > seen[-1][0]:
+            spares = [member.report.process for member in status.members if member.spare and member.alive]
+            seen.append((status.time_s, sum(0 if one is None else one.resident_bytes for one in spares)))
+        lately = [size for time_s, size in seen if time_s >= seen[-1][0] - CALM_S]
+        calm = seen[-1][0] - seen[0][0] > CALM_S and max(lately) - min(lately) < CALM_BYTES
+        return "" if calm else "spares whose memory does not grow"
+
+    running.until(lacks, WHOLE_S, "spares to have their memory ready")
 
 
 class GoBack:
