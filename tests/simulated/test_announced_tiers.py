@@ -204,7 +204,7 @@ def test_what_is_announced_stays_in_memory_until_its_step_is_applied() -> None:
 
 
 def test_without_the_pin_it_would_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Announcements, "_keep", lambda self: None)
+    monkeypatch.setattr(Announcements, "_pin", lambda self: None)
     with pytest.raises(AssertionError, match=r"after \d steps"):
         test_what_is_announced_stays_in_memory_until_its_step_is_applied()
 

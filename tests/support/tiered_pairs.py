@@ -103,7 +103,7 @@ class Doing:
     def ahead(self) -> None:
         """Records are asked for, and bases of parities, that come when others have changed and moved them."""
         tier = self.shards[1]
-        tier.keep([self.some() for _ in range(int(self.rng.integers(3)))])
+        tier.pin([self.some() for _ in range(int(self.rng.integers(3)))])
         reading, _ = tier.want(self.some())
         if reading is not None:
             self.coming.append((reading, lambda one=reading: tier.arrive(one)))

@@ -244,7 +244,7 @@ class Keyed:
     def arrive(self, reading: Any) -> None:
         raise TypeError("nothing is read ahead here")
 
-    def keep(self, later: Sequence[Positions]) -> None:
+    def pin(self, later: Sequence[Positions]) -> None:
         pass
 
     def scan(self, first: int, end: int, most_bytes: int) -> tuple[int, None]:

@@ -192,9 +192,9 @@ class Shard:
         """For how many of the data records there is memory."""
         return self._stores[False].frames
 
-    def keep(self, later: Sequence[Positions]) -> None:
-        """Some data records stay in memory once they are there; see `TieredStore.keep`."""
-        self._stores[False].keep(later)
+    def pin(self, later: Sequence[Positions]) -> None:
+        """Some data records stay in memory once they are there; see `TieredStore.pin`."""
+        self._stores[False].pin(later)
 
     def soon(self) -> list[tuple[Any, bool]]:
         """Returns what its stores should read before long: `RecordStore.soon`, and whether it is of parities."""

@@ -117,8 +117,8 @@ class RecordStore(Protocol):
     def arrive(self, reading: Any) -> None:
         """What `want` has asked for was read: see `TieredStore.arrive`."""
 
-    def keep(self, later: Sequence[Positions]) -> None:
-        """Some records stay in memory once they are there, until others are named: see `TieredStore.keep`."""
+    def pin(self, later: Sequence[Positions]) -> None:
+        """Some records stay in memory once they are there, until others are named: see `TieredStore.pin`."""
 
     def soon(self) -> Any:
         """Returns what to read before frames are emptied the next time, a `Reading` for `settle`; None: nothing."""
@@ -210,7 +210,7 @@ class MemoryStore:
     def arrive(self, reading: Any) -> None:
         raise TypeError("nothing is read here")
 
-    def keep(self, later: Sequence[Positions]) -> None:
+    def pin(self, later: Sequence[Positions]) -> None:
         pass
 
     def soon(self) -> None:

@@ -45,7 +45,7 @@ class Announcements:
                 taken[slab] = taken[slab][:0]
         if any(map(len, taken)):
             self._of_step.setdefault(request.step, []).append(taken)
-            self._keep()
+            self._pin()
             self.slot.expect(taken, later=True)
 
     def announced(self, slab: int) -> int:
@@ -58,14 +58,14 @@ class Announcements:
         for other in past:
             del self._of_step[other]
         if past:
-            self._keep()
+            self._pin()
 
     def forget(self) -> None:
         """Nothing is announced any more: who announced it is lost, or begins anew."""
         self._of_step.clear()
-        self._keep()
+        self._pin()
 
-    def _keep(self) -> None:
+    def _pin(self) -> None:
         every = list(itertools.chain.from_iterable(self._of_step.values()))
         for slab, shard in enumerate(self.slot.held.shards):
-            shard.keep([taken[slab] for taken in every if len(taken[slab])])
+            shard.pin([taken[slab] for taken in every if len(taken[slab])])

@@ -157,7 +157,7 @@ class TieredStore:
         self._found: list[Positions] = []  # damaged ones, since the last `take_damaged`
         self._failed: TierFailed | None = None
         self._due = False  # frames were emptied: others will be before long
-        self._kept: Sequence[Positions] = ()  # of them, those with frames are pinned
+        self._to_pin: Sequence[Positions] = ()  # of them, those with frames are pinned
         self._last_to_go: Sequence[tuple[int, int]] = ()  # first positions and ends, ascending: see `keep_last_`
 
     # RecordStore --------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ class TieredStore:
         if broken.any():
             self._on_broken(positions_A[some[broken]], self._seals_F, at_V[broken])
 
-    def keep(self, later: Sequence[Positions]) -> None:
+    def pin(self, later: Sequence[Positions]) -> None:
         """Pins records: once they are in memory, they stay there until others are named in their place.
 
         They go after all others that the call under way does not need: then nothing else is left to go.
@@ -348,11 +348,11 @@ class TieredStore:
         Args:
             later: (N,) int64 each, in 0..P-1, in any order, with repetitions. Not copied.
         """
-        self._kept = later
+        self._to_pin = later
 
     def _pinned(self) -> Positions:
         """Returns the frames of pinned records, (V,) int64, with repetitions."""
-        frames = [self._frame_P[positions_N] for positions_N in self._kept]
+        frames = [self._frame_P[positions_N] for positions_N in self._to_pin]
         frames_N = np.concatenate(frames).astype(np.int64) if frames else np.empty(0, np.int64)
         return frames_N[frames_N >= 0]
 
