@@ -6,6 +6,7 @@ process of its own, and they take turns, block by block of steps, so that what t
 
     memory      all records in memory: what the steps themselves cost
     ours        `TieredStore`: as many frames as `--shares` says. What it takes with them is the budget of the others
+    ours+ahead  the same, told which records the next steps ask for (`--ahead`): they are read before, and stay
     rocksdb     the block cache and two memtables are the budget. Tuned as FBGEMM tunes it for tables on SSDs: no log of
                 writes, no compression, no checksums, bloom filters, direct I/O, universal compaction
     frames+rocksdb    our frames and policy, with such a RocksDB below in place of our file: its cache and memtables
@@ -65,6 +66,7 @@ from torch_ecrec.records.tiers import tiered
 from torch_ecrec.records.tiers.disk import BLOCK_BYTES, DEPTH, Numbers, Reader, ScratchFile, Threads, reader, untouched
 from torch_ecrec.records.tiers.tiered import FRAME_BYTES, ROW_BYTES, TieredStore
 from torch_ecrec.runtime.checks import require
+from torch_ecrec.server.announced import SHARE
 from torch_ecrec.spec.settings import check_folder
 
 if TYPE_CHECKING:
@@ -75,10 +77,13 @@ LR = 0.02
 SLACK_BYTES = 48 << 20  # of a bounded process, for what is not its store's
 AT_ONCE = 1 << 13  # records that are filled or compared
 MAP_BYTES = 1 << 36  # of addresses, for LMDB: its file grows as it must
+AHEAD = "ours+ahead"
+OURS = "ours", AHEAD
 PACKAGES = {"rocksdb": "rocksdict", "frames+rocksdb": "rocksdict", "lmdb": "lmdb"}
 SHOWN = (
     *("in memory", "pass", "store", "CPU ms", "own CPU ms", "own CPU / ours", "wall ms", "wall / ours", "reads"),
-    *("MB read", "MB written", "resident MB", "hit rate", "LRU", "Belady", "CPU us/read"),
+    *("MB read", "MB written", "resident MB", "hit rate", "LRU", "Belady", "hits / Belady"),
+    "CPU us/read",
 )
 READ_BATCHES = (32, 512, 4096)  # reads that are asked for at once
 
@@ -446,6 +451,7 @@ class Job:
     budget_bytes: int  # 0: it is ours, and says it
     filled: bool
     seed: int
+    ahead: int  # steps
 
 
 class Replay:
@@ -485,7 +491,7 @@ class Replay:
         folder, name = Path(self.job.folder), self.job.store
         if parity or name == "memory":
             return MemoryStore(rows, nbytes)
-        if name == "ours":
+        if name in OURS:
             return TieredStore(rows, nbytes, ScratchFile(folder, reader()), self.job.frames)
         if name == "rocksdb":
             return RocksDB(rows, nbytes, folder, self.job.budget_bytes)
@@ -512,17 +518,23 @@ class Replay:
         fixed = self.job.rows * ROW_BYTES + self.store.file.memory_bytes
         return fixed + self.job.frames * (self.store.nbytes + FRAME_BYTES)
 
-    def step(self, positions_U: Positions) -> None:
-        """Looks up some records, and changes them."""
+    def step(self, positions_U: Positions, later: Sequence[Positions] = ()) -> None:
+        """Looks up some records, and changes them. `later`: those of the next steps, which are read before."""
         self._number += 1
         merged = merge([(positions_U, self.gradients[: len(positions_U)])])
-        begin_s = time.process_time()
-        reading, _ = self.shard.want(positions_U)
-        if reading is not None:
-            reading.run()
-            self.shard.arrive(reading)
-            self.read_cpu_s += time.process_time() - begin_s
-            self.read += len(reading.positions_A)
+        pinned: list[Positions] = []
+        for ahead_U in later:  # as `server/announced.py` does
+            if sum(map(len, pinned)) + len(ahead_U) <= self.shard.frames // SHARE:
+                pinned.append(ahead_U)
+        self.shard.pin(pinned)
+        for wanted_U in (positions_U, *pinned):
+            begin_s = time.process_time()
+            reading, _ = self.shard.want(wanted_U)
+            if reading is not None:
+                reading.run()
+                self.shard.arrive(reading)
+                self.read_cpu_s += time.process_time() - begin_s
+                self.read += len(reading.positions_A)
         self.shard.gather_weights(positions_U)
         self.shard.apply_(self.kind, merged, LR, self._number, {})
 
@@ -541,8 +553,9 @@ class Replay:
             known, new = known + of_these, new + len(positions_U) - of_these
             self._known_P[positions_U] = True
         before = self._counts()
-        for positions_U in self.steps[first:end]:
-            self.step(positions_U)
+        ahead = self.job.ahead if self.job.store == AHEAD else 0
+        for number in range(first, end):
+            self.step(self.steps[number], self.steps[number + 1 : number + 1 + ahead])
         if isinstance(self.store, Keyed):
             self.store.flush()
         after = self._counts()
@@ -689,7 +702,18 @@ def measure(arguments: argparse.Namespace, trace: Trace, names: Sequence[str]) -
         for share in arguments.shares:
             frames, folder = max(1, int(share * trace.rows)), at / f"{share:g}"
             folder.mkdir()
-            job = Job("", str(at / "trace.npz"), "", trace.rows, arguments.dim, frames, 0, trace.filled, arguments.seed)
+            job = Job(
+                "",
+                str(at / "trace.npz"),
+                "",
+                trace.rows,
+                arguments.dim,
+                frames,
+                0,
+                trace.filled,
+                arguments.seed,
+                arguments.ahead,
+            )
             with started(names, job, folder) as running:
                 per_pass = []
                 for number in range(arguments.passes):
@@ -727,7 +751,7 @@ def rows(
     for name in blocks:
         cpu = record.spread(1e3 * block["cpu_s"] / block["steps"] for block in blocks[name])
         own = {one: per_step(one, "cpu_s") - per_step("memory", "cpu_s") for one in (name, "ours")}
-        tiers, of_file = name in ("ours", "frames+rocksdb"), name != "memory"
+        tiers, of_file = name in (*OURS, "frames+rocksdb"), name != "memory"
         read = sum(block["read"] for block in blocks[name])
         misses, known = (sum(block[key] for block in blocks[name]) for key in ("misses", "known"))
         lines.append(
@@ -751,6 +775,7 @@ def rows(
                 "hit rate": 1 - misses / known if tiers and known else None,
                 "LRU": bounds[0] if tiers else None,
                 "Belady": bounds[1] if tiers else None,
+                "hits / Belady": (1 - misses / known) / bounds[1] if tiers and known and bounds[1] else None,
                 "CPU us/read": 1e6 * sum(block["read_cpu_s"] for block in blocks[name]) / read
                 if tiers and read
                 else None,
@@ -927,7 +952,9 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.shares = [float(text) for text in arguments.shares.split(",") if text]
     require(all(0 < s <= 1 for s in arguments.shares), f"`--shares` are of all records, 0 to 1, got {arguments.shares}")
     trace = trace_of(arguments)
-    lines = measure(arguments, trace, ["memory", "ours", *others])
+    record.require_counts(arguments, "ahead", least=0)
+    ours = OURS if arguments.ahead else OURS[:1]
+    lines = measure(arguments, trace, ["memory", *ours, *others])
     content |= {
         "trace": "Criteo rows" if arguments.data is not None else f"Zipf {arguments.zipf:g}, all written before",
         "records": trace.rows,
@@ -964,6 +991,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="beside ours (rocksdb,frames+rocksdb,lmdb)",
     )
     parser.add_argument("--shares", default="0.25,0.1", metavar="A,B,...", help="of records in memory (0.25,0.1)")
+    parser.add_argument(
+        "--ahead", type=int, default=4, metavar="N", help="steps that are known before (default 4; 0: none)"
+    )
     parser.add_argument("--data", type=Path, metavar="FILE", help="Criteo rows; else made-up ones, by Zipf's law")
     parser.add_argument("--passes", type=int, default=2, metavar="N", help="over the rows (default 2)")
     parser.add_argument("--batch-size", type=int, default=1024, help="samples of a step, all trainers' (default 1024)")

@@ -104,19 +104,19 @@ def frames_of(positions_U: Any, frame_P: Any, at_U: Any) -> None:
 
 
 @kernel()
-def histogram(position_F: Any, meta_F: Any, before: Any, found: Any) -> None:
-    """found[c] = how many frames in use (of a position plus 1) with a count of c were used last before that call."""
+def histogram(position_F: Any, meta_F: Any, before: Any, done: Any, found: Any) -> None:
+    """found[c] = how many frames in use (of a position plus 1) with a count of c may be emptied: see `sweep`."""
     for f in range(position_F.shape[0]):
-        if position_F[f] > 0 and meta_F[f, 0] < before:
+        if position_F[f] > 0 and (meta_F[f, 0] < before or meta_F[f, 0] == done):
             found[meta_F[f, 1] & COUNT] += 1
 
 
 @kernel()
-def sweep(position_F: Any, meta_F: Any, before: Any, hand: Any, threshold: Any, equal: Any, out: Any) -> Any:
+def sweep(position_F: Any, meta_F: Any, before: Any, done: Any, hand: Any, threshold: Any, equal: Any, out: Any) -> Any:
     """Picks frames to empty, going round from `hand`; returns how many, and where the hand is then.
 
     Args:
-        before: those that were used in this call or later are left.
+        before, done: those that were used last in `before` or later are left, but for those of the call `done`.
         threshold: those with a lower count are picked; of those with just this, `equal` at most.
         out: written; as many at most.
     """
@@ -124,7 +124,7 @@ def sweep(position_F: Any, meta_F: Any, before: Any, hand: Any, threshold: Any, 
     for _ in range(frames):
         if count == out.shape[0]:
             break
-        if position_F[hand] > 0 and meta_F[hand, 0] < before:
+        if position_F[hand] > 0 and (meta_F[hand, 0] < before or meta_F[hand, 0] == done):
             if meta_F[hand, 1] & COUNT < threshold:
                 out[count] = hand
                 count += 1

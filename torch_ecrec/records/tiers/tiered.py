@@ -10,10 +10,10 @@ is computed when it is asked for.
     2           4        9        200     in both: as it was read, unless frame 4 is dirty
     3           -        -        0       never written
 
-*Which stay.* What was used since the last but one step stays: a step under way has it. So does what is pinned (`pin`),
-since a later step has it. Of the rest those go that were changed least often, round robin among equals (LFU), and last
-what is to be kept (`keep_last_`). A count is kept when its record goes, and all are halved now and then. On real rows
-that is within a point of exact LFU, where policies that forget what they let go lose two to seven.
+*Which stay.* What was asked for since the last but one step stays: a step under way has it. So does what is pinned
+(`pin`), since a later step has it. Of the rest those go that were changed least often, round robin among equals (LFU),
+and last what is to be kept (`keep_last_`). A count is kept when its record goes, and all are halved now and then. On
+real rows that is within a point of exact LFU, where policies that forget what they let go lose two to seven.
 
 *Folds.* What is folded into a record need not know it: a record that is absent gets a frame of zeros, which is marked
 *pending*, and is XORed with what is in the file before it is read or goes. So parities can be on disk, and no step
@@ -559,7 +559,9 @@ class TieredStore:
         top = self._top
         position_F, meta_F = self._position_F[:top], self._meta_F[:top]
         found = np.zeros(COUNT + 1, np.int64)
-        histogram(position_F, meta_F, before, found)
+        # What the last step has changed, and nobody has asked for since, is not under way any more.
+        done = self._steps[1] if self._steps[1] < self._call else self._steps[0]
+        histogram(position_F, meta_F, before, done, found)
         below = np.cumsum(found)
         want = min(want, int(below[-1]))
         if not want:
@@ -567,7 +569,7 @@ class TieredStore:
         threshold = int(np.searchsorted(below, want))
         equal = want - (int(below[threshold - 1]) if threshold else 0)
         out = np.empty(want, np.int64)
-        picked, self._hand = sweep(position_F, meta_F, before, self._hand % top, threshold, equal, out)
+        picked, self._hand = sweep(position_F, meta_F, before, done, self._hand % top, threshold, equal, out)
         return out[:picked]
 
     def _put_away(self, frames_V: Positions) -> None:
