@@ -66,7 +66,7 @@ def replayed(store: str, folder: Path, filled: bool) -> tuple[Replay, dict[str, 
     steps = [np.unique(rng.zipf(1.3, 90) % 1000) for _ in range(12)]
     np.savez(folder / "trace.npz", positions=np.concatenate(steps), cuts=np.cumsum([*map(len, steps)])[:-1])
     budget = 0 if store in ("memory", "ours") else 1 << 20
-    replay = Replay(Job(store, str(folder / "trace.npz"), str(folder), 1000, 64, 40, budget, filled, 0))
+    replay = Replay(Job(store, str(folder / "trace.npz"), str(folder), 1000, 64, 40, budget, filled, 0, 0))
     replay.open()
     if filled:
         replay.fill()

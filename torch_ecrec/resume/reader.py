@@ -464,7 +464,10 @@ class Reader(Iterator[Any]):
             return False
         self._early.append(self._draw_early(current, state))
         if (altered := self._altered()) is not None:
-            current.failed = self._gave_again(f"the one before (`batch{altered}`), which the loop still trains on")
+            current.failed = RuntimeError(
+                f"the reader ({type(self._reader).__name__}) gives a batch in the memory of the one before"
+                f" (`batch{altered}`), which the loop still trains on: {WITHOUT}"
+            )
             raise current.failed
         return True
 
@@ -472,11 +475,6 @@ class Reader(Iterator[Any]):
         """Returns the path of a part of the batch under way that was altered; None if none is known to be."""
         paths = (draw.watched.altered() for draw in self._ahead if draw.watched is not None)
         return next((path for path in paths if path is not None), None)
-
-    def _gave_again(self, whose: str) -> RuntimeError:
-        return RuntimeError(
-            f"the reader ({type(self._reader).__name__}) gives a batch in the memory of {whose}: {WITHOUT}"
-        )
 
     def _draw_early(self, current: EpochIterator, state: bytes | None) -> _Early:
         """Draws, and puts everything back that this has moved beside the reader's iterator.
@@ -524,7 +522,10 @@ class Reader(Iterator[Any]):
                 )
                 raise current.failed
         if early.watched is not None and (altered := early.watched.altered()) is not None:
-            current.failed = self._gave_again(f"another one (`batch{altered}`), which the loop has yet to get")
+            current.failed = RuntimeError(
+                f"the reader ({type(self._reader).__name__}) has written into a batch (`batch{altered}`) that was drawn"
+                f" early, before the loop has got it: {WITHOUT}"
+            )
             raise current.failed
         if early.after:
             self._generators.set_({**now, **early.after})
