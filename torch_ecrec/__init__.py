@@ -58,10 +58,14 @@ _PLACES = {
     "NonFiniteGradient": "torch_ecrec.errors",
 }
 
+_MODULES = ("checkpoint", "planner")  # documented as `torch_ecrec.checkpoint.save`; they load torch
+
 if not TYPE_CHECKING:  # else every name that is not there would be of type Any, in place of an error
 
     def __getattr__(name: str) -> object:
         """Imports a public name when it is first asked for."""
+        if name in _MODULES:
+            return importlib.import_module(f"{__name__}.{name}")
         if name not in _PLACES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(importlib.import_module(_PLACES[name]), name)

@@ -40,10 +40,11 @@ class Asked(Harness):
     """A cluster that trains, whose slots say what a test wants them to."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(checkpoint=KEPT, **settings)
+        kept = settings.pop("checkpoint", KEPT)
+        super().__init__(checkpoint=kept, **settings)
         self.manifests = Manifests()
         self.core = Coordinator(
-            ClusterSettings(self.code, 1, checkpoint=KEPT), self._send, self._announce, self.manifests
+            ClusterSettings(self.code, 1, checkpoint=kept), self._send, self._announce, self.manifests
         )
         self.start()
         self.say("trainer-0", type="loaded", origin=0)
@@ -144,6 +145,26 @@ def test_one_that_fails_is_tried_again_until_it_counts() -> None:
     h.shows(9)
     h.writes()
     assert [one.done for one in h.manifests.counts] == [9] and h.asked() is None
+
+
+def test_after_the_job_one_is_tried_and_no_later_step_is_no_failure() -> None:
+    """By time, of a job whose trainers have left, done: the last step is in a checkpoint, and nobody is warned."""
+    h = Asked(checkpoint=CheckpointSettings("memory://x", every_s=10.0))
+    h.tick()
+    h.tick(10.0)
+    h.shows(7)
+    h.writes()
+    for rank in (0, 1):
+        h.say(f"trainer-{rank}", type="leave")
+    first = h.surveyed()
+    h.tick(10.0)
+    assert h.surveyed() not in (None, first), "one more, of what came since"
+    h.shows(7)
+    for _ in range(60):
+        h.tick()
+        h.shows(7)
+    kept = h.core.status(h.now_s).checkpoints
+    assert kept is not None and kept.failing_for_s is None and len(h.manifests.counts) == 1
 
 
 def test_it_waits_until_every_slot_is_whole() -> None:

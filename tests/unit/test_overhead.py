@@ -181,7 +181,7 @@ def test_the_command_draws(over: str, tmp_path: Path) -> None:
         ([], "--save, --load, --restart, --parity-share, --stall, --repair: say what it costs, or name a run"),
         ([*FIGURES, "--pls", "1"], "`--pls` must be above 0 and below 1, got 1.0"),
         ([*FIGURES, "-k", "20"], "(20, 2) needs as many hosts as k + r, got 12"),
-        ([*FIGURES, "--measured", "none.json"], "`--measured none.json` is no result.json of `torch-ecrec demo`"),
+        ([*FIGURES, "--measured", "none.json"], "`--measured none.json`: no such file; `torch-ecrec demo` writes it"),
     ],
 )
 def test_what_is_missing_or_wrong_is_one_message(

@@ -14,6 +14,7 @@ from torch_ecrec.cli.arguments import (
     add_training,
     checkpoint_arguments,
     checkpoints_of,
+    code_of,
     require_http,
     tier_environment,
 )
@@ -59,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Trains with kills and undisturbed, and compares."""
     require_torchrec()
     require_http(arguments)
+    code_of(arguments)
     from torch_ecrec.demo.run import run_demo
 
     checkpoints_of(arguments)  # a place that is none is refused as it was given

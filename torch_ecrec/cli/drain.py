@@ -60,9 +60,10 @@ def progress(status: Status, left: list[int]) -> str:
     names = ", ".join(member.name for member in status.members if member.draining)
     if not left:
         return f"drained: no slot is left on {names}, which may be stopped now"
-    slots = f"slots {left} are still on {names}"
+    there = ", ".join(f"{place.slot} on {place.server}" for place in status.slots if place.slot in left)
+    slots = f"still to be moved: slot {there}"
     if status.move is not None:
         return f"{slots}; slot {status.move.slot} is being copied to {status.move.server}"
     if not all(place.healthy for place in status.slots):
-        return f"{slots}; others are being repaired first"
+        return f"{slots}; lost slots are repaired first"
     return f"{slots}; no spare is there to take one: start a server (`torch-ecrec serve`)"

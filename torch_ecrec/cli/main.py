@@ -14,7 +14,7 @@ import difflib
 import logging
 import re
 import sys
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, cast
 
 import torch_ecrec
 from torch_ecrec.cli import (
@@ -151,7 +151,7 @@ def _misspelt(words: list[str]) -> str | None:
 
 def _unknown(top: Parser, words: list[str], word: str) -> str:
     """What was meant, perhaps, by an argument that a command does not take."""
-    name, command = "torch-ecrec", top
+    name, command = "torch-ecrec", cast(argparse.ArgumentParser, top)
     for one in words:
         inner = {known: parser for known, parser, _ in commands_of(command)}
         if one in inner:

@@ -171,6 +171,7 @@ class Checkpointing:
         self._next_s: float | None = None  # by time
         self._asked: int | None = None  # somebody wants one of a later step than this
         self._not_before_s = 0.0
+        self._finished = self._last_tried = False  # the trainers have left, done; one by time was tried since
         self._void = 0  # one after the other
         self._full = True  # the next one is
         self._base = ""  # what it builds on, if not
@@ -202,22 +203,30 @@ class Checkpointing:
 
     # when -----------------------------------------------------------------------------------------
 
-    def on_tick(self, now_s: float, whole: bool) -> None:
-        """Time passes. `whole`: every slot has a host and all its records, and the trainers train."""
+    def on_tick(self, now_s: float, whole: bool, finished: bool = False) -> None:
+        """Time passes.
+
+        Args:
+            now_s: on the coordinator's clock.
+            whole: every slot has a host and all its records, and the trainers train.
+            finished: the trainers have left, done. One more checkpoint is tried then, and no step is left for others.
+        """
         if not self.wanted:
             return
-        self._now_s = now_s
+        self._now_s, self._finished = now_s, finished
+        self._last_tried = self._last_tried and finished
         running = self._running
         if running is not None:
             self._look_after(running, now_s, whole)
             return
         if self._next_s is None and self.settings.every_s and whole:
             self._next_s = now_s + self.settings.every_s
-        by_time = self._next_s is not None and now_s >= self._next_s
+        by_time = self._next_s is not None and now_s >= self._next_s and not self._last_tried
         if not whole:
             return
         if by_time or self._due is not None or self._asked is not None:
             if now_s >= self._not_before_s:
+                self._last_tried = finished
                 self._begin(now_s, self._due if self._asked is None else None)
         elif self.saving.is_due(now_s):
             self._begin(now_s, self.saving.due, save=True)
@@ -252,6 +261,9 @@ class Checkpointing:
             self._give_up(f"it took longer than {self.settings.timeout_s:g} s")
         elif running.order is None and not whole:
             self._give_up("a slot was lost, or the trainers were")
+        elif running.order is None and now_s > running.since_s + SURVEYS_S and self._nothing_new(running):
+            self._running = None
+            self._release(messages.Release(running.number, "", False, self.saving.known))
         elif running.order is None and now_s > running.since_s + SURVEYS_S:
             self._give_up(
                 "there was no step that all slots could show with the dense model: are snapshots off"
@@ -261,6 +273,10 @@ class Checkpointing:
             all_shown = len(running.shown) == self._job.code.slots
             if all_shown or now_s >= running.asked_s + SURVEY_S:
                 self._survey(running, now_s)
+
+    def _nothing_new(self, running: _Running) -> bool:
+        """The job is over, and its last step that can be shown is in a checkpoint already: this is no failure."""
+        return self._finished and bool(self.last) and running.wanted is None and self._asked is None
 
     def on_word(self, word: messages.OfCheckpoint, whole: bool) -> None:
         """What the host of a slot says. `whole`: as for `on_tick`."""
@@ -282,7 +298,7 @@ class Checkpointing:
                 self._due = word.done
             else:
                 self.saving.due = word.done
-            self.on_tick(self._now_s, whole)
+            self.on_tick(self._now_s, whole, self._finished)
 
     def _begin(self, now_s: float, wanted: int | None, save: bool = False) -> None:
         self._number += 1

@@ -433,7 +433,7 @@ class Coordinator:
         state.suspicion.on_tick(state.members.since_tick_s(now_s))
         state.members.on_tick(now_s)
         departures.act_on_complaints(state, now_s)
-        state.checkpointing.on_tick(now_s, state.whole)
+        state.checkpointing.on_tick(now_s, state.whole, state.launches.finished)
         state.progress.on_tick(state.members.by_name.values(), state.table.slots, now_s)
         self._name_slow(now_s)
         succession.go_on(state, now_s)

@@ -210,7 +210,7 @@ def judge_memory(
     ]
     need = here * NEEDS.memory_bytes
     each = settings.shared_memory_bytes + settings.keep_freed_bytes
-    more = f"tables come on top, and up to {size(each)} for each process that it keeps for the next step"
+    more = f"tables come on top, and in each process up to {size(each)} of shared and of freed memory"
     if not room:
         return Finding(
             "memory", "WARN", "it is not known how much there is", "/proc/meminfo", "mount -t proc proc /proc"
