@@ -165,15 +165,15 @@ def test_loans_are_checked() -> None:
     lending = Lending(pool)
     memory = pool.take(100_000)
     assert memory is not None
-    loan = lending.lend()
-    assert loan.place(3, torch.from_numpy(memory)[10:50_010]) and len(loan.shown) == 1
-    number, offset = loan.places[3]
-    assert (number, offset) == (1, 10)
+    small, large = torch.zeros(3), torch.from_numpy(memory)[10:50_010]
+    sent, told, shown = lending.lend([small, large])
+    assert sent == [small] and len(shown) == 1, "small ones are sent"
+    number = shown[0].number
+    assert told == notes(1, 0, 0, 1, number, shown[0].size, 1, number, 10)
     lending.take_notes(notes(0, 1, 0, 0, number))
     with pytest.raises(ValueError, match="more was returned than was lent"):
         lending.take_notes(notes(0, 1, 0, 0, number))
     with pytest.raises(ValueError, match="not shown"):
         lending.borrow(number)
-    assert not lending.lend().place(0, torch.zeros(3)), "small ones are sent"
     lending.end()
-    assert not lending.lend().place(0, torch.from_numpy(memory)), "nobody reads any more"
+    assert lending.lend([large])[1] == b"", "nobody reads any more"

@@ -32,6 +32,14 @@ class Folds:
         self.slot, self.host, self.scrubber, self.held = slot, host, scrubber, slot.held
         held, rule = self.held, self.held.rule
         self.runs = {source: [layout.runs(source, held.index) for layout in held.layouts] for source in rule.sources}
+        self._parts = {  # of a fold: slab, run, and with which coefficient
+            source: [
+                (slab, run, held.code.coefficients[run.parity, run.member])
+                for slab, runs in enumerate(self.runs[source])
+                for run in runs
+            ]
+            for source in rule.sources
+        }
         self.logs = {source: self.new_log(source, 0) for source in rule.folded}
         self.early: dict[int, dict[int, tuple[wire.Fold, Reply[wire.Folded]]]] = {}
         self.attached: dict[int, int] = {}  # source -> its incarnation that attached last; only grows
@@ -109,15 +117,14 @@ class Folds:
             The seals of the deltas of each run, where they were made.
         """
         held, of_deltas = self.held, list[SealsOf | None]()
-        parts = [(slab, run) for slab, runs in enumerate(self.runs[source]) for run in runs]
-        for (slab, run), positions_U, deltas_UB in zip(parts, positions, deltas, strict=True):
+        parts = zip(self._parts[source], positions, deltas, strict=True)
+        for (slab, run, coefficient), positions_U, deltas_UB in parts:
             seals_U = None
             if len(positions_U):
                 parities = positions_U + run.shift
                 present = held.missing.present(slab, True, parities)
                 if present is not None:
                     parities = np.where(present, parities, -1)
-                coefficient = held.code.coefficients[run.parity, run.member]
                 coefficients = np.full(len(parities), coefficient, dtype=np.uint8)
                 seals_U = held.shards[slab].fold_(held.code, parities, deltas_UB, coefficients)
             of_deltas.append(seals_U)

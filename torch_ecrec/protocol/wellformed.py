@@ -90,11 +90,12 @@ class MessageValidator:
         if isinstance(answer, Refused):
             return None
         try:
-            declared = isinstance(answer, WIRE.answers_to[type(request)])
-            check(declared, f"{type(answer).__name__} is no answer to a {type(request).__name__}")
-            for name in STEPS:
-                step = getattr(answer, name, None)
-                check(not isinstance(step, int) or step >= 0, f"`{name}` must not be negative, got {step}")
+            if not isinstance(answer, WIRE.answers_to[type(request)]):
+                raise Fault(f"{type(answer).__name__} is no answer to a {type(request).__name__}")
+            for name in _steps_of(type(answer)):
+                step = getattr(answer, name)
+                if isinstance(step, int) and step < 0:
+                    raise Fault(f"`{name}` must not be negative, got {step}")
             particular = _ANSWERS.get(type(answer))
             if particular is not None:
                 particular(self, request, answer, lives)
@@ -203,8 +204,10 @@ class MessageValidator:
         self._check_inside(request.slab, request.slot, request.positions, request.parity)
 
     def _check_fold(self, request: wire.Fold) -> None:
-        check(request.step >= 1, f"`step` must be at least 1, got {request.step}")
-        check(request.floor < request.step, f"`floor` must be before step {request.step}, got {request.floor}")
+        if request.step < 1:  # of each step there are many: a message is made for a fault only
+            raise Fault(f"`step` must be at least 1, got {request.step}")
+        if request.floor >= request.step:
+            raise Fault(f"`floor` must be before step {request.step}, got {request.floor}")
         self._check_parts(request.source, request.slot, request.positions, request.deltas)
 
     def _check_fetch(self, request: wire.Fetch) -> None:
@@ -403,8 +406,9 @@ class MessageValidator:
         if parts is None:
             parts = [(slab, run) for slab, layout in enumerate(self.layouts) for run in layout.runs(source, holder)]
             self._parts[source, holder] = parts
-        good = len(positions) == len(deltas) == len(parts)
-        check(good, f"must have {len(parts)} parts, got {len(positions)} of positions and {len(deltas)} of deltas")
+        if not len(positions) == len(deltas) == len(parts):
+            wanted = f"must have {len(parts)} parts"
+            raise Fault(f"{wanted}, got {len(positions)} of positions and {len(deltas)} of deltas")
         for (slab, run), positions_U, deltas_UB in zip(parts, positions, deltas, strict=True):
             self._check_ascending(positions_U, run.first, run.end, f"slab {slab}")
             _check_shape("deltas", slab, deltas_UB, self._records(slab, positions_U))
@@ -413,6 +417,12 @@ class MessageValidator:
 def _check_shape(name: str, slab: int, tensor: Tensor, wanted: tuple[int, int]) -> None:
     if tensor.shape != wanted:
         raise Fault(f"`{name}` of slab {slab} must have shape {wanted}, got {tuple(tensor.shape)}")
+
+
+@functools.cache
+def _steps_of(kind: type[Answer]) -> list[str]:
+    """Returns which fields of a class of answers are steps."""
+    return [name for name in STEPS if name in kind.__struct_fields__]
 
 
 @functools.cache

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from torch_ecrec.codec.packing import SLACK_BYTES, least_packed_bytes, pack, unpack
 from torch_ecrec.protocol.encoding import Encoded
-from torch_ecrec.runtime.shared import Segment
+from torch_ecrec.runtime.shared import LEAST_BYTES, Segment
 from torch_ecrec.runtime.tensors import as_array, as_tensor
 from torch_ecrec.transport.calls import first_line
 from torch_ecrec.transport.lending import FILES_MOST, Lending, Places, byte_view
@@ -46,10 +46,12 @@ HEADER = struct.Struct("<4sIIIQ")  # magic, bytes of the notes, of the table and
 CHECKSUM_BYTES = 8
 MESSAGE_MOST_BYTES = 64 << 20  # without tensors, and as much for notes and for the table
 RANK_MOST = 32
-BUFFER_BYTES = 1 << 14
+BUFFER_BYTES = 1 << 16  # a fold, whose positions are too few to be lent, comes at one wake-up
 JOINED_MOST_BYTES = 1 << 14  # of a frame that is sent as one piece: a copy costs less than the pieces
 KEPT_BYTES = 1 << 20  # a buffer that a large message has made larger is let go of
-SMALL_MOST_BYTES = 1 << 12  # of a tensor that comes: for larger ones kernels are fast where it begins with a cache line
+SMALL_MOST_BYTES = (
+    LEAST_BYTES  # of a tensor that comes: larger ones are fast to read where they begin with a cache line
+)
 AWAIT_LEAST_BYTES, AWAIT_MOST_BYTES = 1 << 17, 1 << 19  # of a message over TCP: see `FrameReader._fill_much`
 PACKED_LEAST_BYTES = 1 << 15  # of a tensor: for fewer the calls cost what is saved
 PACKED = 1 << 8  # with the code of a dtype
@@ -130,7 +132,7 @@ class Frame:
         self._ticket = ticket
         self._body, self._tensors = (b"", []) if message is None else message
         self._entries = [_entry(tensor) for tensor in self._tensors]
-        size = max(len(self._body), sum([(len(entry) + 1) * _NUMBER_BYTES for entry in self._entries]))
+        size = max(len(self._body), sum(map(len, self._entries)) * _NUMBER_BYTES)
         if size > MESSAGE_MOST_BYTES:
             raise TooLarge(f"{size} bytes beside its tensors; a message may have {MESSAGE_MOST_BYTES}")
         self._parts: deque[memoryview] = deque()
@@ -143,10 +145,7 @@ class Frame:
         if between_hosts:
             sent, entries = self._pack()
         if lending is not None:
-            loan = lending.lend()
-            sent = [tensor for which, tensor in enumerate(self._tensors) if not loan.place(which, tensor)]
-            notes = loan.notes()
-            self._shows = loan.shown
+            sent, notes, self._shows = lending.lend(sent)
         numbers = list(itertools.chain.from_iterable(entries))
         table = struct.pack(f"<{len(numbers)}Q", *numbers)
         head = HEADER.pack(MAGIC, len(notes), len(table), len(self._body), self._ticket) + notes + table
@@ -281,7 +280,7 @@ class FrameReader:
                 begin += bool(is_packed)
                 if code >= len(DTYPES) or len(sizes) != rank or rank > RANK_MOST:
                     raise ValueError("not a tensor")
-                place = places.get(len(tensors))
+                place = places.get(len(tensors)) if places else None
                 if is_packed:
                     tensor = torch.empty(sizes, dtype=DTYPES[code], device="cpu")
                     memories.append(self._place_packed(table[begin - 1], tensor))
@@ -292,7 +291,8 @@ class FrameReader:
                 else:
                     tensor = self._within(*place, sizes, _NUMPY[code], borrowed)
                 tensors.append(tensor)
-            self._fill(memories)
+            if memories:
+                self._fill(memories)
         except (IndexError, TypeError, RuntimeError, OverflowError, MemoryError) as error:
             raise ValueError(f"not a tensor: {first_line(error)}") from error
         return tensors
@@ -357,13 +357,19 @@ class FrameReader:
 
     def _fill(self, memories: list[memoryview]) -> None:
         """Fills these memories from the buffer, then from the socket."""
-        rest = deque(memories)
-        while rest and self._begin < self._end:
-            taken = self._take(min(len(rest[0]), self._end - self._begin))
+        whole = 0  # of these memories: all that is theirs has come already
+        for memory in memories:
+            if len(memory) > self._end - self._begin:
+                break
+            memory[:] = self._take(len(memory))
+            whole += 1
+        if whole == len(memories):
+            return
+        rest = deque(memories[whole:])
+        if self._begin < self._end:
+            taken = self._take(self._end - self._begin)
             rest[0][: len(taken)] = taken
             _advance(rest, len(taken))
-        if not rest:
-            return
         from_socket = list(rest)
         if self._summed:
             self._fill_much(rest)
@@ -424,7 +430,8 @@ def _entry(tensor: Tensor) -> _Entry:
     code = _CODES.get(tensor.dtype)
     if code is None:
         raise TypeError(f"a tensor of {tensor.dtype}")
-    return code, tensor.dim(), *tensor.shape
+    shape = tensor.shape
+    return code, len(shape), *shape
 
 
 def _packed(tensor: Tensor) -> NDArray[np.uint8] | None:

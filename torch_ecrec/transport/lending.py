@@ -13,7 +13,6 @@ it is gone. When the connection ends, what was lent on it is never used again by
 
 from __future__ import annotations
 
-import itertools
 import os
 import struct
 import threading
@@ -40,46 +39,6 @@ def byte_view(tensor: Tensor) -> NDArray[np.uint8]:
     return as_array(tensor).reshape(-1).view(np.uint8)
 
 
-class Loan:
-    """The tensors that one message lends. `Lending.lend` makes it, and `place` fills it, tensor by tensor."""
-
-    def __init__(self, lending: Lending) -> None:
-        self._lending = lending
-        self._numbers: set[int] = set()
-        self.shown: list[Segment] = []
-        self.places: Places = {}
-
-    def place(self, which: int, tensor: Tensor) -> bool:
-        """Lends a tensor of the message. Its memory must not be released before `notes`. False: it must be sent."""
-        place = self._place(tensor)
-        if place is not None:
-            self.places[which] = place
-        return place is not None
-
-    def _place(self, tensor: Tensor) -> tuple[int, int] | None:
-        if tensor.nbytes < shared.LEAST_BYTES:
-            return None
-        pool = self._lending.pool
-        found = pool.find(tensor.data_ptr())
-        if found is None:
-            memory = pool.take(tensor.nbytes)
-            if memory is None:
-                return None
-            memory[:] = byte_view(tensor)
-            found = pool.find(memory.__array_interface__["data"][0])
-            assert found is not None
-        segment, offset = found
-        if segment.number not in self._numbers:
-            if not self._lending.show(segment, self.shown):
-                return None
-            self._numbers.add(segment.number)
-        return segment.number, offset
-
-    def notes(self) -> bytes:
-        """Returns the notes to send with the message."""
-        return self._lending.notes(self.shown, self.places)
-
-
 class Lending:
     """One end of a connection: what it lends to the other end, and what it borrows from it.
 
@@ -101,18 +60,56 @@ class Lending:
 
     # as who lends -----------------------------------------------------------------------------------
 
-    def lend(self) -> Loan:
-        return Loan(self)
+    def lend(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], bytes, list[Segment]]:
+        """Lends the large tensors of a message.
 
-    def show(self, segment: Segment, shown: list[Segment]) -> bool:
+        Args:
+            tensors: of the message. The memory of what is lent must not be released before the message is under way.
+
+        Returns:
+            The tensors that must be sent, the notes that go with the message, and the segments to show with them.
+        """
+        sent: list[Tensor] = []
+        places: list[int] = []
+        lent: set[int] = set()  # the segments of this loan, by number
+        shown: list[Segment] = []
+        for which, tensor in enumerate(tensors):
+            place = None if tensor.nbytes < shared.LEAST_BYTES else self._place(tensor, lent, shown)
+            if place is None:
+                sent.append(tensor)
+            else:
+                places += (which, *place)
+        return sent, self._notes(shown, places), shown
+
+    def _place(self, tensor: Tensor, lent: set[int], shown: list[Segment]) -> tuple[int, int] | None:
+        """Returns where a tensor lies that is lent now; None if it must be sent."""
+        found = self.pool.find(tensor.data_ptr())
+        if found is None:
+            memory = self.pool.take(tensor.nbytes)
+            if memory is None:
+                return None
+            memory[:] = byte_view(tensor)
+            found = self.pool.find(memory.__array_interface__["data"][0])
+            assert found is not None
+        segment, offset = found
+        if segment.number not in lent:
+            if not self._show(segment, shown):
+                return None
+            lent.add(segment.number)
+        return segment.number, offset
+
+    def _show(self, segment: Segment, shown: list[Segment]) -> bool:
         """Counts a loan of a segment; adds it to `shown` if the other end has not seen it. False: it cannot be lent."""
+        number = segment.number
         with self._lock:
-            if self._ended or (segment.number not in self._shown and len(shown) == FILES_MOST):
+            if self._ended:
                 return False
-            if segment.number not in self._shown:
-                self._shown[segment.number] = segment
+            if number not in self._shown:
+                if len(shown) == FILES_MOST:
+                    return False
+                self._shown[number] = segment
                 shown.append(segment)
-            self._lent[segment.number] += 1
+            self._lent[number] += 1
             self.pool.lend(segment, self)
             return True
 
@@ -124,21 +121,21 @@ class Lending:
         """Whether there are notes that the other end has not been told."""
         return bool(self._returned or self._forgotten)
 
-    def notes(self, shown: Sequence[Segment], places: Places) -> bytes:
-        """Returns what the other end is to be told now; b"" if nothing."""
+    def _notes(self, shown: Sequence[Segment], places: list[int]) -> bytes:
+        """Returns what the other end is to be told now; b"" if nothing. `places`: three numbers for each."""
         returned = [self._returned.popleft() for _ in range(len(self._returned))]
         forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
-        with self._lock:
-            for number in forgotten:
-                self._shown.pop(number, None)
-                del self._lent[number]
         if not (shown or returned or forgotten or places):
             return b""
+        if forgotten:
+            with self._lock:
+                for number in forgotten:
+                    self._shown.pop(number, None)
+                    del self._lent[number]
         numbers = [number for segment in shown for number in (segment.number, segment.size)]
-        numbers += returned + forgotten
-        numbers += [number for which, place in places.items() for number in (which, *place)]
-        counts = _COUNTS.pack(len(shown), len(returned), len(forgotten), len(places))
-        return counts + struct.pack(f"<{len(numbers)}Q", *numbers)
+        numbers += (*returned, *forgotten, *places)
+        counts = len(shown), len(returned), len(forgotten), len(places) // 3
+        return struct.pack(f"<4I{len(numbers)}Q", *counts, *numbers)
 
     # as who borrows ---------------------------------------------------------------------------------
 
@@ -151,17 +148,23 @@ class Lending:
     def take_notes(self, notes: bytes) -> Places:
         """Reads notes; returns where tensors lie. Raises ValueError if malformed, OSError if a file is not mapped."""
         try:
-            *counts, placed = _COUNTS.unpack_from(notes)
-            ends = [0, 2 * counts[0], 2 * counts[0] + counts[1], 2 * counts[0] + counts[1] + counts[2]]
-            numbers = struct.unpack_from(f"<{ends[3] + 3 * placed}Q", notes, _COUNTS.size)
+            shown, returned, forgotten, placed = _COUNTS.unpack_from(notes)
+            many = 2 * shown + returned + forgotten + 3 * placed
+            numbers = struct.unpack_from(f"<{many}Q", notes, _COUNTS.size)
         except struct.error as error:
             raise ValueError(f"not notes: {error}") from error
-        shown, returned, forgotten = (numbers[begin:end] for begin, end in itertools.pairwise(ends))
-        places = numbers[ends[3] :]
-        for number, size in zip(shown[::2], shown[1::2], strict=True):
-            self._see(number, size)
-        for number in forgotten:
+        for at in range(0, 2 * shown, 2):
+            self._see(numbers[at], numbers[at + 1])
+        begin = 2 * shown + returned
+        for number in numbers[begin : begin + forgotten]:
             self._seen.pop(number, None)
+        if returned:
+            self._take_back(numbers[2 * shown : begin])
+        begin += forgotten
+        return {numbers[at]: (numbers[at + 1], numbers[at + 2]) for at in range(begin, many, 3)}
+
+    def _take_back(self, returned: Sequence[int]) -> None:
+        """The other end does not look at these segments any more, once for each time that one is named."""
         with self._lock:
             for number in returned:
                 segment = self._shown.get(number)
@@ -171,7 +174,6 @@ class Lending:
                     raise ValueError("more was returned than was lent")
                 self._lent[number] -= 1
                 self.pool.give_back(segment)
-        return dict(zip(places[::3], zip(places[1::3], places[2::3], strict=True), strict=True))
 
     def _see(self, number: int, size: int) -> None:
         if not self.files:
