@@ -25,7 +25,7 @@ from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
 LARGER = (TableSpec("a", rows=400, dim=3, low=-1.0, high=1.0, optimizer=OptimizerSpec("rowwise_adagrad", lr=0.1)),)
 OF_A_MOVE = ("FetchChanged", "Copy", "HandOver")
 MOVING = Scenario(
-    steps=12,
+    steps=14,
     kills=((0, 1),),
     spares=0,
     reborn=True,
