@@ -101,8 +101,6 @@ workers = [2]
         ('"undisturbed"', '"calm"', "Invalid enum value 'calm' - at `$.kind`"),
         ("workers", "trainers", "unknown field `trainers`"),
         ("title =", "title", "at line 2"),
-        ("workers = [2]", "workers = [2]\nbits_per_s = 1.0", "is of links between `hosts`"),
-        ("workers = [2]", "workers = [2]\nhosts = 3\nbits_per_s = -1.0", "`bits_per_s` must not be negative"),
         ("workers = [2]", 'workers = [2]\n[smoke]\nmodes = ["XLD"]', "unknown mode 'XLD'"),
     ],
 )

@@ -202,15 +202,17 @@ class Parity(Durability):
         """Records of one member of some stripes (all with the same base) as of given steps."""
         held, positions = self.held, request.positions.numpy()
         slab, is_parity = request.slab, request.parity
+        if not self.slot.ready:
+            reply(Refused("not rebuilt yet"))
+            return
         records_UB, broken_M = held.shards[slab].gather_whole(positions, is_parity)
-        if self.slot.ready:
-            if len(broken_M):
-                self.scrubber.look(slab, is_parity, positions[broken_M])
-            damaged = held.missing.damaged.get((slab, is_parity))
-            if damaged and (places := [i for i, at in enumerate(positions.tolist()) if at in damaged]):
-                reply(wire.Damaged(torch.tensor(places, dtype=torch.int64, device="cpu")))
-                return
-        if not self.slot.ready or held.missing.lacks(slab, is_parity, positions):
+        if len(broken_M):
+            self.scrubber.look(slab, is_parity, positions[broken_M])
+        damaged = held.missing.damaged.get((slab, is_parity))
+        if damaged and (places := [i for i, at in enumerate(positions.tolist()) if at in damaged]):
+            reply(wire.Damaged(torch.tensor(places, dtype=torch.int64, device="cpu")))
+            return
+        if held.missing.lacks(slab, is_parity, positions):
             reply(Refused("not rebuilt yet"))
             return
         changes: list[Change] | None

@@ -65,7 +65,6 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         repeats: turns of each mode; kills of each cell, one after the other.
         seconds: of training in a turn, or around a kill.
         hosts: so many network namespaces, of which trainers have the first and servers the last; 0: this host.
-        bits_per_s: what the link of each of these hosts carries in each direction; 0: whatever it can.
         claims: what it is held against.
         theirs: the setting that the artefact names, where it is another one.
         smoke: what of it is run to see that it runs; None: nothing.
@@ -84,7 +83,6 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     repeats: int = 1
     seconds: float = 4.0
     hosts: int = 0
-    bits_per_s: float = 0.0
     claims: list[Claim] = msgspec.field(default_factory=list)
     theirs: str = ""
     smoke: Selection | None = None
@@ -123,8 +121,6 @@ def read(path: Path) -> Spec:
         positive = [*one.workers, one.repeats, one.seconds]
         if min(positive) <= 0 or not all([one.models, one.modes, one.workers, one.seeds, one.failures]):
             raise ValueError(f"{path}: `workers`, `repeats` and `seconds` must be positive, and no list empty")
-        if one.bits_per_s < 0 or (one.bits_per_s and not one.hosts):
-            raise ValueError(f"{path}: `bits_per_s` must not be negative, and is of links between `hosts`")
     return spec
 
 

@@ -113,15 +113,6 @@ class Group:
         run = _undisturbed if self.spec.kind == "undisturbed" else _killed
         return run(self, factor, data, out)
 
-    def place(self, _: Part) -> Here:
-        """Returns where a part of it runs. Raises `Stopped` if hosts cannot be made here."""
-        if not self.spec.hosts:
-            return Here()
-        try:
-            return OnHosts(self.spec.hosts, self.spec.bits_per_s)
-        except ValueError as error:
-            raise Stopped(str(error)) from error
-
     def model(self, factor: Scale, data: str | None) -> Model:
         """Returns the model that the cell trains."""
         first = self.cells[0]
@@ -191,8 +182,16 @@ def _undisturbed(group: Group, factor: Scale, data: str | None, out: Path) -> di
     def begin(running: Running, part: Part) -> None:
         saves.warm_up(running) if part.coordinator else blocks.warm_up(running, part)
 
+    def place(part: Part) -> Here:
+        if not group.spec.hosts:
+            return Here()
+        try:
+            return OnHosts(group.spec.hosts)
+        except ValueError as error:
+            raise Stopped(str(error)) from error
+
     name = group.name.replace(", ", "-")
-    experiment = Experiment(name, out, parts, group.spec.repeats, True, group.place, begin, _tell)
+    experiment = Experiment(name, out, parts, group.spec.repeats, True, place, begin, _tell)
     found = experiment.results()
     base = found.get("XDL")
     return {
@@ -261,37 +260,23 @@ def _killed(group: Group, factor: Scale, data: str | None, out: Path) -> dict[st
         turn: Any = GoBack(interval_s, spec.seconds, seed)
         part = Part(mode.name, mode.trained, model, [turn], coordinator=options, watched=True)
     else:
-        turn = Recovering(Kill(spec.seconds, seed), spec.bits_per_s)
+        turn = Recovering(Kill(spec.seconds, seed))
         part = Part(mode.name, mode.trained, model, [turn], spares=1, watched=True)
-    name = group.name.replace(", ", "-")
-    experiment = Experiment(name, out, [part], spec.repeats, place=group.place, begin=start_training)
+    experiment = Experiment(group.name.replace(", ", "-"), out, [part], spec.repeats, begin=start_training)
     (found,) = experiment.results().values()
     return {cell.mode: figures_of_kills([figures_of_recovery(mode, one) for one in found])}
 
 
 class Recovering:
-    """Turns in which a server is killed; the figures have the steps around it, and what it took for good.
+    """Turns in which a server is killed; the figures have the steps around it, and what it took for good."""
 
-    Args:
-        kill: how.
-        bits_per_s: what each host's link carries; 0: it is not limited.
-    """
-
-    def __init__(self, kill: Kill, bits_per_s: float = 0.0) -> None:
-        self._kill, self._bits_per_s = kill, bits_per_s
+    def __init__(self, kill: Kill) -> None:
+        self._kill = kill
         self._seen: dict[tuple[int, int], tuple[int, int]] = {}  # of each life of a slot: what it had counted
 
     def __call__(self, running: Running) -> dict[str, Any]:
-        """Kills once, and returns the figures.
-
-        Raises:
-            Stopped: it did not come to its end, or links were to be slow, and none ever was.
-        """
+        """Kills once, and returns the figures. Raises `Stopped`."""
         found = self._kill(running)
-        if self._bits_per_s:
-            assert isinstance(running.place, OnHosts), "links are of hosts"
-            met = sum(host.held_up() for host in running.place.hosts)
-            limits.require_met(met, f"links of {self._bits_per_s:g} bit/s")
         lost_steps, wrong_stripes = self.news(running.cluster.status().slot_reports().values())
         with running.changed:
             steps = progress(running.steps, 0, found["kill_s"])

@@ -45,7 +45,7 @@ def applied(limit: str, running: Running) -> Iterator[None]:
         with CpuQuota(CPU_CORES) as quota:
             quota.take(running.cluster_pids)
             yield
-            require_met(quota.times_met(), limit)
+            _require_met(quota.times_met(), limit)
         return
     assert isinstance(running.place, OnHosts), "its experiment has hosts"
     theirs = list(running.place.hosts)[-running.mode.code.slots :]  # servers begin with the last
@@ -53,13 +53,12 @@ def applied(limit: str, running: Running) -> Iterator[None]:
         for host in theirs:
             host.link(bits_per_s=NETWORK_BITS_PER_S)
         yield
-        require_met(sum(host.held_up() for host in theirs), limit)
+        _require_met(sum(host.held_up() for host in theirs), limit)
     finally:
         for host in theirs:
             host.link()
 
 
-def require_met(times: int, limit: str) -> None:
-    """Raises `Stopped` if nobody has ever had to wait for a limit: nothing was tried then."""
+def _require_met(times: int, limit: str) -> None:
     if not times:
         raise Stopped(f"{limit}: the servers have never had to wait for it")

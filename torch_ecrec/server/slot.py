@@ -191,7 +191,7 @@ class Slot(SlotContext):
 
     def expect(self, positions: list[np.ndarray], later: bool = False) -> bool:
         away = False
-        if self.ready:
+        if self.ready and not self.scrubber.beyond:
             self.durability.is_missing(positions)  # repaired while the rest of the step is awaited
         for shard, positions_U in zip(self.shards, positions, strict=True):
             reading, coming = shard.want(positions_U)
