@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import inspect
@@ -39,6 +40,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from torch_ecrec.compat import argparse as of_argparse
 from torch_ecrec.compat import numba as of_numba
 from torch_ecrec.compat import python as of_python
 from torch_ecrec.compat import rpc as of_rpc
@@ -46,7 +48,7 @@ from torch_ecrec.compat import torch as of_torch
 from torch_ecrec.compat import torchrec as of_torchrec
 from torch_ecrec.compat.torch import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 
-SEAMS = (of_numba, of_python, of_rpc, of_torch, of_torchrec)
+SEAMS = (of_argparse, of_numba, of_python, of_rpc, of_torch, of_torchrec)
 CPU = torch.device("cpu")
 
 
@@ -98,6 +100,25 @@ def test_every_name_is_tested() -> None:
     source = inspect.getsource(sys.modules[__name__])
     assert not [name for module in SEAMS for name in public_names(module) if name not in source]
     assert set(seam()) == {"torch_ecrec.compat", *(module.__name__ for module in SEAMS)}
+
+
+def test_a_parser_tells_its_commands_and_their_arguments() -> None:
+    parser = argparse.ArgumentParser()
+    one = parser.add_subparsers().add_parser("one", help="does it")
+    one.add_argument("file", type=Path, help="what is read")
+    one.add_argument("--many", "-m", type=int, default=3, metavar="N", help="how often (default %(default)s)")
+    one.add_argument("--how", choices=["fast", "slow"], help="which way")
+    one.add_argument("--quiet", action="store_true", help="says nothing")
+    one.add_argument("--hidden", help=argparse.SUPPRESS)
+    assert of_argparse.commands_of(parser) == [("one", one, "does it")]
+    assert of_argparse.arguments_of(one) == [
+        of_argparse.Argument((), "FILE", None, "what is read"),
+        of_argparse.Argument(("--many", "-m"), "N", 3, "how often (default 3)"),
+        of_argparse.Argument(("--how",), "fast|slow", None, "which way"),
+        of_argparse.Argument(("--quiet",), "", None, "says nothing"),
+    ]
+    of_argparse.complete_files(parser, Path, "files")
+    assert [action.dest for action in one._actions if getattr(action, "complete", "") == "files"] == ["file"]
 
 
 def test_every_name_says_what_it_is() -> None:

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.shared import Pool
-from torch_ecrec.transport.lending import FILES_MOST, Lending, Places
+from torch_ecrec.transport.lending import FILES_MOST, Lending
 
 GRAIN = shared._GRAIN
 MOST_BYTES = 8 * GRAIN
@@ -31,11 +31,11 @@ SIZES = st.sampled_from([GRAIN // 2, GRAIN // 2, 2 * GRAIN, 3 * GRAIN, 7 * GRAIN
 
 @dataclass
 class Message:
-    """On its way from the lender: notes with their files, and the stamps of what it lends."""
+    """On its way from the lender: notes with their files, which tensors it lends, and their stamps."""
 
     notes: bytes
     files: list[int]
-    places: Places
+    lent: list[int]
     stamps: list[int]
     sizes: list[int]
 
@@ -82,12 +82,12 @@ class Lends(RuleBasedStateMachine):
         if copy:
             self.stamp = self.stamp % 250 + 1
             chosen = [*chosen, (np.full(GRAIN, self.stamp, np.uint8), self.stamp)]
-        loan = ends.lender.lend()
-        lent = [loan.place(i, torch.from_numpy(memory)) for i, (memory, _) in enumerate(chosen)]
-        files = [os.dup(segment.fd) for segment in loan.shown]
-        stamps = [stamp for (_, stamp), there in zip(chosen, lent, strict=True) if there]
-        sizes = [len(memory) for (memory, _), there in zip(chosen, lent, strict=True) if there]
-        ends.under_way.append(Message(loan.notes(), files, loan.places, stamps, sizes))
+        tensors = [torch.from_numpy(memory) for memory, _ in chosen]
+        sent, notes, shown = ends.lender.lend(tensors)
+        files = [os.dup(segment.fd) for segment in shown]
+        lent = [i for i, tensor in enumerate(tensors) if not any(tensor is one for one in sent)]
+        stamps, sizes = [chosen[i][1] for i in lent], [len(chosen[i][0]) for i in lent]
+        ends.under_way.append(Message(notes, files, lent, stamps, sizes))
 
     @rule(over=st.integers(0, CONNECTIONS - 1))
     def arrive(self, over: int) -> None:
@@ -98,7 +98,7 @@ class Lends(RuleBasedStateMachine):
         for fd in message.files:
             ends.reader.take_file(fd)
         places = ends.reader.take_notes(message.notes) if message.notes else {}
-        assert places == message.places and not ends.reader.files
+        assert list(places) == message.lent and not ends.reader.files
         lent = dict.fromkeys(segment for segment, _ in places.values())  # a message borrows each of them once
         borrowed = {segment: ends.reader.borrow(segment) for segment in lent}
         for (segment, offset), stamp, size in zip(places.values(), message.stamps, message.sizes, strict=True):
@@ -112,7 +112,7 @@ class Lends(RuleBasedStateMachine):
     @rule(over=st.integers(0, CONNECTIONS - 1))
     def tell_back(self, over: int) -> None:
         ends = self.connections[over]
-        ends.back.append(ends.reader.notes((), {}))
+        ends.back.append(ends.reader.lend([])[1])
 
     @rule(over=st.integers(0, CONNECTIONS - 1))
     def hear_back(self, over: int) -> None:
@@ -196,10 +196,9 @@ def test_a_segment_that_made_room_stays_away() -> None:
     lending = Lending(pool)
     memory = pool.take(1 << 20)
     assert memory is not None
-    loan = lending.lend()
-    assert loan.place(0, torch.from_numpy(memory))
-    loan.notes()
-    ((segment, _),) = loan.places.values()
+    sent, _, shown = lending.lend([torch.from_numpy(memory)])
+    assert not sent
+    segment = shown[0].number
     lending.take_notes(np.array([0, 1, 0, 0], "<u4").tobytes() + np.array([segment], "<u8").tobytes())
     del memory
     larger = pool.take(3 << 20)
