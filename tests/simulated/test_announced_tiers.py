@@ -110,7 +110,7 @@ def test_records_that_were_announced_are_there_when_they_are_looked_up() -> None
         cluster.go().check_against(undisturbed(calm(scenario)))
         waits[ahead] = cluster.waits
         assert (cluster.run.announced > 0) == (ahead > 1)
-    assert waits[4] < waits[1] / 2, waits
+    assert waits[4] <= waits[1] / 2, waits
     healthy = simulate(dataclasses.replace(PLAIN, tier_frames=0))
     assert not healthy.announced and "Announce" not in {kind for _, _, kind in healthy.messages}
 
