@@ -119,7 +119,7 @@ def test_tables_that_are_to_be_kept_are_those_of_the_job(tmp_path: Path) -> None
     for slot in cluster.slots():
         row_U = slot.layouts[slab].row_at(slot.index, np.arange(slot.layouts[slab].data_rows(slot.index)))
         wanted = np.flatnonzero((row_U >= start) & (row_U < start + first.rows)).tolist()
-        assert [at for begin, end in slot.held.kept_last[slab] for at in range(begin, end)] == wanted
+        assert [at for begin, end in slot.shards[slab].stores[0]._last_to_go for at in range(begin, end)] == wanted
     fatal = Keeping(tmp_path, first.name, "usres").go().fatal
     assert fatal is not None
     assert f"`tier_keep` names usres, and no table of the job is called so: it has {first.name}, " in fatal

@@ -25,7 +25,7 @@ from virtual_trainers import Trainers, TurnsSession
 from torch_ecrec import DistributedModelParallel
 from torch_ecrec.errors import TierFailed
 from torch_ecrec.planner import EmbeddingShardingPlanner, ParameterConstraints, Report, Topology
-from torch_ecrec.planner.estimates import Cost, Servers, cost_of, fit_of, slot_bytes, slot_sizes
+from torch_ecrec.planner.estimates import Cost, Servers, cost_of, fit_of, slot_sizes
 from torch_ecrec.processes.member import KINDS
 from torch_ecrec.protocol.status import SlotReport
 from torch_ecrec.records.tiers.budget import Tier
@@ -85,6 +85,11 @@ class Measured:
             self.log_bytes = max(self.log_bytes, sum(slot.log_bytes for slot in self.slots()))
         for session in self.sessions:
             session.flush()
+
+
+def slot_bytes(tables: Sequence[TableSpec], code: CodeSpec) -> list[int]:
+    """The bytes of records and parities of each slot, as the planner has them."""
+    return [sum(rows * nbytes for rows, nbytes in sizes) for sizes in slot_sizes(tables, code)]
 
 
 def counting(handler: Any, sent: Counter[str]) -> Any:

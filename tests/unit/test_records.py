@@ -4,13 +4,13 @@ import itertools
 import mmap
 import sys
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -422,11 +422,7 @@ def test_memory_is_zeros_whatever_the_pages(size, scattered, huge_page_bytes, mo
 
 
 def is_there(ready, size):
-    """Waits until so many bytes are ready."""
-    until_s = time.monotonic() + 60
-    while ready.bytes < size:
-        assert time.monotonic() < until_s, f"{ready.bytes} of {size} bytes are ready"
-        time.sleep(0.01)
+    wait_until(lambda: ready.bytes >= size, 60, f"{size} bytes are ready")
 
 
 def writers():

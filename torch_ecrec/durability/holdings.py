@@ -9,7 +9,7 @@ Shape legend: P records of a slab, U of them asked for, M of them that changed, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -141,7 +141,6 @@ class Holdings:
         log: the deltas of the slot's recent steps: redo for others, undo for readers.
         rule: which steps are applied, folded, acknowledged.
         missing: which records and parities are.
-        kept_last: of each slab, which data records leave memory last, as runs of positions.
     """
 
     def __init__(
@@ -177,25 +176,28 @@ class Holdings:
             for slab, layout in zip(job.slabs, layouts, strict=True)
         ]
         self.sealed = sealed
-        self.kept_last: dict[int, list[tuple[int, int]]] = {}  # of each slab, runs of positions
         self.log = self.new_log()
         self.missing = Missing(self.shards, fresh)
         if fresh:
             self._initialise_()
 
-    def keep_last_(self, table: str) -> None:
-        """The records of a table leave memory when no others are left to leave it. `table`: of the job."""
-        slab, first = self.job.place_of_table[table]
-        end = first + next(spec.rows for spec in self.job.tables if spec.name == table)
-        layout, runs = self.layouts[slab], list[tuple[int, int]]()
+    def keep_last_(self, tables: Iterable[str]) -> None:
+        """The records of these tables, of the job, leave memory when no others are left to leave it."""
+        runs: dict[int, list[tuple[int, int]]] = {}  # of each slab
+        for slab, first, end in map(self.job.rows_of_table, tables):
+            runs.setdefault(slab, []).extend(self._runs(slab, first, end))
+        for slab, found in runs.items():
+            self.shards[slab].keep_last_(sorted(found))
+
+    def _runs(self, slab: int, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yields where some rows of a slab lie here, ascending: first positions and ends."""
+        layout = self.layouts[slab]
         for begin in range(0, layout.data_rows(self.index), RUNS_AT_ONCE):
             positions_U = np.arange(begin, min(begin + RUNS_AT_ONCE, layout.data_rows(self.index)))
             row_U = layout.row_at(self.index, positions_U)
             inside_U = np.concatenate([[False], (row_U >= first) & (row_U < end), [False]])
             edges = begin + np.flatnonzero(np.diff(inside_U))
-            runs += zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
-        self.kept_last[slab] = sorted(self.kept_last.get(slab, []) + runs)
-        self.shards[slab].keep_last_(self.kept_last[slab])
+            yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
     def _initialise_(self) -> None:
         """Gives every record its initial value and every parity the code of its stripe's initial values."""

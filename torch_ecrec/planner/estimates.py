@@ -165,11 +165,6 @@ def slot_sizes(tables: Sequence[TableSpec], code: CodeSpec) -> list[list[tuple[i
     return found
 
 
-def slot_bytes(tables: Sequence[TableSpec], code: CodeSpec) -> list[int]:
-    """Returns the exact bytes of records and parities of some tables on each slot."""
-    return [sum(rows * nbytes for rows, nbytes in sizes) for sizes in slot_sizes(tables, code)]
-
-
 @dataclass(frozen=True)
 class Fit:
     """How tables fit on servers.

@@ -316,14 +316,13 @@ class Host(ServerProcess):
         elif self.ready_memory is not None and not (fresh or filled):
             stores = stores_in(self.ready_memory)
         kept = [name for name in self.settings.tier_keep.split(",") if name]
-        unknown = ", ".join(name for name in kept if name not in job.place_of_table)
+        known = [name for name in kept if name in job.place_of_table]
+        unknown = ", ".join(name for name in kept if name not in known)
         if unknown and not incarnation:
             few = ", ".join([table.name for table in job.tables][:TABLES_NAMED])
             raise TierFailed(f"`tier_keep` names {unknown}, and no table of the job is called so: it has {few} ...")
         held = Holdings(job, self.code, self.layouts, index, incarnation, incarnations, fresh, sealed, filled, stores)
-        for name in kept:
-            if name in job.place_of_table:
-                held.keep_last_(name)
+        held.keep_last_(known)
         return held
 
     def read_tier(self, read: Callable[[], None], done: Callable[[], None]) -> None:

@@ -257,9 +257,13 @@ class JobSpec:
         Returns:
             None if several slots have some.
         """
+        slab, first, end = self.rows_of_table(table)
+        return self.layouts[slab].home_of(first, end - first)
+
+    def rows_of_table(self, table: str) -> tuple[int, int, int]:
+        """Returns the slab of a table, and its first row there and the one behind its last."""
         slab, first = self.place_of_table[table]
-        rows = next(spec.rows for spec in self.tables if spec.name == table)
-        return self.layouts[slab].home_of(first, rows)
+        return slab, first, first + next(spec.rows for spec in self.tables if spec.name == table)
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:

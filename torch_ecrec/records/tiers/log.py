@@ -87,7 +87,7 @@ class SegmentLog:
         self._begun = np.zeros(0, np.int64)  # how often each segment was begun
         self._filled = 0  # cells of it
         self._buffer = untouched(self._segment_bytes, np.uint8)
-        self._scratch = untouched(max(READ_BYTES, self._bucket_bytes), np.uint8)
+        self._scratch = untouched(buffer_bytes_of(record_bytes, rows) - self._segment_bytes, np.uint8)
         self.written_bytes = self.read_bytes = self.reads = self.failed_reads = 0
 
     @property
