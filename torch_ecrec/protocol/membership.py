@@ -464,6 +464,8 @@ class Membership:
 
     def heard(self, message: Mapping[str, Any]) -> None:
         """The coordinator has said something."""
+        if not (self._asks or self.is_joined):
+            return  # on a connection that was given up while this was on its way: nobody there knows it any more
         try:
             self._take(messages.from_coordinator(message))
         except BadMessage as error:

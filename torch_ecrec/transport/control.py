@@ -83,6 +83,7 @@ CHUNK_BYTES = 1 << 18
 UNANSWERED_S = 15.0
 UNANSWERED_BY_COORDINATOR_S = 4.0
 ATTEMPT_S = 1.0  # for a connection; then it is asked for anew: left alone, the kernel asks after 1, 3, 7, 15, 31 s
+ROUNDS_OF_AN_END = 3  # of the loop, in which those that have just come are closed, too
 RETRY_LEAST_S, RETRY_MOST_S = 0.02, 0.5
 
 
@@ -207,6 +208,9 @@ class LineConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
+        if self._server._closed:  # it came as the server ended: else it would be open for as long as this process lives
+            transport.abort()
+            return
         self._transport = transport
         self.peer = text_of(transport.get_extra_info("peername")[:2])
         tune(transport.get_extra_info("socket"))
@@ -476,7 +480,8 @@ class ControlServer:
             for connection in list(self._connections):
                 if connection._transport is not None:
                     connection._transport.abort()
-            await asyncio.sleep(0)
+            for _ in range(ROUNDS_OF_AN_END):
+                await asyncio.sleep(0)
 
     def _guard(self, action: Callable[..., None], *args: Any) -> None:
         if self._closed:
