@@ -45,7 +45,7 @@ IGNORED: Mapping[str, frozenset[str]] = {
     "SlotReads": frozenset({"waits", "awaited", "_stale"}),
     "Host": frozenset({"waits"}),
     # hints: what is in memory, and what is on disk, changes no bits
-    "Client": frozenset({"tiered"}),
+    "Client": frozenset({"hinted"}),
     "Slot": frozenset({"announced"}),
     "Parity": frozenset({"_rounds"}),
     "Round": frozenset({"out", "others", "since_s", "usual"}),

@@ -153,7 +153,7 @@ class TrainerScripts:
         """Tells slots with tiers of the lookup of one later step; of all until then where it is the `first` time."""
         last = min(step + self._scenario.announces, self._scenario.steps)
         for later in range(step + 2 if first else max(step + 2, step + self._scenario.announces), last + 1):
-            for told in announced(later, i) if client.tiered else ():
+            for told in announced(later, i) if client.hinted else ():
                 client.run(client.announce, later - step - 1, *routes_of(self._scenario, told, i, client))
                 self._result.announced += 1
 

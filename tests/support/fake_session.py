@@ -29,7 +29,7 @@ class FakeSession:
         before: that of an earlier life of the trainer: this one goes on after `step` of it.
 
     Attributes:
-        tiered: whether records are on disks: then it notes what is announced, and of which step.
+        wants_hints: whether it notes what is announced, and of which step.
         after: step -> the tables as they were after it.
         rates: those of the push of each step from the first, those of an earlier life included.
         inexact: what was said to make the run so.
@@ -42,7 +42,7 @@ class FakeSession:
         self.after: dict[int, list[Tensor]] = {}
         self.parts: list[tuple[Tensor, list[int]]] = []
         self.ahead: list[tuple[int, list[Tensor]]] = []
-        self.tiered, self.announced = False, list[tuple[int, list[Tensor]]]()
+        self.wants_hints, self.announced = False, list[tuple[int, list[Tensor]]]()
         self.looked_up: list[tuple[int, list[Tensor]]] = []
         self.lookups, self.loads, self.opened, self.flushed, self.closed = 0, 0, 0, 0, 0
         self.snapshots: dict[int, tuple[Tensor, list[int]]] = {}

@@ -384,7 +384,7 @@ def made(loop: Loop, before: FakeSession | None = None, step: int = 0, seed: int
     np.random.seed(seed)
     net = Net(tables, loop.losses, loop.modules, loop.alters)
     session, settings = FakeSession(job_of(net), before=before, step=step), Settings(look_ahead=loop.look_ahead)
-    session.tiered = loop.tiered
+    session.wants_hints = loop.tiered
     model = DistributedModelParallel(
         net, device=CPU, session=session, snapshot_every=loop.snapshot_every, settings=settings
     )

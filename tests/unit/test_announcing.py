@@ -67,7 +67,7 @@ def made(
     torch.manual_seed(2)
     nn.init.normal_(net.over.weight)
     session = FakeSession(job_of(net))
-    session.tiered = tiered
+    session.wants_hints = tiered
     model = DistributedModelParallel(net, device=CPU, session=session, settings=Settings(look_ahead=look_ahead))
     dense = KeyedOptimizerWrapper(dense_parameters(model), lambda p: torch.optim.Adam(p, lr=LR))
     return model, session, dense
@@ -258,7 +258,7 @@ def drawn_early(reader: Any, take: Callable[[Any], Any], monkeypatch: pytest.Mon
     """What a run asks the reader for ahead of the loop."""
     asked: list[Any] = []
     look_ahead = Reader.look_ahead
-    monkeypatch.setattr(Reader, "look_ahead", lambda self, tiered: asked.append(1) or look_ahead(self, tiered))
+    monkeypatch.setattr(Reader, "look_ahead", lambda self, far: asked.append(1) or look_ahead(self, far))
     session, _ = run(reader, take, "1")
     assert not session.ahead
     return asked

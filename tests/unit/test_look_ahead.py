@@ -352,8 +352,8 @@ def test_as_many_are_drawn_early_as_the_setting_says_and_two_in_a_turn(look_ahea
     look = Reader.look_ahead
     with pytest.MonkeyPatch.context() as patch:
 
-        def counted(self: Reader, tiered: bool) -> Any:
-            coming = look(self, tiered)
+        def counted(self: Reader, far: bool) -> Any:
+            coming = look(self, far)
             found.append(len(coming))
             return coming
 
@@ -374,7 +374,7 @@ def test_memory_that_a_reader_gives_again_after_some_batches_is_refused() -> Non
     with pytest.raises(RuntimeError, match=r"has written into a batch .* drawn early.*TORCH_ECREC_LOOK_AHEAD=0"):
         for batch in reader:
             reader.on_forward()
-            reader.look_ahead(tiered=True)
+            reader.look_ahead(far=True)
             seen.append(batch[0].item())
     assert seen == [0, 1, 2, 3, 4, 5]
 

@@ -39,13 +39,14 @@ from torch_ecrec.demo.result import arguments_json
 from torch_ecrec.records.optimizers import optimizer
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.spec.settings import check_folder
+from torch_ecrec.spec.settings import LOOK_AHEAD_MOST, check_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TABLES, DIM = workload.Shape.tables, workload.Shape.dim
 RECORD_BYTES = optimizer("rowwise_adagrad").schema(DIM).nbytes
+AHEAD = 4  # batches, what a DataLoader with workers has (`TORCH_ECREC_LOOK_AHEAD`)
 STEPS_BEFORE_SAVE = 3  # so that the optimizer has a state
 LEAVE_BYTES = 1 << 30  # of the disk, when a checkpoint is written
 PHASES = {  # what is drawn of a kill: color and name
@@ -75,18 +76,21 @@ class Case:
         mb_per_s: `Settings.rebuild_bytes_per_s` in 10^6; 0 for no limit.
         idle: trainers pause meanwhile.
         share: of records and parities in memory, the others are on a disk; None: there is no disk.
+        ahead: batches that are drawn early, at most: what they look up is repaired meanwhile.
     """
 
     gigabytes: float
     mb_per_s: float
     idle: bool
     share: float | None = None
+    ahead: int = AHEAD
 
     @property
     def name(self) -> str:
         limit = f"{self.mb_per_s:g} MB/s" if self.mb_per_s else "no limit"
         memory = "" if self.share is None else f", {100 * self.share:g} % in memory"
-        return f"{self.gigabytes:g} GB, {'idle' if self.idle else limit}{memory}"
+        ahead = "" if self.ahead == AHEAD else f", {self.ahead} ahead"
+        return f"{self.gigabytes:g} GB, {'idle' if self.idle else limit}{memory}{ahead}"
 
 
 def cases(
@@ -95,6 +99,7 @@ def cases(
     throttled: float | None,
     idle: bool,
     share: float | None = None,
+    distances: Sequence[int] = (AHEAD,),
 ) -> list[Case]:
     """Returns all cases, ordered by size.
 
@@ -104,10 +109,12 @@ def cases(
         throttled: the only size at which limits other than 0 are measured; None for all.
         idle: whether the rebuild is also measured alone.
         share: of records in memory, of a second case beside each; None: there are no second ones.
+        distances: how many batches are drawn early, at most, each in a case of its own where trainers train.
     """
     found: list[Case] = []
     for size in gigabytes:
-        found += [Case(size, limit, False) for limit in limits if not limit or throttled in (None, size)]
+        of_size = [limit for limit in limits if not limit or throttled in (None, size)]
+        found += [Case(size, limit, False, ahead=ahead) for limit in of_size for ahead in distances]
         found += [Case(size, 0.0, True)] * idle
     if share is None:
         return found
@@ -129,7 +136,10 @@ def part_of(case: Case, code: CodeSpec, arguments: argparse.Namespace) -> Part:
     """Returns a case as a part of the experiment."""
     model = model_of(case.gigabytes, arguments)
     mode = dataclasses.replace(parse_mode("k2r1"), code=code, snapshot=True)
-    settings = {"TORCH_ECREC_REBUILD_BYTES_PER_S": str(case.mb_per_s * MB)}
+    settings = {
+        "TORCH_ECREC_REBUILD_BYTES_PER_S": str(case.mb_per_s * MB),
+        "TORCH_ECREC_LOOK_AHEAD": str(case.ahead),
+    }
     if case.share is not None:
         settings |= tier_settings(arguments.tier, budget(model.shape, mode, case.share))
     return Part(
@@ -151,6 +161,7 @@ def summary(case: Case, kills: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "mode": "idle" if case.idle else "training",
         "limit_mb_per_s": case.mb_per_s,
         "share_in_memory": case.share,
+        "ahead": case.ahead,
         "kills": len(kills),
     }
     for figure in KILLED:
@@ -162,7 +173,7 @@ def summary(case: Case, kills: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def beside_memory(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns a row for each case with records on a disk: its medians beside those of the same case in memory."""
-    alike = ("gigabytes", "mode", "limit_mb_per_s")
+    alike = ("gigabytes", "mode", "limit_mb_per_s", "ahead")
     in_memory = {tuple(row[c] for c in alike): row for row in rows if row["share_in_memory"] is None}
     found = []
     for row in rows:
@@ -371,6 +382,8 @@ def check(arguments: argparse.Namespace) -> CodeSpec:
     for size in arguments.gigabytes:
         require(size > 0, f"`--gigabytes` must be positive, got {size}")
     require(arguments.zipf >= 0, f"`--zipf` must not be negative, got {arguments.zipf}")
+    for ahead in arguments.ahead:
+        require(0 <= ahead <= LOOK_AHEAD_MOST, f"`--ahead` must be 0 to {LOOK_AHEAD_MOST}, got {ahead}")
     for limit in arguments.rebuild_mb_per_s:
         require(limit >= 0, f"`--rebuild-mb-per-s` must not be negative, got {limit}")
     size = arguments.throttled_gigabytes
@@ -398,6 +411,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.throttled_gigabytes,
         not arguments.no_idle,
         None if arguments.tier is None else arguments.share,
+        arguments.ahead,
     )
     parts = [part_of(case, code, arguments) for case in todo]
     name = record.labelled("recovery", arguments)
@@ -468,6 +482,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tier", type=Path, metavar="DIR", help="a folder on a disk: measure each case with records there, too"
     )
     parser.add_argument("--share", type=float, default=0.25, help="of records in memory, with --tier (default 0.25)")
+    parser.add_argument(
+        "--ahead",
+        type=int,
+        nargs="+",
+        default=[AHEAD],
+        metavar="N",
+        help=f"batches that trainers draw early, so that what they look up is repaired meanwhile (default {AHEAD})",
+    )
     parser.add_argument("--no-idle", action="store_true", help="do not measure the rebuild with paused trainers")
     parser.add_argument("--no-checkpoint", action="store_true", help="do not measure a restart of plain TorchRec")
     parser.add_argument(

@@ -90,7 +90,7 @@ class Client(SlotReads):
         self._settles = False  # somebody waits until all is acknowledged
         self._settling: dict[int, tuple[int, RetryingCall[wire.Acknowledged]]] = {}  # slot -> step, and who asks
         self._acknowledged: dict[int, int] = {}  # slot -> the last step that it has acknowledged
-        self.tiered: set[int] = set()  # slots that have said that some of their records may be on a disk only
+        self.hinted: set[int] = set()  # slots that want to be told early of lookups, as they said last
         self._owed = False  # a snapshot was due after the step before, and is due after one that loads behind it
         self.open: dict[int, _StepState] = {}
         self.partial_restores: list[messages.PartialRestore] = []  # slots that began anew, in this run
@@ -344,7 +344,7 @@ class Client(SlotReads):
         return LookUp(self.job, self.step + 1, routes, bags, done, self.bfloat16)
 
     def announce(self, later: int, routes: Sequence[Route], bags: Sequence[BagRoute]) -> None:
-        """Tells slots that have some of their records on a disk what a later lookup will ask for: a hint, sent once.
+        """Tells slots that want hints what a later lookup will ask for, once.
 
         Args:
             later: so many steps after the one that is worked on.
@@ -355,7 +355,7 @@ class Client(SlotReads):
         def tell(slot: int, positions: list[Tensor]) -> None:
             self.ask_once(slot, lambda life: wire.Announce(slot, life, step, positions), lambda answer: None)
 
-        for slot in sorted(self.tiered):
+        for slot in sorted(self.hinted):
             positions = positions_at(routes, bags, slot)
             if any(map(len, positions)):
                 tell(slot, positions)
@@ -450,7 +450,7 @@ class Client(SlotReads):
     def _acknowledge(self, slot: int, answer: wire.Acknowledged) -> None:
         """A slot has said up to where every step survives."""
         through = answer.step
-        (self.tiered.add if answer.tiered else self.tiered.discard)(slot)
+        (self.hinted.add if answer.wants_hints else self.hinted.discard)(slot)
         self._acknowledged[slot] = max(through, self._acknowledged.get(slot, 0))
         for state in [state for step, state in self.open.items() if step <= through]:
             state.ran_ahead.pop(slot, None)

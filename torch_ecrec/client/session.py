@@ -314,12 +314,12 @@ class Session:
         self.client.run(self.client.lookup_bags, self._route(rows), bags, done)
 
     @property
-    def tiered(self) -> bool:
-        """Whether some server keeps records on a disk: it wants to know what later steps will look up."""
-        return bool(self.client.tiered)
+    def wants_hints(self) -> bool:
+        """Whether some server wants to know what later steps will look up: of what it has not in memory."""
+        return bool(self.client.hinted)
 
     def announce(self, later: int, rows: Sequence[Tensor], bags: Sequence[BagRoute] = ()) -> None:
-        """Tells the servers what a lookup of a later step will ask for, so that they read it from their disks.
+        """Tells the servers what a lookup of a later step will ask for, so that they read or repair it meanwhile.
 
         It is a hint: nothing comes of it but time.
 

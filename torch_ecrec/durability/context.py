@@ -123,6 +123,11 @@ class SlotContext(ABC):
         return not all(shard.in_memory for shard in self.held.shards)
 
     @property
+    def wants_hints(self) -> bool:
+        """Whether it is of use to know early what will be looked up: of what is on a disk, or has to be repaired."""
+        return self.tiered or not self.held.missing.has_all_data
+
+    @property
     def life(self) -> tuple[int, int]:
         """Index and incarnation: how each message about this slot begins."""
         return self.held.index, self.held.incarnation

@@ -47,17 +47,23 @@ class Missing:
     def __init__(self, shards: Sequence[Shard], whole: bool) -> None:
         self._flags: dict[tuple[int, bool], np.ndarray] = {}
         self._shards = shards
-        self.total = self.remaining = 0  # records and parities
+        self.total = 0  # records and parities
+        self._left = {False: 0, True: 0}  # of them, how many are missing; by whether parities
         self.damaged: dict[tuple[int, bool], set[int]] = {}  # of those that are missing: they were here, and damaged
         if not whole:
             self._count(True)
-            self.remaining = self.total
 
     def _count(self, missing: bool) -> None:
         for slab, shard in enumerate(self._shards):
             for parity, count in ((False, shard.data_rows), (True, shard.parity_rows)):
                 self._flags[slab, parity] = np.full(count, missing)
                 self.total += count
+                self._left[parity] += count * missing
+
+    @property
+    def remaining(self) -> int:
+        """How many records and parities are missing."""
+        return sum(self._left.values())
 
     @property
     def kinds(self) -> list[tuple[int, bool]]:
@@ -86,7 +92,7 @@ class Missing:
         Returns:
             How many of them had been damaged.
         """
-        self.remaining -= count
+        self._left[parity] -= count
         damaged = self.damaged.get((slab, parity))
         if not damaged:
             return 0
@@ -97,21 +103,21 @@ class Missing:
     @property
     def has_all_data(self) -> bool:
         """No data record is missing, whatever is of the parities."""
-        return not any(flags_P.any() for (_, parity), flags_P in self._flags.items() if not parity)
+        return self._left[False] == 0
 
     def find(self) -> None:
         """All data records are there, however they came."""
         for (_, parity), flags_P in self._flags.items():
             if not parity:
-                self.remaining -= int(flags_P.sum())
                 flags_P[:] = False
+        self._left[False] = 0
 
     def lose(self, slab: int, positions_U: np.ndarray, parity: bool = True) -> None:
         """These parities (or records), (U,) int64 without duplicates, stand for nothing any more."""
         if not self._flags:
             self._count(False)
         flags_P = self._flags[slab, parity]
-        self.remaining += int((~flags_P[positions_U]).sum())
+        self._left[parity] += int((~flags_P[positions_U]).sum())
         flags_P[positions_U] = True
 
     def damage(self, slab: int, parity: bool, positions_U: np.ndarray) -> None:

@@ -120,7 +120,7 @@ class Announcing:
         if self._reader.pipelined or (self._found is None and not paths):
             self._end()
         elif paths:
-            coming = self._reader.look_ahead(self._session.tiered)
+            coming = self._reader.look_ahead(self._session.wants_hints)
             for module, path in paths.items():
                 found = ((number, _at(batch, path)) for number, batch in coming)
                 module.announce(list(itertools.takewhile(lambda one: isinstance(one[1], KeyedJaggedTensor), found)))

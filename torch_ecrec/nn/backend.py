@@ -60,11 +60,11 @@ class EmbeddingBackend(Protocol):
         """Announces rows and bags that a lookup gets later in this step, as the same tensors, to be fetched early."""
 
     @property
-    def tiered(self) -> bool:
-        """Whether servers keep records on disks, and want to know what later steps will look up."""
+    def wants_hints(self) -> bool:
+        """Whether servers want to know what later steps will look up: of records that are not in their memory."""
 
     def announce(self, later: int, rows: list[Tensor], bags: Sequence[BagRoute] = ()) -> None:
-        """Tells servers that keep records on disks what a lookup will get, so many steps after this one: a hint."""
+        """Tells servers that want hints what a lookup will get, so many steps after this one."""
 
     def push(
         self,

@@ -308,14 +308,14 @@ class ServedModule(
     def _look_ahead(self) -> None:
         """Asks the servers for the rows of the batch that will be computed next, unless the push did.
 
-        Of later ones it tells those servers that have to read them from disks.
+        Of later ones it tells those servers that have to read them from disks, or to repair them.
         """
         known, session = list(self._coming or self._told), self._step.session
         if known and (self._ready is None or self._ready.coming is not known[0]):
             asked = self._ask_for(known[0])
             if asked is not None:
                 session.look_ahead(*asked)
-        for later, coming in enumerate(known[1:] if session.tiered else (), 1):
+        for later, coming in enumerate(known[1:] if session.wants_hints else (), 1):
             if not coming.hinted and (ready := self._prepared(coming)) is not None:
                 coming.hinted = True
                 session.announce(later, ready.rows, self._step.routes(ready.bags))

@@ -178,7 +178,7 @@ class Ask(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
 class Acknowledged(Answer):
     step: Count  # cumulative: every step up to here survives r losses
     rows: list[Rows] = []  # of what a push asks for, one for each `Ask`; or none
-    tiered: bool = False  # some of the slot's records may be on a disk only: it wants to know of lookups (`Announce`)
+    wants_hints: bool = False  # some of the slot's records are on a disk only, or not rebuilt yet: see `Announce`
 
 
 class Push(Request[Acknowledged]):
@@ -206,9 +206,11 @@ class Announced(Answer):
 
 
 class Announce(Request[Announced]):
-    """Records that a trainer will look up in a later step: those on a disk begin to be read, and stay in memory.
+    """Records that a trainer will look up in a later step, and that are not in the slot's memory perhaps.
 
-    A hint: sent once, to slots with a tier only. If it is lost, comes late or twice, or is wrong, that costs time.
+    Those on a disk begin to be read, and stay in memory; those that are missing begin to be repaired. A hint: sent
+    once, to slots that want it (`Acknowledged.wants_hints`). If it is lost, comes late or twice, or is wrong, that
+    costs time.
     """
 
     step: Count  # whose lookup it is

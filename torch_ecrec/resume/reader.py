@@ -421,11 +421,11 @@ class Reader(Iterator[Any]):
             self.on_batch(batch)
         return batch
 
-    def look_ahead(self, tiered: bool = False) -> list[tuple[Number, Any]]:
+    def look_ahead(self, far: bool = False) -> list[tuple[Number, Any]]:
         """Returns the batches that a plain loop will draw next; it does not notice. Called as a training forward ends.
 
         Args:
-            tiered: servers read from disks what they are told of: more than one batch is of use.
+            far: more than one batch is of use: servers read from disks, or repair, what they are told of.
 
         Returns:
             Batches in the order in which they will be drawn, each with a number that stays; none if they are not known,
@@ -434,7 +434,7 @@ class Reader(Iterator[Any]):
         Raises:
             RuntimeError: the reader has given memory again that the loop still has.
         """
-        current, most = self._current, self._most if tiered else min(1, self._most)
+        current, most = self._current, self._most if far else min(1, self._most)
         if current is None or current.batches is None or current.whole or current.failed is not None:
             return []
         steady = self._forwards == 1 and self._steady >= STEADY_TURNS

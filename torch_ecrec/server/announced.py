@@ -1,7 +1,8 @@
-"""What trainers have announced: records that lookups of later steps will ask for, of a slot that has some on a disk.
+"""What trainers have announced: records that lookups of later steps will ask for.
 
-Those on the disk begin to be read at once, so that they are in memory when they are asked for, and stay there until the
-step is applied. Example: step 7 is applied last, and trainer 0 announces position 40 for its lookup of step 10.
+What is missing begins to be repaired at once. What is on a disk begins to be read, so that it is in memory when it is
+asked for, and stays there until the step is applied. Example: step 7 is applied last, and trainer 0 announces position
+40 for its lookup of step 10.
 
     announced    40 is on the disk: it begins to be read
     8, 9         are applied: 40 stays, whatever else goes
@@ -35,18 +36,23 @@ class Announcements:
         self._of_step: dict[int, list[list[np.ndarray]]] = {}
 
     def on_announce(self, request: wire.Announce) -> None:
-        """Has what is on the disk read, as far as there is room for it."""
+        """Has what is missing repaired, and what is on the disk read, as far as there is room for it."""
         shards, applied = self.slot.held.shards, self.slot.held.rule.applied
         if not self.slot.ready or not applied < request.step <= applied + STEPS_MOST:
             return
-        taken = [positions.numpy() for positions in request.positions]
+        expected = [positions.numpy() for positions in request.positions]
+        kept = [positions[:0] for positions in expected]
         for slab, shard in enumerate(shards):
-            if shard.in_memory or self.announced(slab) + len(taken[slab]) > shard.frames // SHARE:
-                taken[slab] = taken[slab][:0]
-        if any(map(len, taken)):
-            self._of_step.setdefault(request.step, []).append(taken)
+            if shard.in_memory:
+                continue
+            if self.announced(slab) + len(expected[slab]) <= shard.frames // SHARE:
+                kept[slab] = expected[slab]
+            expected[slab] = kept[slab]
+        if any(map(len, kept)):
+            self._of_step.setdefault(request.step, []).append(kept)
             self._pin()
-            self.slot.expect(taken, later=True)
+        if any(map(len, expected)):
+            self.slot.expect(expected, later=True)
 
     def announced(self, slab: int) -> int:
         """Returns how many positions of a slab are announced, repetitions included."""

@@ -48,10 +48,10 @@ class Reads:
 
         def attempt() -> wire.Acknowledged | None:
             if self._has_forgotten(step):
-                return wire.Acknowledged(step, [], self.slot.tiered) if rule.is_acknowledged(step) else None
+                return wire.Acknowledged(step, [], self.slot.wants_hints) if rule.is_acknowledged(step) else None
             found = [rows for look_up in lookups if (rows := look_up()) is not None]
             through = min(step, rule.acknowledged)
-            return wire.Acknowledged(through, found, self.slot.tiered) if len(found) == len(lookups) else None
+            return wire.Acknowledged(through, found, self.slot.wants_hints) if len(found) == len(lookups) else None
 
         self.slot.park(attempt, reply)
 

@@ -257,7 +257,7 @@ class Slot(SlotContext):
 
     def _once_acknowledged(self, step: int, reply: Reply[wire.Acknowledged]) -> None:
         if self.rule.is_acknowledged(step):
-            reply(wire.Acknowledged(step, [], self.tiered))
+            reply(wire.Acknowledged(step, [], self.wants_hints))
         else:
             self.push_replies.setdefault(step, []).append(reply)
 
@@ -304,7 +304,7 @@ class Slot(SlotContext):
     def _answer_pushes(self) -> None:
         for step in [t for t in self.push_replies if self.rule.is_acknowledged(t)]:
             for reply in self.push_replies.pop(step):
-                reply(wire.Acknowledged(step, [], self.tiered))
+                reply(wire.Acknowledged(step, [], self.wants_hints))
 
     def forget(self) -> None:
         """Lets go of what nobody can ask for any more."""
