@@ -317,7 +317,8 @@ def draw(rows: Sequence[Mapping[str, Any]], checkpoints: Sequence[Mapping[str, A
     _draw_times(times, rows, [c for c in checkpoints if c["skipped"] is None])
     _draw_rates(rates, [row for row in rows if row["mode"] == "training"])
     for axes in (times, rates):
-        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
     figure.suptitle("Medians over the kills of a case; bars from the least to the most", fontsize=9)
     return figure
 

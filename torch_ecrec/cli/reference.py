@@ -32,7 +32,7 @@ Your shell completes commands, options and files once it reads the output of `to
 
     torch-ecrec completion bash > ~/.local/share/bash-completion/completions/torch-ecrec
     torch-ecrec completion zsh > DIR/_torch-ecrec      # DIR: a folder of $fpath, before compinit"""
-BY_MACHINE = ("move_bytes_per_s",)  # their default is not the same everywhere
+BY_MACHINE = ("rebuild_bytes_per_s", "move_bytes_per_s")  # their default is not the same everywhere
 
 
 def reference() -> str:

@@ -37,6 +37,7 @@ LEADER_EVENTS = ("kill-leader", "stop-leader", "kill-etcd", "stop-etcd")  # of c
 JOB_EVENTS = ("freeze-all", "second-job")  # of the whole job: nobody dies, and nobody may be lost
 ALONE_EVENTS = ("term-all",)  # of a job with a cluster of its own
 WORLD_EVENTS = ("blip", "unplug-coordinator", "wrong-coordinator")  # likewise, of the hosts around it
+REBUILD_BYTES_PER_S = min(40e6 * len(os.sched_getaffinity(0)), 400e6)
 MOVE_BYTES_PER_S = min(15e6 * len(os.sched_getaffinity(0)), 100e6)
 CheckpointPolicy = Literal["full", "one-shot", "consecutive", "intermittent"]  # see `storage/policy.py`
 CheckpointSaver = Literal["everything", "mfu", "ssu", "scar"]  # what is saved between checkpoints; `records/savers.py`
@@ -212,7 +213,8 @@ class Settings:
             less work, if an eighth of the memory stays free. 0: it does not.
         rebuild_chunk_bytes: bytes of records that one background rebuild request asks for.
         rebuild_bytes_per_s: limit of what the rebuild of one slot reads, which is k bytes for each lost byte; 0: no
-            limit. Reads that a request waits for count, but are never delayed.
+            limit. By default 40 MB/s for each core of the machine, 400 MB/s at most: about 4 % of the cores. Reads that
+            a request waits for count, but are never delayed.
         move_bytes_per_s: limit for copying a slot that moves to another server (`torch-ecrec drain`); 0: no limit. By
             default 15 MB/s for each core of the machine, 100 MB/s at most: nothing is lost meanwhile, so a move may
             take longer than a rebuild, and training keeps its pace.
@@ -233,8 +235,9 @@ class Settings:
             torchrun's `--rdzv-id` (`torch-ecrec run` and `--standalone` make one).
         again: 1: if the cluster's job has ended, trainers continue it. 0: they are refused.
         look_ahead: how many batches a plain loop over what `attach` returned draws early, when a training forward ends.
-            The lookups of the next batch then travel with the gradients of the step, and disks of servers with a tier
-            read ahead for the others; without tiers only one is drawn. "auto": 4 of a list, a tuple, or a `DataLoader`
+            The lookups of the next batch then travel with the gradients of the step. More than one are drawn where a
+            slot is being rebuilt or a server has a tier: it repairs what they look up, or reads it from its disk, before
+            they do. "auto": 4 of a list, a tuple, or a `DataLoader`
             with workers and a sampler of torch's, where this cannot be noticed. 1 to 16: of any reader; its batches
             must then not depend on what the loop does between a forward and the draws. "0": none.
         checkpoint_memory_bytes: the most that one slot keeps of records that steps change before a checkpoint has
@@ -267,7 +270,7 @@ class Settings:
     keep_freed_bytes: int = 1 << 30
     spare_memory: Flag = 1
     rebuild_chunk_bytes: int = 4 << 20
-    rebuild_bytes_per_s: float = 100e6
+    rebuild_bytes_per_s: float = REBUILD_BYTES_PER_S
     move_bytes_per_s: float = MOVE_BYTES_PER_S
     record_checks: str = "background"
     scrub_bytes_per_s: float = 20e6
