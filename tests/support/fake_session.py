@@ -29,7 +29,7 @@ class FakeSession:
         before: that of an earlier life of the trainer: this one goes on after `step` of it.
 
     Attributes:
-        wants_hints: whether it notes what is announced, and of which step.
+        hints: when servers want hints: "always", "now and then", "": never. It notes what is announced, of which step.
         after: step -> the tables as they were after it.
         rates: those of the push of each step from the first, those of an earlier life included.
         inexact: what was said to make the run so.
@@ -42,7 +42,7 @@ class FakeSession:
         self.after: dict[int, list[Tensor]] = {}
         self.parts: list[tuple[Tensor, list[int]]] = []
         self.ahead: list[tuple[int, list[Tensor]]] = []
-        self.wants_hints, self.announced = False, list[tuple[int, list[Tensor]]]()
+        self.hints, self.announced = "", list[tuple[int, list[Tensor]]]()
         self.looked_up: list[tuple[int, list[Tensor]]] = []
         self.lookups, self.loads, self.opened, self.flushed, self.closed = 0, 0, 0, 0, 0
         self.snapshots: dict[int, tuple[Tensor, list[int]]] = {}
@@ -88,6 +88,10 @@ class FakeSession:
     def look_ahead(self, rows: list[Tensor], bags: Sequence[BagRoute] = ()) -> None:
         self._check_training()
         self.ahead.append((self.step, rows))
+
+    @property
+    def wants_hints(self) -> bool:
+        return self.hints == "always" or (self.hints == "now and then" and self.step // 3 % 2 == 0)
 
     def announce(self, later: int, rows: list[Tensor], bags: Sequence[BagRoute] = ()) -> None:
         self._check_training()

@@ -118,7 +118,7 @@ class Loop:
     zero: str = "before"  # gradients: "before" the forward, "late" between forward and backward, "after" the step
     snapshot_every: int = 1
     look_ahead: str = "auto"
-    tiered: bool = False
+    hints: str = ""
 
     @property
     def name(self) -> str:
@@ -384,7 +384,7 @@ def made(loop: Loop, before: FakeSession | None = None, step: int = 0, seed: int
     np.random.seed(seed)
     net = Net(tables, loop.losses, loop.modules, loop.alters)
     session, settings = FakeSession(job_of(net), before=before, step=step), Settings(look_ahead=loop.look_ahead)
-    session.wants_hints = loop.tiered
+    session.hints = loop.hints
     model = DistributedModelParallel(
         net, device=CPU, session=session, snapshot_every=loop.snapshot_every, settings=settings
     )

@@ -67,7 +67,7 @@ def made(
     torch.manual_seed(2)
     nn.init.normal_(net.over.weight)
     session = FakeSession(job_of(net))
-    session.wants_hints = tiered
+    session.hints = "always" if tiered else ""
     model = DistributedModelParallel(net, device=CPU, session=session, settings=Settings(look_ahead=look_ahead))
     dense = KeyedOptimizerWrapper(dense_parameters(model), lambda p: torch.optim.Adam(p, lr=LR))
     return model, session, dense
@@ -346,21 +346,23 @@ ALL = (
 )
 
 
-@pytest.mark.parametrize(("look_ahead", "tiered"), [("1", False), ("4", True)], ids=["1", "4"])
+@pytest.mark.parametrize(
+    ("look_ahead", "hints"), [("1", ""), ("4", "always"), ("4", "now and then")], ids=["1", "4", "4, now and then"]
+)
 @pytest.mark.parametrize("loop", ALL, ids=lambda loop: loop.name)
-def test_a_loop_and_its_later_lives_are_those_without(loop: Loop, look_ahead: str, tiered: bool) -> None:
-    if tiered and loop.reader == "augmented":  # reader and dropout draw from one generator
+def test_a_loop_and_its_later_lives_are_those_without(loop: Loop, look_ahead: str, hints: str) -> None:
+    if hints and loop.reader == "augmented":  # reader and dropout draw from one generator
         with pytest.raises(RuntimeError, match=r"draw from the same random generator \(torch\)"):
-            undisturbed(dataclasses.replace(loop, look_ahead=look_ahead, tiered=tiered))
+            undisturbed(dataclasses.replace(loop, look_ahead=look_ahead, hints=hints))
         return
     off = undisturbed(dataclasses.replace(loop, look_ahead="0"))
-    on = undisturbed(dataclasses.replace(loop, look_ahead=look_ahead, tiered=tiered))
-    assert on.session.ahead and not off.session.ahead and bool(on.session.announced) == tiered
+    on = undisturbed(dataclasses.replace(loop, look_ahead=look_ahead, hints=hints))
+    assert on.session.ahead and not off.session.ahead and bool(on.session.announced) == bool(hints)
     assert on.trace == off.trace and same(on, off)
     assert on.session.snapshots.keys() == off.session.snapshots.keys()
     for step, (payload, header) in on.session.snapshots.items():
         assert torch.equal(payload, off.session.snapshots[step][0]) and header == off.session.snapshots[step][1]
     for step in [0, *on.session.snapshots][:: 2 if len(on.session.snapshots) > 6 else 1]:
         for setting in ("0", look_ahead):
-            again = resumed(dataclasses.replace(loop, look_ahead=setting, tiered=tiered), on, step)
+            again = resumed(dataclasses.replace(loop, look_ahead=setting, hints=hints), on, step)
             assert again.trace == off.trace and same(again, off), f"after step {step}, {setting}"
