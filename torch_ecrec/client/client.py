@@ -47,8 +47,8 @@ LOOK_MOST_S = 5.0  # between two looks at whether others are waited for
 
 @dataclass
 class _StepState:
-    """What is not confirmed yet of one step of this trainer. Slots that have acknowledged it are in neither of the two
-    that come first."""
+    """Holds what is not confirmed yet of one step of this trainer. A slot that has acknowledged its part is in neither
+    `calls` nor `ran_ahead` any more."""
 
     calls: dict[int, RetryingCall[wire.Acknowledged]] = field(default_factory=dict)  # slot -> its part, under way
     ran_ahead: dict[int, int] = field(default_factory=dict)  # slot -> incarnation that has applied it, and no more yet
@@ -186,7 +186,7 @@ class Client(SlotReads):
         self.on_change()
 
     def known(self) -> messages.Known:
-        """What a coordinator that was started again must know."""
+        """Returns what this trainer knows of the run, for a coordinator that was started again."""
         return messages.Known(
             job=self.job,
             placement=self.placement,
@@ -202,7 +202,7 @@ class Client(SlotReads):
     # loading ------------------------------------------------------------------------------------
 
     def left_behind(self) -> Iterator[tuple[int, Tensor]]:
-        """What is to be loaded first, as the servers make it: slab and rows, in portions.
+        """Yields rows whose initial values must be made again before loading begins: slab and rows, in portions.
 
         Before this trainer another one may have loaded something, or trained, and was lost. Every row, then; else none.
         """
@@ -301,7 +301,8 @@ class Client(SlotReads):
         self.later(min(LOOK_MOST_S, self.settings.give_up_s / 4), self.look_out)
 
     def _take_awaited(self, answers: list[wire.Awaited | None]) -> None:
-        """What all slots said that this trainer waits for; None: one did not answer."""
+        """Notes which trainers this one waits for, from the answers of all slots; None stands for a slot that did not
+        answer."""
         there = [answer.trainers for answer in answers if answer is not None]
         others = {trainer for trainers in there if self.trainer not in trainers for trainer in trainers}
         comes = len(there) == len(answers) and others.isdisjoint(self.left)  # who is done never does its part

@@ -81,7 +81,7 @@ class Loading:
         self._send(slab, rows, records.contiguous().view(torch.uint8))
 
     def overwrite(self, slab: int, rows: Tensor, values: Tensor | None, first_byte: int) -> None:
-        """See `Session.overwrite`."""
+        """Overwrites records of this trainer's part of a step, as `Session.overwrite` says."""
         client = self._client
         if values is not None:
             self._check(slab, rows)
@@ -106,7 +106,7 @@ class Loading:
             raise ValueError(f"`rows` must be ascending and unique, from 0 to {most - 1}")
 
     def end(self) -> None:
-        """See `Session.loaded`."""
+        """Ends the loading of initial values, as `Session.loaded` says: trainer 0 declares it, the others wait."""
         client = self._client
         if client.trainer == 0 and not self.restarted:
             self._begin()

@@ -34,7 +34,7 @@ from torch_ecrec.transport.node import Node, Port, RetryingCall
 
 
 def bags_at(bags: Sequence[BagRoute], slot: int) -> list[wire.Bags]:
-    """What a slot is told of bags, one of each slab; nothing if none of them has an id there."""
+    """Returns the parts of bags that a slot is to pool, one of each slab; [] if none of the bags has an id there."""
     if not any(len(there.lengths[slot]) for there in bags):
         return []
     return [
@@ -85,12 +85,12 @@ class LookUp:
         return some_rows or any(len(there.lengths[slot]) for there in self.bags)
 
     def ask_of(self, slot: int) -> wire.Ask:
-        """What a slot is asked, with the push of the step before."""
+        """Returns the lookup of one slot in the form that travels with the push of the step before."""
         positions = [route.positions[slot] for route in self.routes]
         return wire.Ask(positions, self.bfloat16, bags_at(self.bags, slot))
 
     def request_to(self, slot: int, incarnation: int) -> wire.Lookup:
-        """What a slot is asked, in a message of its own."""
+        """Returns the lookup of one slot as a message of its own."""
         ask = self.ask_of(slot)
         return wire.Lookup(slot, incarnation, self.step, ask.positions, ask.bfloat16, self.int8, ask.bags)
 

@@ -66,7 +66,7 @@ class _Ahead:
 
 
 class Session:
-    """What a model's sharded modules talk to: blocking calls on one trainer's thread.
+    """Connects a model's sharded modules with the servers, by calls that block the trainer's thread.
 
     Args:
         client: the protocol.
@@ -109,7 +109,7 @@ class Session:
     # the background -----------------------------------------------------------------------------
 
     def known(self) -> messages.Known:
-        """What a coordinator that was started again must know."""
+        """Returns what this trainer knows of the run, for a coordinator that was started again."""
         return self.client.known()
 
     def figures(self) -> Report:
@@ -130,7 +130,7 @@ class Session:
 
     @property
     def told(self) -> bool:
-        """What went wrong in the background has been raised to the user."""
+        """Whether an error of the background has been raised to the user."""
         return self._waiting.told
 
     def on_control(self, word: messages.FromCoordinator) -> None:

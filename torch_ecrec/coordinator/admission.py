@@ -105,7 +105,7 @@ def forgets(state: ClusterState, join: Join) -> str | None:
 
 
 def _remedy(state: ClusterState) -> str:
-    """What to do for another job."""
+    """Returns advice, as text, for somebody who wants to train another job than the cluster's."""
     here = [
         f"{one.name} (pid {one.pid} at {one.host or 'a host of its own'})" for one in state.members.present("trainer")
     ]

@@ -43,7 +43,7 @@ WRITES_ALONE_S = 60.0  # that writing its part keeps a slot from trainers, once 
 
 @dataclass(frozen=True)
 class Finished:
-    """What a manifest has to say: a checkpoint whose parts are durable.
+    """Describes a checkpoint whose parts are all durable, as its manifest is to say it.
 
     Args:
         folder: its name.
@@ -279,7 +279,7 @@ class Checkpointing:
         return self._finished and bool(self.last) and running.wanted is None and self._asked is None
 
     def on_word(self, word: messages.OfCheckpoint, whole: bool) -> None:
-        """What the host of a slot says. `whole`: as for `on_tick`."""
+        """Handles a message about checkpoints from the host of a slot. `whole`: as for `on_tick`."""
         match word:
             case messages.Due():
                 self._on_due(word, whole)
@@ -457,7 +457,7 @@ class Checkpointing:
     # for people -----------------------------------------------------------------------------------
 
     def status(self) -> CheckpointsStatus | None:
-        """What `torch-ecrec status` shows; None where none are wanted."""
+        """Returns what `torch-ecrec status` shows of checkpoints; None where none are wanted."""
         if not self.wanted:
             return None
         running = self._running

@@ -98,7 +98,7 @@ class Coordinator:
 
     @property
     def job(self) -> JobSpec | None:
-        """What is trained; None until a trainer has joined."""
+        """The job that is trained; None until a trainer has joined."""
         return self._state.job.spec
 
     @property
@@ -177,7 +177,8 @@ class Coordinator:
 
     @property
     def going_back(self) -> GoingBack | None:
-        """What slots have said since the era began; None once its first step is durable everywhere."""
+        """The return to an earlier step that is under way: what slots have said since the era began. None once the
+        first step of the era is durable everywhere."""
         return self._state.eras.going_back
 
     @property
@@ -187,7 +188,7 @@ class Coordinator:
 
     @property
     def said(self) -> list[Rejoin]:
-        """What those have told who are back; nobody, once all go on."""
+        """The messages of members that have rejoined since this coordinator started; empty once training goes on."""
         return list(self._state.regathering.said.values())
 
     def status(self, now_s: float) -> Status:
@@ -220,7 +221,8 @@ class Coordinator:
         return self._state.launches.hold(join, now_s)
 
     def forgets(self, join: Join) -> str | None:
-        """See `admission.forgets`."""
+        """Returns how the job of who joins differs from an abandoned one here, as `admission.forgets` does; else
+        None."""
         return admission.forgets(self._state, join)
 
     def name_for(self, join: Join) -> str:
@@ -395,7 +397,8 @@ class Coordinator:
             self._state.suspicion.on_computing(name, now_s)
 
     def _on_slot(self, name: str, word: OfSlot) -> None:
-        """What the host of a slot says of its present incarnation; that of a host before is late."""
+        """Handles a message from the host of a slot. One about an incarnation that was replaced is late, and
+        ignored."""
         table, eras = self._state.table, self._state.eras
         if not table.is_hosted(word.slot, word.incarnation, by=name):
             return

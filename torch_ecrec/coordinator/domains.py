@@ -76,8 +76,10 @@ class Risks:
         return self._found
 
     def news(self, domains: Mapping[str, Domain]) -> list[str] | None:
-        """What is to be said of those that were found last, if it is not what was said before: where there are several
-        hosts, and still one holds too much. (A cluster on one host is no surprise.)"""
+        """Returns the risks that were found last, if they differ from those returned before; else None.
+
+        On one host alone there are none to report: it is no surprise that a cluster is lost with its only host.
+        """
         found = sorted(self._found) if len(set(domains.values())) > 1 else []
         before, self._said = self._said, found
         return found if found != before else None

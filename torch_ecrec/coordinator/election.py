@@ -50,7 +50,8 @@ class EtcdPutBack(ClusterError):
 
 
 class Keys(Protocol):
-    """What etcd has of a cluster: `transport/etcd.py:EtcdKeys`, `tests/harness/etcd.py:VirtualEtcd`."""
+    """The keys of one cluster in etcd. Implemented by `transport/etcd.py:EtcdKeys`, and in memory by
+    `tests/harness/etcd.py:VirtualEtcd`."""
 
     def look(self) -> View: ...
 
@@ -112,7 +113,7 @@ Question = Look | Begin | Grant | Take | Renew
 
 
 class Standing(Enum):
-    """What a candidate is. It only goes forward."""
+    """The standing of a candidate. It only moves forward, in this order."""
 
     STANDBY = "standby"
     LEADING = "leading"

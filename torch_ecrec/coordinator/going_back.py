@@ -28,7 +28,7 @@ from torch_ecrec.protocol import messages
 
 @dataclass
 class GoingBack:
-    """What the slots have said since an era began.
+    """Collects what the slots have said since an era began, until training goes on.
 
     Attributes:
         reach: slot -> what it said.

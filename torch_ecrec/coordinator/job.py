@@ -78,7 +78,7 @@ class RunningJob:
 
     @property
     def way_back(self) -> str:
-        """What somebody can do once this job cannot go on, in a clause."""
+        """Returns how to begin again once this job cannot go on: a clause for an error message."""
         if self._url:
             return f"begin again with a checkpoint: --checkpoint {self._url} --restore newest"
         if self.restored is not None:
@@ -127,7 +127,7 @@ class RunningJob:
             self._members.tell(messages.KnownInexact(self.inexact))
 
     def tell_inexact(self, name: str) -> None:
-        """What a member may have missed of that."""
+        """Sends a member every note of inexact training so far, since it may have missed some."""
         if self.inexact:
             self._members.send(name, messages.KnownInexact(self.inexact))
 

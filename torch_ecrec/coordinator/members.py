@@ -27,7 +27,7 @@ GONE_MOST = 100  # servers that are gone and still shown
 
 @dataclass
 class MemberRecord:
-    """What the coordinator keeps of a process that has joined.
+    """Holds what the coordinator knows of one process that has joined.
 
     Attributes:
         session_id: a word that only this process says (`messages.Entering`).

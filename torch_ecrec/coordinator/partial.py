@@ -86,7 +86,7 @@ def trimmed(partial_restores: Sequence[PartialRestore], done: int) -> list[Parti
 
 @dataclass
 class PartialRecovery:
-    """What the coordinator knows of it.
+    """Holds what the coordinator knows of partial recoveries: those that were, and the one under way.
 
     Attributes:
         wanted: it is what follows when more is lost than can be repaired.

@@ -42,7 +42,8 @@ from torch_ecrec.spec.job import JobSpec
 
 
 def data_loss(job: JobSpec, gone: Collection[int]) -> str | None:
-    """What is lost with these slots that the code cannot repair, for people; None: nothing."""
+    """Returns a sentence about the rows that are lost for good with these slots; None if the code repairs all of
+    them."""
     lost: dict[str, int] = {}  # table -> rows; a stripe that nothing lies on is no loss
     for slab, layout in zip(job.slabs, job.layouts, strict=True):
         if repair.rows_lost(layout, gone):
@@ -144,7 +145,8 @@ class SlotTable:
         return min(servers, key=rank)
 
     def shared(self, slot: int, server: str, where: dict[str, domains.Domain]) -> tuple[int, ...]:
-        """What a slot would share on that server with those that it must not be lost with; see `domains.shared`."""
+        """Returns how close a slot on that server would be to slots that it must not be lost with; see
+        `domains.shared`."""
         code = self._job.code
         if not code.parities:
             return ()
@@ -163,7 +165,8 @@ class SlotTable:
         return self._risks.look(self.epoch, servers, where, lambda slots: data_loss(spec, slots))
 
     def redundancy(self) -> Redundancy | None:
-        """What could be lost now; None: nothing is placed yet, or a checkpoint is restored, which may be again."""
+        """Returns how much could be lost now without losing data. None if nothing is placed yet, or while a checkpoint
+        is restored, which can be read again."""
         job, spec = self._job, self._job.spec
         if not self.placed or spec is None or job.restoring:
             return None
@@ -347,7 +350,7 @@ class SlotTable:
     # words of it --------------------------------------------------------------------------------
 
     def new_epoch(self, event: type[events.NewEpoch]) -> None:
-        """What has changed becomes a version that everybody is told. `event`: what kind of change it is."""
+        """Makes the changed placement a new version, and sends it to everybody. `event`: the kind of change."""
         self.epoch += 1
         self._announce(event(self.epoch, [(place.server, place.incarnation) for place in self.slots]))
         if event in (events.PlacedAnew, events.Moved):
@@ -500,7 +503,7 @@ class Moves:
             self._members.send(name, messages.Move(move.slot, move.incarnation, move.epoch, move.era, move.now))
 
     def on_word(self, name: str, word: messages.OfMove) -> None:
-        """What is said where a slot moves to."""
+        """Handles a message from the server that a slot moves to."""
         move, table = self.current, self._table
         if move is None or (name, word.slot, word.incarnation) != (move.server, move.slot, move.incarnation):
             return

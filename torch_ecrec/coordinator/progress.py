@@ -23,7 +23,7 @@ _Look = TypeVar("_Look", tuple[float, int], tuple[float, float, int])
 
 
 class Progress:
-    """What was seen of late.
+    """Follows how training and repairs have advanced of late.
 
     Attributes:
         step: the last step of training that is known to be done; it falls when training goes back.
@@ -97,7 +97,7 @@ class Progress:
 
 
 def reports(members: Collection[MemberRecord], slots: list[SlotPlace]) -> dict[int, SlotReport]:
-    """What the present host of each slot says of its present life, by slot."""
+    """Returns the last report of each slot's present incarnation, by its present host; keyed by slot."""
     lives = {(i, place.server, place.incarnation) for i, place in enumerate(slots)}
     return {
         report.slot: report

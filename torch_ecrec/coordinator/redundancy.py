@@ -58,7 +58,7 @@ class Redundancies:
         most: int,
         loss: Callable[[set[int]], str | None],
     ) -> Redundancy:
-        """What could be lost now.
+        """Finds how many servers could be lost now without losing data, and which hosts hold too much.
 
         Args:
             hosted: the slots of every server that is there; none of a spare.

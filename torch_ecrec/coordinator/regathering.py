@@ -27,7 +27,7 @@ LATE_MOST_S = 10.0  # for those who come one after the other
 
 @dataclass(frozen=True)
 class MemberReports:
-    """What members of the coordinator before know, taken together. `said`: by name."""
+    """Combines the knowledge of the members that a coordinator before had. `said`: what each told, by its name."""
 
     said: Mapping[str, Rejoin]
 

@@ -55,7 +55,8 @@ WHY_LOST = "its connection ended, and its process is gone"
 
 
 class Peer(Protocol):
-    """A connection: `transport/control.py:LineConnection`, `tests/harness/membership.py:VirtualConnection`."""
+    """A connection to the coordinator. Implemented by `transport/control.py:LineConnection`, and in memory by
+    `tests/harness/membership.py:VirtualConnection`."""
 
     @property
     def peer(self) -> str:
@@ -226,7 +227,7 @@ class Router:
         return word.led not in (0, self._led)
 
     def refuse(self, peer: Peer, reason: str, now_s: float, kind: str = "refused") -> None:
-        """What arrived counts for nothing: its sender is told why, and the log from time to time."""
+        """Ignores what arrived: tells its sender why, and writes to the log from time to time."""
         self._say_no(peer, reason, kind)
         self._count_refused(reason, peer, now_s)
 
@@ -267,7 +268,7 @@ class Router:
             self._look_beyond()
 
     def begin_with(self, restore: Restorable | None, life: int, now_s: float) -> None:
-        """What the cluster begins with, if nobody comes back who knows what is trained; see `ClusterSettings`."""
+        """Says what the cluster begins with if no member comes back that knows the training; see `ClusterSettings`."""
         self._found = restore, life
         self._let_in(now_s)
 

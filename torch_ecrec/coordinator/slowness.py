@@ -54,7 +54,7 @@ class _Sums:
 
 
 class Slowness:
-    """What trainers have said in this window, and who has been named.
+    """Adds up what trainers have waited for in this window, and names the servers that were slow in many.
 
     Attributes:
         named: servers that limp, and how they were waited for in the last window that counted.
@@ -73,7 +73,7 @@ class Slowness:
         self._ticked_s = 0.0
 
     def on_report(self, name: str, trains: bool, waits: WaitedFor) -> None:
-        """What one trainer, or server, has waited for since it said so last."""
+        """Adds what one trainer or server has waited for since its last report."""
         sums = (self._trainers if trains else self._servers).setdefault(name, _Sums())
         sums.over_s += waits.over_s
         sums.lookups += waits.lookups

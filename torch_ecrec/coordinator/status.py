@@ -143,7 +143,7 @@ def _member(state: ClusterState, one: MemberRecord, now_s: float) -> MemberStatu
 
 
 def _partial(state: ClusterState) -> PartialStatus | None:
-    """What was lost for good; None where nothing was."""
+    """Returns what partial recoveries have lost for good; None if there were none."""
     partial, slots = state.partial, state.job.code.slots
     if not partial.partial_restores:
         return None

@@ -111,7 +111,8 @@ class Suspicion:
             self._beats[who] = now_s, self._beats[who][1]
 
     def forget_gone(self, known: dict[str, MemberRecord], now_s: float) -> bool:
-        """What is over. Returns whether two hosts are taken for good neighbours again, or nothing is to be learned."""
+        """Drops suspicions that are over. Returns whether two hosts are trusted to reach each other again, or the time
+        of learning has ended."""
         gone = [pair for pair in self._since if not all(name in known and known[name].present for name in pair)]
         for pair in gone:
             del self._since[pair]

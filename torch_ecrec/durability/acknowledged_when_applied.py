@@ -79,7 +79,7 @@ class AcknowledgedWhenApplied(Parity):
         self._pass_over()
 
     def _pass_over(self) -> None:
-        """What is lost is lost: goes on after it."""
+        """Passes over steps that were acknowledged and are lost, so that the slot can go on after them."""
         through, applied = max(self._forgotten, self.host.resume_step), self.held.rule.applied
         if not self.slot.ready or self.host.frozen or through <= applied:
             return
@@ -113,7 +113,7 @@ class AcknowledgedWhenApplied(Parity):
         self._pass_over()
 
     def stop(self) -> None:
-        """What trainers have told counts for the steps of their era only."""
+        """Stops, and forgets what trainers have said of lost steps: it counts in their era only."""
         super().stop()
         self._forgotten = 0
 

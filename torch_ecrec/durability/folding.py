@@ -210,7 +210,8 @@ class Folds:
     # for readers ----------------------------------------------------------------------------------
 
     def parity_changes(self, slab: int, group: StripeGroup, other: dict[int, int]) -> list[Change] | None:
-        """What moves parities between what is folded now and the steps `other` (either direction: XOR).
+        """Returns the changes between parities as folded now and as of the steps `other`; by XOR they work in both
+        directions.
 
         Returns:
             None where the fold logs do not reach.

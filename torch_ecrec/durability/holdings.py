@@ -127,7 +127,7 @@ class Missing:
 
 
 class Holdings:
-    """What one life of a slot has.
+    """Holds all that one incarnation of a slot has: records, parities, log, and the step rule.
 
     Args:
         job: what is trained.
@@ -249,7 +249,7 @@ class Holdings:
         return DeltaLog(len(self.job.slabs), floor, self.sealed, name_of, MemoryDamaged)
 
     def name_of(self, slot: int, slab: int, position: int) -> str:
-        """What a slot's record is called, for people."""
+        """Returns the name of a slot's record for messages: the row and table, or the place of padding."""
         spec, layout = self.job.slabs[slab], self.layouts[slab]
         row = int(layout.row_at(slot, np.array([position]))[0])
         if row < 0:
@@ -284,7 +284,8 @@ class Holdings:
         return records_UB
 
     def data_changes(self, slab: int, positions_U: np.ndarray, step: int) -> list[Change] | None:
-        """What moves data records between what is applied now and `step`; None where the log does not reach."""
+        """Returns the changes between data records as applied now and as of `step`; None if the log does not reach
+        back."""
         applied = self.rule.applied
         if step == applied:
             return []

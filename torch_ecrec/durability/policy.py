@@ -32,7 +32,7 @@ PeerRequest = wire.Fold | wire.Attach | wire.Adopt | wire.Cut | wire.Versions | 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a slot keeps of other slots' recent steps.
+    """Describes what a slot keeps of other slots' recent steps.
 
     Attributes:
         logs: what was folded of each slot.
@@ -56,8 +56,8 @@ class Kept:
 
 
 class Durability(ABC):
-    """What makes the steps of one life of a slot survive: `parity.py:Parity`, `none.py:Unprotected`, and those of
-    experiments, which derive from `Parity`."""
+    """Makes the steps of one incarnation of a slot survive losses. Implemented by `parity.py:Parity`,
+    `none.py:Unprotected`, and the policies of experiments, which derive from `Parity`."""
 
     @property
     @abstractmethod
@@ -83,7 +83,7 @@ class Durability(ABC):
 
     @abstractmethod
     def kept(self) -> Kept:
-        """What is kept of other slots' recent steps, as it is now."""
+        """Returns what is kept of other slots' recent steps now."""
 
     # the slot's own steps -----------------------------------------------------------------------
 

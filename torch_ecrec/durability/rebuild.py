@@ -157,7 +157,8 @@ class Rebuild:
         self._next_portions()
 
     def folded_by(self, holder: int) -> wire.VersionsAre | None:
-        """What a holder has folded, at least, as it said in this step or the one before; None: it must be asked.
+        """Returns what a holder has folded at least, by its answer in this step or the one before; None: it must be
+        asked.
 
         An older answer serves as well, as long as logs reach back so far: who reads is shown the steps that it names.
         """
@@ -272,7 +273,7 @@ class _Repair:
             self._again()
 
     def _again(self) -> None:
-        """What it read did not fit together or was not there: a new attempt, a little later."""
+        """Tries the repair again a little later, since what it read did not fit together or was not there."""
         self.attempt += 1
         self.failures += 1
         self.host.later(min(RETRY_S * self.failures, RETRY_MOST_S), self.begin)

@@ -46,7 +46,7 @@ _BOUNDS = ("gt", "ge", "lt", "le", "multiple_of", "pattern", "min_length", "max_
 
 @dataclass(frozen=True)
 class Build:
-    """What two builds must have alike: of this process, or of one that has told it.
+    """Describes what two builds must have alike, as this process has it or as another has told it.
 
     Attributes:
         version: of the package, for people. It may differ.
@@ -63,7 +63,7 @@ class Build:
         return hashlib.blake2b(said.encode(), digest_size=DIGEST_BYTES).digest()
 
     def difference(self, other: Build) -> str:
-        """What another build has otherwise, in words; "" if nothing."""
+        """Returns, in words, how another build differs from this one; "" if it does not."""
         names = sorted({name for name, _ in set(self.messages.items()) ^ set(other.messages.items())})
         if not names:
             return ""
@@ -156,7 +156,7 @@ def is_declared(name: str) -> bool:
 
 
 def bits_told(told: Mapping[str, str]) -> dict[str, str]:
-    """Of all that a process tells, what its kernels give on fixed vectors, by name."""
+    """Selects, of all that a process tells, the digests of what its kernels compute on fixed vectors; by name."""
     return {name: digest for name, digest in told.items() if name.startswith(BITS)}
 
 

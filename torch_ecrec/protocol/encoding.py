@@ -138,7 +138,7 @@ class _Reader:
 
 
 def _why(body: bytes, kind: type[Request[Any]] | None, known: _Kinds, error: Exception) -> str:
-    """What is wrong with a message, by its names."""
+    """Returns what is wrong with a message, with the names of its class and field instead of numbers."""
     try:
         fields = msgspec.msgpack.decode(body)
         name = fields[0]

@@ -283,7 +283,7 @@ class Membership:
         return self._sought_s is not None
 
     def take(self) -> list[Effect]:
-        """What is to be done since the last call, in this order."""
+        """Returns the effects that have become due since the last call, in order, and forgets them."""
         out, self._out = self._out, []
         return out
 
@@ -293,7 +293,8 @@ class Membership:
     # what is next -------------------------------------------------------------------------------
 
     def step(self, now_s: float) -> Connect | Wait:
-        """What is to be done next. To be asked after whatever has happened, and when the time has come."""
+        """Returns what is to be done next. Must be called after every event, and at the time that the last `Wait`
+        named."""
         if self.is_over or self._connecting:
             return NOTHING
         if not self.is_joined:
@@ -472,7 +473,7 @@ class Membership:
             self.nonsense(f"the coordinator sent what cannot be: {error}")
 
     def nonsense(self, reason: str) -> None:
-        """What arrived is no message of this protocol: whoever sent it is not the coordinator of this cluster."""
+        """Ends the membership: what arrived is no message of this protocol, so its sender is not our coordinator."""
         self.end(ClusterUnavailable(reason))
 
     def end(self, error: BaseException) -> None:

@@ -74,7 +74,7 @@ from torch_ecrec.spec.settings import CheckpointSaver
 
 
 class BadMessage(ValueError):
-    """What arrived is no message of this protocol; the text says which field, what was wanted and what came."""
+    """Raised for what is no message of this protocol; the text says which field, what was wanted and what came."""
 
 
 class OtherBuild(BadMessage):
@@ -185,7 +185,7 @@ class Join(Entering, frozen=True, kw_only=True, tag="join"):
 
 
 class Known(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the node of a member knows of its run, for a coordinator that was started again.
+    """Tells a coordinator that was started again what a member knows of the run.
 
     Attributes:
         job: None: it has not heard of one.
@@ -510,7 +510,7 @@ class Roster(Said, frozen=True, tag="roster"):
 
 
 class Job(Said, frozen=True, tag="job"):
-    """What is trained.
+    """Tells a member which job is trained.
 
     Attributes:
         run: the identity of the cluster, which may be another than it was at the welcome: of a coordinator that was
@@ -561,10 +561,11 @@ class PartlyRestored(Said, frozen=True, tag="partly_restored"):
 
 
 class Checkpointing(Said, frozen=True, tag="checkpointing"):
-    """What servers do for checkpoints to come. `every_steps`: they are due then; 0: when the coordinator asks.
-    `marks`: some hold only what has changed.
+    """Tells servers how to prepare for checkpoints to come.
 
     Attributes:
+        every_steps: of training, after which a checkpoint is due; 0: when the coordinator asks.
+        marks: some checkpoints hold only what has changed, so changed records are marked.
         saver: which rows prioritised saves have; "everything": there are none.
         portion: of each slot's rows, that one has. `saves_every`: steps of training, as `every_steps`.
     """
@@ -730,7 +731,8 @@ FromCoordinator = (
 
 
 def from_member(message: Mapping[str, Any]) -> FromMember:
-    """What arrived at the coordinator. Raises BadMessage if it is not exactly one of the messages above."""
+    """Returns, as a struct, a message that arrived at the coordinator. Raises BadMessage if it is none of those
+    above."""
     if message.get("type") in ("join", "rejoin", "compare"):
         _check_build(message)
     if message.get("type") == "progress":
@@ -764,7 +766,7 @@ def whole_build() -> Build:
 
 
 def from_coordinator(message: Mapping[str, Any]) -> FromCoordinator:
-    """What arrived at a member. Raises BadMessage likewise."""
+    """Returns, as a struct, a message that arrived at a member. Raises BadMessage if it is none of those above."""
     word: FromCoordinator = _convert(message, FromCoordinator)
     return word
 

@@ -27,7 +27,7 @@ from torch_ecrec.protocol.wire import Handed
 
 
 class FoldVerdict(enum.Enum):
-    """What a holder does with a fold."""
+    """The verdict of a holder on a fold that arrives; only `NEXT` is folded."""
 
     STALE = "from an incarnation that has been replaced"
     UNATTACHED = "from a source that has not attached yet"

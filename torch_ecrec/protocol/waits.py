@@ -99,7 +99,7 @@ class ServerWaits:
             self._late_s[server] += now_s - self._late_since_s.pop(server)
 
     def take(self, now_s: float) -> WaitedFor:
-        """What was waited for since it was taken last."""
+        """Returns what was waited for since the last call, and begins to count anew."""
         for server, since_s in self._late_since_s.items():
             self._late_s[server] += now_s - since_s
             self._late_since_s[server] = now_s
@@ -142,9 +142,9 @@ class SlotWaits:
         self._servers.end_all(self._now_s())
 
     def held(self, is_so: bool) -> None:
-        """See `ServerWaits.held`."""
+        """Notes that a trainer may not go on, or may again, as `ServerWaits.held` does."""
         self._servers.held(is_so, self._now_s())
 
     def take(self) -> WaitedFor:
-        """See `ServerWaits.take`."""
+        """Returns what was waited for since the last call, as `ServerWaits.take` does."""
         return self._servers.take(self._now_s())

@@ -401,7 +401,8 @@ class MessageValidator:
             _check_shape("deltas", slab, deltas_UB, self._records(slab, positions_U))
 
     def _check_parts(self, source: int, holder: int, positions: Sequence[Tensor], deltas: Sequence[Tensor]) -> None:
-        """What one step changed in a source, for a holder: one part for each slab and run of the pair."""
+        """Checks the changes that one step made in a source, for a holder: one part for each slab and run of the
+        pair."""
         parts = self._parts.get((source, holder))
         if parts is None:
             parts = [(slab, run) for slab, layout in enumerate(self.layouts) for run in layout.runs(source, holder)]

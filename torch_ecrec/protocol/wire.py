@@ -40,7 +40,7 @@ Count = Annotated[int, Meta(ge=LEAST, le=MOST)]
 
 
 class TensorOf(type):
-    """What a message's tensor must be. A type for msgspec, which has none of its own with a rank and dtypes."""
+    """Declares rank and dtypes of a message's tensor, as a type: msgspec has none of its own with these."""
 
     rank: int
     dtypes: tuple[torch.dtype, ...]
@@ -297,7 +297,8 @@ class Folded(Answer):
 
 
 class Fold(Request[Folded]):
-    """What one step changed in the records of `source`, to be folded into the parities that the addressed slot has."""
+    """Carries what one step changed in the records of `source`, to be folded into the parities of the addressed
+    slot."""
 
     source: Count
     source_incarnation: Count

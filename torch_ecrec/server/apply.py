@@ -84,7 +84,7 @@ class Applier:
         return _changed(positions, changes)
 
     def _write_(self, values_UB: np.ndarray, positions_U: np.ndarray, load: wire.Load) -> None:
-        """What a load writes into the records (U, B) at these positions (U,), which are among them."""
+        """Writes a load into `values_UB`, the records at `positions_U`; the load's positions must be among these."""
         at = np.searchsorted(positions_U, load.positions.numpy())
         if load.records is None:
             values_UB[at] = self.held.initial(load.slab, load.positions.numpy())

@@ -257,7 +257,8 @@ class SlotCheckpoints:
             self._say(messages.Written(*self._slot.life, checkpoint, part))
 
     def _on_broken(self, slab: int, positions_U: Positions) -> None:
-        """What the capture gave of these records does not fit their seals: as it was kept, or as they are."""
+        """Handles captured records that do not fit their seals: the records themselves are damaged, or the copies kept
+        of them; for damaged copies the checkpoint is given up."""
         self._scrubber.look(slab, False, positions_U)
         if self._capture is not None:  # they are whole: nobody was told
             name = self._held.name_of(self._held.index, slab, int(positions_U[0]))

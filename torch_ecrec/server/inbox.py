@@ -13,7 +13,7 @@ from torch_ecrec.protocol import wire
 
 
 class Inbox:
-    """What waits for its step at one slot.
+    """Keeps the parts of steps that have arrived at a slot and wait to be applied.
 
     Args:
         trainers: how many there are.

@@ -42,7 +42,8 @@ class Reads:
         self.slot.park(attempt, reply)
 
     def on_push(self, request: wire.Push, reply: Reply[wire.Acknowledged]) -> None:
-        """What a push asks for: weights as they are after its step, and how far what it answers is acknowledged."""
+        """Answers a push that carries lookups, once its step is applied: with the weights after that step, and with the
+        last step up to it that is acknowledged."""
         rule, step = self.held.rule, request.step
         lookups = [self._lookup_of(ask, step, int8=False) for ask in request.then]
 

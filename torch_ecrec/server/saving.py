@@ -89,11 +89,11 @@ class SlotSavers:
         return marks
 
     def settle(self) -> None:
-        """What was picked last is durable, and counts."""
+        """Confirms the last pick of each saver: the rows are durable."""
         for saver in self._savers:
             saver.settle()
 
     def put_back(self) -> None:
-        """What was picked last is not saved after all."""
+        """Takes back the last pick of each saver: the rows were not saved."""
         for saver in self._savers:
             saver.put_back()

@@ -105,7 +105,7 @@ class Host(ServerProcess):
                 self.run(self._on_checkpoint, word)
 
     def known(self) -> Known:
-        """What a coordinator that was started again must know."""
+        """Returns what this server knows of the run, for a coordinator that was started again."""
         found: list[Known] = []
 
         def look() -> None:
@@ -136,7 +136,7 @@ class Host(ServerProcess):
         return found[0]
 
     def _tell_again(self, life: int) -> None:
-        """What a coordinator may have missed, or never heard. `life`: which one it is."""
+        """Sends again what a coordinator may have missed or never heard. `life`: of that coordinator."""
         for slot in self.slots.values():
             slot.tell_again()
             slot.checkpoints.tell_again(same=life == self._life)
@@ -180,7 +180,7 @@ class Host(ServerProcess):
         arrival.on_word(word)
 
     def _let_go(self, held: Holdings) -> None:
-        """What a life of a slot had is not here any more: others have its share of a tier's memory."""
+        """Gives back what a stopped slot had of the tier's memory, for the others."""
         if self.tier is not None:
             self.tier.let_go(store for shard in held.shards for store in shard.stores)
             self.emit(_collect)
@@ -220,14 +220,14 @@ class Host(ServerProcess):
                 slot.on_partial_restore(partial_restore)
 
     def _restore_of(self, index: int, incarnation: int) -> messages.PartialRestore:
-        """What a life of a slot begins with while the whole cluster begins with a checkpoint."""
+        """Returns what a slot reads as the whole cluster begins with a checkpoint."""
         restored = self.restored
         assert restored is not None, "a placement that restores comes with the checkpoint"
         lives: list[tuple[int, int, int | None]] = [(index, incarnation, restored.done)]
         return messages.PartialRestore(lives, restored.url, restored.folder, restored.done, dense_lost=True)
 
     def _partial_restore_of(self, index: int, incarnation: int) -> messages.PartialRestore | None:
-        """What a life of a slot begins anew with; None: it does not."""
+        """Returns the partial restore by which this incarnation of a slot begins; None if it does not begin by one."""
         lives = {(slot, life): one for one in self.partial_restores for slot, life, _ in one.lives if life > 0}
         return lives.get((index, incarnation))
 
@@ -416,7 +416,7 @@ class Host(ServerProcess):
         return min(max(SCRUB_BYTES / self.settings.scrub_bytes_per_s, SCRUB_LEAST_S), SCRUB_MOST_S)
 
     def _scrub(self) -> None:
-        """What is due since the last time: a share of it for each slot."""
+        """Scrubs as many bytes as are due since the last time, in equal shares for all slots."""
         due = self.settings.scrub_bytes_per_s * self._scrub_every_s
         for slot in list(self.slots.values()):
             slot.scrubber.scrub(max(1, int(due) // len(self.slots)))

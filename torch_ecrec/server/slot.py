@@ -467,7 +467,7 @@ class Slot(SlotContext):
             self.give_up(self.restoring.failed if self.restoring is not None else "")
 
     def figures(self) -> SlotReport:
-        """What `torch-ecrec status` shows of the slot."""
+        """Returns the figures that `torch-ecrec status` shows of the slot."""
         rule = self.rule
         return SlotReport(
             slot=self.index,

@@ -27,7 +27,7 @@ from torch_ecrec.transport.node import RETRY_S
 
 
 class SnapshotStore:
-    """What one incarnation of a slot keeps of the dense model.
+    """Keeps one incarnation of a slot's copies of the dense model, in parts.
 
     Args:
         slot: whose it is. Where its records are sealed, sums of the parts are kept.

@@ -79,7 +79,7 @@ class SpoilingApplier(Applier):
         return figures
 
     def _add_(self, change: Changed, again: Changed) -> None:
-        """What has changed by both: deltas and their seals are linear."""
+        """Adds a second change to the first, in place. Deltas and seals are linear, so XOR combines both."""
         for mine, other in zip(change[1], again[1], strict=True):
             mine ^= other
         for seals_U, others_U in zip(change[2], again[2], strict=True):
