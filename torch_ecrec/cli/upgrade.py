@@ -81,7 +81,7 @@ def is_there(status: Status, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be done next, of one status. Pure.
+    """Works out the next steps of an upgrade from one status. Pure.
 
     Attributes:
         left: servers of other versions that have slots, with these.

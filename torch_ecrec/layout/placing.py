@@ -81,12 +81,13 @@ class Wanted:
 
     @property
     def load(self) -> float:
-        """What a sample costs the slots that have it."""
+        """The numbers that slots read of this table for one sample."""
         return self.weight * (self.bag if self.long else min(1.0, self.rows / BATCH))
 
 
 class _Slots:
-    """What is placed so far: the load of each slot, of all slabs, and how many rows of a slab it has room for."""
+    """Keeps what is placed so far: the load of each slot over all slabs, and for how many rows of the present slab it
+    has room."""
 
     def __init__(self, slots: int) -> None:
         self.load = [0.0] * slots

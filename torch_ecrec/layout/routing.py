@@ -279,7 +279,7 @@ def _clear_rest(seen_G: Any, out_GD: Any) -> None:
 
 @kernel()
 def _take_bags(source_GD: Any, place_M: Any, out_MD: Any) -> None:
-    """out[m] = source[place[m]]."""
+    """Copies bags by their places, in place: out[m] = source[place[m]]."""
     for m in range(place_M.shape[0]):
         for j in range(source_GD.shape[1]):
             out_MD[m, j] = source_GD[place_M[m], j]

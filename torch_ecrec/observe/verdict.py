@@ -348,7 +348,7 @@ def _promises(status: Status) -> list[Finding]:
 
 
 def _memory(status: Status, join: str) -> list[Finding]:
-    """Of each host once: its processes share what is left."""
+    """Finds hosts whose memory is nearly full, each once: its processes share what is left."""
     found: dict[str, Finding] = {}
     for one in status.members:
         taken = one.report.process

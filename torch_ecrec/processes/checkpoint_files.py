@@ -72,7 +72,7 @@ class FileCheckpointWriter:
         done: Callable[[dict[str, Any]], None],
         failed: Callable[[str], None],
     ) -> FileWriting:
-        """See `CheckpointWriter`."""
+        """Writes a slot's part on a thread of its own, as `CheckpointWriter.write` says."""
         writing, before = FileWriting(self._run, next_portion, dense, done, failed), self._threads.get(slot)
         work = functools.partial(self._work, order, slot, slabs, before, writing)
         Worker(work, f"checkpoint of slot {slot}", log_error).start()
@@ -128,7 +128,7 @@ class FileCheckpointWriter:
 
 
 def default_bytes_per_s() -> float:
-    """What one process writes where nobody has said a limit: a share of the machine that steps hardly notice.
+    """Returns how fast one process writes unless a limit is set: a share of the machine that steps hardly notice.
 
     It counts bytes of records, before they are quantised or compressed. Writing one takes a quarter of a nanosecond of
     a core, one in 4 bits a whole one (`torch-ecrec bench storage`, with a load of 30): three servers on one host take
@@ -159,7 +159,7 @@ class FileWriting:
         self._dense.clear()
 
     def next_portion(self) -> Portion | None:
-        """See `CheckpointWriter`. Raises _Cancelled."""
+        """Returns the next records to write, taken inside the node; None: there are no more. Raises _Cancelled."""
         found: list[Portion | None] = []
         self._inside(lambda slot: found.append(slot.next_portion(PORTION_BYTES)))
         if not found:
@@ -278,7 +278,7 @@ class FileManifests:
                 log.exception("what was asked of the store of checkpoints")
 
     def commit(self, finished: Finished, done: Callable[[str | None, bool], None]) -> None:
-        """See `Manifests`."""
+        """Writes the manifest on this object's thread, as `Manifests.commit` says."""
         job = self._job()
         assert job is not None, "what has steps has a job"
         if finished.save:
@@ -408,8 +408,8 @@ class FileManifests:
         return following.kind == "full"
 
     def _tidy(self, finished: Finished) -> None:
-        """What is not kept goes, and what attempts before this one left. If that fails, it is told, and tried again
-        with the next one."""
+        """Removes checkpoints that are not kept any more, and what earlier attempts left. A failure is logged; the next
+        checkpoint tries again."""
         try:
             runs, mine, last = self._lineage(finished), run_of(finished.folder), attempt_of(finished.folder)
 
@@ -447,8 +447,8 @@ def _reason(error: Exception, folder: str) -> str:
 
 
 def _fault_of(catalog: Catalog, manifest: Manifest, on_block: Callable[[], None] | None) -> str:
-    """What is wrong with a checkpoint, or with what it builds on; "" if it is whole. `on_block`: all of it is read, and
-    it is called after each block; None: nothing is read but manifests."""
+    """Returns what is wrong with a checkpoint, or with what it builds on; "" if it is whole. `on_block`: all of it is
+    read, and this is called after each block; None: nothing is read but manifests."""
     try:
         if on_block is not None:
             check_rows(catalog, manifest, on_block)

@@ -49,7 +49,7 @@ class Child(Protocol):
 
     @property
     def returncode(self) -> int | Any:
-        """What `poll` has said last."""
+        """The exit code that `poll` has returned last."""
 
     @property
     def stdin(self) -> IO[Any] | None:

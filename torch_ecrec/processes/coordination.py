@@ -55,7 +55,7 @@ LOUD = "recovered_partly", "not_exact", "began_anew", "turned_away", "slow", "st
 
 @dataclass(frozen=True)
 class Coordination:
-    """What a coordinator is told.
+    """Holds the arguments that a coordinator is started with.
 
     Args:
         host, port: where it listens; port 0 takes any that is free.
@@ -121,7 +121,7 @@ def run_coordinator(told: Coordination, out: IO[str]) -> int:
 
 
 class _Watchers:
-    """What is told of all that happens in this process, whether it leads or stands by: its pages, and a file."""
+    """Passes on all that happens in this process, whether it leads or stands by, to its pages and to a file."""
 
     def __init__(self, told: Coordination) -> None:
         self._file = None if told.events is None else EventLog(told.events)
@@ -134,7 +134,7 @@ class _Watchers:
 
     @property
     def said(self) -> dict[str, Any]:
-        """What who has started this process is told of them."""
+        """What the ready line of this process says of its watchers: the address of its page, if it serves one."""
         return {} if self._web is None else {"http": list(self._web.address)}
 
     def lead(self, cluster: Cluster | None) -> None:
@@ -204,7 +204,7 @@ class _Coordinator:
 
     @property
     def known(self) -> View | None:
-        """What etcd has said last."""
+        """The last answer of etcd; None where no election is held."""
         return None if self._lease is None else self._lease.candidate.view
 
     def run(self) -> bool:
@@ -263,21 +263,24 @@ class _Coordinator:
             self._turned_away, self._told_s = 0, time.monotonic()
 
     def _first_begins_with(self) -> str:
-        """What the run begins with that this coordinator is the first to lead."""
+        """Returns the folder of the checkpoint with which a new run begins that this coordinator leads first, or
+        `NONE`."""
         told = self._told
         begins = self._find(told.checkpoint.url) if told.restore else None
         return NONE if begins is None else begins[0].folder
 
     def _find(self, url: str, began_with: str = "") -> Restorable | None:
-        """What the words name. A store that hangs is an error: nobody listens here meanwhile."""
+        """Returns the checkpoint that the arguments name. A store that hangs is an error: nobody listens here
+        meanwhile."""
         told = self._told
         where = url if told.restore == NEWEST else told.restore
         look = lambda: find_checkpoint(told.restore, url, began_with)  # noqa: E731
         return StoreProbe(look, where, min(told.checkpoint.timeout_s, LIMIT_S), log.warning).look()
 
     def _begins(self, url: str, began_with: str) -> Restorable | None:
-        """What a new run begins with. Where that is not to be had, it may be no new run: a coordinator that is started
-        again by hand has the same words as the one before, which may have removed what it began with."""
+        """Returns the checkpoint that a new run begins with. Where that is not to be had, it may be no new run: a
+        coordinator that is started again by hand has the same words as the one before, which may have removed what it
+        began with."""
         told = self._told
         try:
             return self._find(url, began_with) if told.restore else None
@@ -367,7 +370,8 @@ class _Coordinator:
         self._do_soon(lambda: self._router.cannot_begin(why, time.monotonic()))
 
     def _as_watched(self, again: bool) -> Cluster | None:
-        """What watchers ask. The status is encoded on this thread: it shows what only this thread may look at."""
+        """Returns the cluster as watchers may ask it. The status is encoded on this thread, which alone may look at
+        it."""
         if self._told.http is None:
             return None
         from torch_ecrec.web.server import Cluster

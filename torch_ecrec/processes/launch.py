@@ -302,7 +302,7 @@ class _Trainer:
         return self._sessions[0]
 
     def _join(self) -> messages.Join:
-        """What it says to join, with which start of the trainers this is; see `coordinator/launches.py`.
+        """Returns the message by which this trainer joins, with its launch; see `coordinator/launches.py`.
 
         A launch that the user has named has no count of its starts: whoever says its word again may take its place.
         """

@@ -360,7 +360,7 @@ class Member:
 
 
 def figures_of(transport: Transport | None, report: Report | None = None) -> Report:
-    """What every member reports, beside figures of its own."""
+    """Returns a report with the figures that every member has; `report`: those of its own, which are added."""
     assert transport is not None
     refused = sum(transport.complaints.counts.values()) + sum(COMPLAINTS.counts.values())
     return replace(
@@ -381,5 +381,5 @@ def by_kind(bytes_sent: Mapping[str, int]) -> dict[str, int]:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """What a process returns that ended with `error`."""
+    """Returns the exit code of a process that ended with `error`."""
     return error.exit_code if isinstance(error, ClusterError) else 1

@@ -46,7 +46,7 @@ class FileReader:
         done: Callable[[], None],
         failed: Callable[[str, bool], None],
     ) -> FileReading:
-        """See `CheckpointReader`."""
+        """Reads one slot's records on a thread of its own, as `CheckpointReader.read` says."""
         reading = FileReading(self._run, take, done, failed)
         work = functools.partial(_work, partial_restore, job, slot, reading)
         Worker(work, f"slot {slot} of a checkpoint", log_error).start()

@@ -47,7 +47,8 @@ def find(wanted: str, url: str, began_with: str = "") -> tuple[Restored, JobSpec
 
 
 def find_again(run: str, url: str, beyond: Beyond, wanted: str, began_with: str) -> tuple[Restorable | None, int]:
-    """What a cluster begins with whose coordinator was started again, if nobody comes back who knows what was trained.
+    """Finds what a cluster begins with after its coordinator was started again, if no member that knows the training
+    returns.
 
     Args:
         run: its word; `url`: of its own checkpoints, "" if there are none; `beyond`: see `CheckpointSettings`.

@@ -322,7 +322,8 @@ class Supervisor:
     # the rest -----------------------------------------------------------------------------------
 
     def status(self) -> Status:
-        """What its coordinator says of the cluster. Raises ClusterUnavailable: nothing, within 10 s."""
+        """Returns the cluster's status, from its coordinator. Raises ClusterUnavailable: it did not answer within 10
+        s."""
         return ask_status(self.address)
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ class Broken:
 
 @dataclass
 class Listing:
-    """What is at a URL.
+    """Lists what is at a URL of checkpoints.
 
     Attributes:
         whole: checkpoints with a manifest that can be read, newest first.
@@ -189,7 +189,7 @@ class Catalog:
         raise CheckpointError(f"there is no checkpoint of step {step} at {self.url}{broken}; there are: {steps}")
 
     def chain(self, manifest: Manifest) -> list[Manifest]:
-        """What a checkpoint builds on, from the full one, and itself last.
+        """Returns the checkpoints that one builds on, the full one first, and that one itself last.
 
         Raises:
             CheckpointError: one of them is missing or cannot be read, or is of another model.

@@ -36,7 +36,7 @@ Place = tuple[str, str]  # a table's name in the job, a field of its records
 
 @dataclass(frozen=True)
 class Description:
-    """What an import has to know.
+    """Describes the job that tables are imported for, and what a model calls its tables.
 
     Args:
         job: tables, optimizers, trainers, seed, code.
@@ -174,7 +174,7 @@ def _state_of(job: JobSpec) -> Iterator[Place]:
 
 
 def _before_keys(there: set[str], description: Description, where: str, model: str | None) -> str:
-    """What stands before the model's keys: the one thing with which all are there."""
+    """Returns the one prefix with which all of the model's keys are there."""
     if not description.tables:
         lacks = [f"{table.name}.{WEIGHT}" for table in description.job.tables]
         raise CheckpointError(

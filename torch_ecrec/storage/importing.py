@@ -70,7 +70,7 @@ class TensorSource:
             self._rows[table.name, field.name] = file.rows_of(name)
 
     def rows(self, table: str, field: Field, first: int, last: int) -> Bytes | None:
-        """See `Source`."""
+        """Returns rows of one field from the file, as `Source.rows` says."""
         rows_RB = self._rows.get((table, field.name))
         return None if rows_RB is None else rows_RB[first:last]
 

@@ -217,7 +217,7 @@ class OpenFile:
             return view.nbytes
 
     def read_into(self, memory: Any) -> int:
-        """See `Reader`."""
+        """Fills memory from the file, as `Reader.read_into` says, and counts the bytes."""
         with self._location._named(self._name, "read"):
             view, got = bytes_of(memory), 0
             while got < view.nbytes:
@@ -240,7 +240,7 @@ class OpenFile:
 
 
 class _Store(Protocol):
-    """What a kind of file system does (`_Local`, `_Remote`). Its methods raise any error."""
+    """A kind of file system, implemented by `_Local` and `_Remote`. Its methods may raise any error."""
 
     def below(self, folder: str) -> _Store: ...
 

@@ -247,7 +247,7 @@ class PartWriter:
 
 
 class _Errors:
-    """What quantisation does to the tables of one slab."""
+    """Adds up the errors that quantisation makes in the tables of one slab."""
 
     def __init__(self, tables: Sequence[tuple[str, int]]) -> None:
         self._names = [name for name, _ in tables]

@@ -31,7 +31,7 @@ POLICIES: tuple[str, ...] = get_args(CheckpointPolicy)
 
 
 class Next(NamedTuple):
-    """What comes next.
+    """Says of which kind the next checkpoint is.
 
     Attributes:
         kind: "full" or "incremental".

@@ -30,7 +30,7 @@ _FOLDER = re.compile(FOLDER)
 
 @dataclass
 class SavesListing:
-    """What lies there.
+    """Lists the prioritised saves of a checkpoint.
 
     Attributes:
         whole: saves with a manifest that can be read, in the order of their names.

@@ -61,7 +61,8 @@ class StoreProbe(Generic[T]):
 def answer_of(
     found: queue.SimpleQueue[T], where: str, limit_s: float, tell: Callable[[str], object], none: str = "no answer"
 ) -> T:
-    """What a store puts there. `tell` gets words where it has given none for a while. `none`: what it gives then.
+    """Waits for what a store puts into `found`, and returns it. `tell` gets a message if the store is silent for a
+    while; `none` says in it what is missing.
 
     Raises:
         StoreUnavailable: it has given none within the limit.

@@ -44,7 +44,7 @@ class FileTensor(Struct, frozen=True):
 
 
 class TensorFile:
-    """What a file of safetensors has.
+    """Reads a file of safetensors: its header at once, tensors when they are asked for.
 
     Args:
         path: of the file.

@@ -107,7 +107,7 @@ class _Namespace:
         return [found, "-t", str(self.pid), "--net", "--uts", "--ipc", "--", *words]
 
     def within(self, action: Callable[[], T]) -> T:
-        """See `Host.within`."""
+        """Runs an action inside of this network, as `Host.within` says."""
 
         def there() -> T:
             with open(f"/proc/{self.pid}/ns/net") as network:
@@ -210,7 +210,8 @@ class Host:
         return self._space.within(action)
 
     def bytes_sent(self) -> int:
-        """What has left by its link so far, headers of Ethernet included, as the kernel hands it on (GSO)."""
+        """Returns the bytes that have left by its link so far, headers of Ethernet included, as the kernel hands them
+        on (GSO)."""
         for line in Path(f"/proc/{self._space.pid}/net/dev").read_text().splitlines():
             interface, _, counts = line.partition(":")
             if interface.strip() == "eth0":
@@ -261,7 +262,7 @@ class Host:
         loss: float = 0.0,
         seed: int = 0,
     ) -> None:
-        """What its link is like from now on, in both directions.
+        """Sets rate, delay and loss of its link from now on, in both directions.
 
         Args:
             bits_per_s: at most so many; 0: as many as the machine can carry.
@@ -295,7 +296,7 @@ class Host:
         return met
 
     def drop_to(self, other: Host) -> None:
-        """What is sent from here to another host is lost, without a word."""
+        """Makes what is sent from here to another host get lost, without an error."""
         self._space.run(*f"ip neigh replace {other.address} lladdr {NOWHERE} nud permanent dev eth0".split())
 
     def reach(self, other: Host) -> None:

@@ -21,7 +21,7 @@ WAITING_MOST = 100_000  # packets; more are lost
 
 
 def opened(interface: str) -> socket.socket:
-    """What arrives at an interface, and what is sent by it."""
+    """Opens a raw socket for the packets that arrive at an interface or leave by it."""
     found = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
     found.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 26)

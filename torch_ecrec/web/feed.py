@@ -30,7 +30,7 @@ class Kept:
 
 
 class Feed:
-    """What is kept for pages.
+    """Keeps the latest events, and the progress of training, for pages.
 
     Args:
         life: a word that no other process has; see above.
