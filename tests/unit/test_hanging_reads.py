@@ -12,9 +12,9 @@ import pytest
 from test_checkpoint_files import JOB
 
 from torch_ecrec.errors import StoreUnavailable
-from torch_ecrec.processes import part_reader, restoring
+from torch_ecrec.processes import part_reader, restore_source
 from torch_ecrec.processes.part_reader import FileReader
-from torch_ecrec.processes.restoring import dense_model
+from torch_ecrec.processes.restore_source import dense_model
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.storage import ahead, store_probe
 from torch_ecrec.storage.catalog import Catalog
@@ -39,7 +39,7 @@ def test_a_trainer_does_not_wait_for_it_for_ever(
     monkeypatch: pytest.MonkeyPatch, hangs: Callable[..., Any], tmp_path: object
 ) -> None:
     monkeypatch.setattr(Catalog, "read", hangs)
-    monkeypatch.setattr(restoring, "DENSE_S", 0.2)
+    monkeypatch.setattr(restore_source, "DENSE_S", 0.2)
     with pytest.raises(StoreUnavailable, match=r"has given no answer for 0\.2 s: it hangs"):
         dense_model(Restored(str(tmp_path), "000000000040-run-1-40", 40))
 

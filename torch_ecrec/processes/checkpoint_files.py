@@ -19,18 +19,18 @@ from typing import Any
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.checkpointing import Finished, Restorable, attempt_of, run_of
 from torch_ecrec.errors import CheckpointError
-from torch_ecrec.processes.restoring import restored_of
+from torch_ecrec.processes.restore_source import restored_of
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.server.capture import Portion
 from torch_ecrec.spec.job import JobSpec, SlabSpec
 from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.chain_reader import check_rows
 from torch_ecrec.storage.location import Location
 from torch_ecrec.storage.manifest import Encoding, Manifest, PartEntry
 from torch_ecrec.storage.parts import PartWriter
 from torch_ecrec.storage.policy import next_kind
-from torch_ecrec.storage.restoring import check_rows
 from torch_ecrec.storage.saves import Saves
 
 log = logging.getLogger(__name__)

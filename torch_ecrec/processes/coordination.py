@@ -25,8 +25,8 @@ from torch_ecrec.errors import CheckpointError, ClusterError, DataLoss, OtherClu
 from torch_ecrec.observe.event_log import EventLog
 from torch_ecrec.processes.checkpoint_files import FileManifests
 from torch_ecrec.processes.leadership import LeaderGate, LeaderLease
-from torch_ecrec.processes.restoring import NONE, find_again
-from torch_ecrec.processes.restoring import find as find_checkpoint
+from torch_ecrec.processes.restore_source import NONE, find_again
+from torch_ecrec.processes.restore_source import find as find_checkpoint
 from torch_ecrec.processes.supervisor import POLL_S, STAYS
 from torch_ecrec.protocol.bounds import TransportName
 from torch_ecrec.runtime.addresses import text_of
@@ -61,8 +61,8 @@ class Coordination:
         host, port: where it listens; port 0 takes any that is free.
         code, spares, without_spare, drain_slow, checkpoint: see `ClusterSettings`.
         settings: of the process.
-        restore: the checkpoint that the cluster begins with (`restoring.find`); "": none.
-        began_with: the folder that the run has begun with (`restoring.NONE`: with none); "": it begins now.
+        restore: the checkpoint that the cluster begins with (`restore_source.find`); "": none.
+        began_with: the folder that the run has begun with (`restore_source.NONE`: with none); "": it begins now.
         again: it takes the place of one that died. If everybody else died, too, it begins as `find_again` says.
         alone: nobody but a person, or an init system, starts it again, with the same words: that members of one before
             come back is possible, though `again` is not said.

@@ -42,7 +42,7 @@ from torch_ecrec.processes.footprint import host_name, room
 from torch_ecrec.processes.kernel_bits import kernel_bits
 from torch_ecrec.processes.member import Member, exit_code_of
 from torch_ecrec.processes.part_reader import FileReader
-from torch_ecrec.processes.restoring import dense_model
+from torch_ecrec.processes.restore_source import dense_model
 from torch_ecrec.processes.supervisor import Supervisor, await_trainers
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.membership import join_of

@@ -1,4 +1,4 @@
-"""Who reads, in a server, a slot's records of a checkpoint, for one that begins with them (`server/restoring.py`)."""
+"""Reads a slot's records of a checkpoint, in a server, for a slot that begins with them (`server/slot_restore.py`)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.storage.ahead import read_ahead
 from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.chain_reader import records_of, require_same_model
 from torch_ecrec.storage.manifest import ADVICE
-from torch_ecrec.storage.restoring import records_of, require_same_model
 from torch_ecrec.storage.saves import Saves
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ A slot runs inside its node (`Node.run`), so nothing here locks. It has
     announced     what they will read in later steps (`announced.py`)
     snapshots     parts of the dense model (`snapshots.py`)
     checkpoints   its part in checkpoints (`checkpoints.py`)
-    restoring     how it begins with its records of one, if it does (`restoring.py`)
+    restoring     how it begins with its records of one, if it does (`slot_restore.py`)
     slot_export   gives the slot to another server that copies it (`exporting.py`)
 
 Each of these is given the slot as a `SlotContext` (`durability/context.py`), and the parts above it that it needs. The
@@ -52,7 +52,7 @@ from torch_ecrec.server.importing import SlotImport
 from torch_ecrec.server.inbox import Inbox
 from torch_ecrec.server.process import ServerProcess
 from torch_ecrec.server.reads import Reads
-from torch_ecrec.server.restoring import Restoring
+from torch_ecrec.server.slot_restore import SlotRestore
 from torch_ecrec.server.snapshots import SnapshotStore
 from torch_ecrec.server.spoiling import SpoilingApplier
 from torch_ecrec.spec.settings import Settings
@@ -103,7 +103,7 @@ class Slot(SlotContext):
         self.announced = Announcements(self)
         most_bytes = settings.checkpoint_memory_bytes
         self.checkpoints = SlotCheckpoints(self, host, self.snapshots, self.scrubber, most_bytes)
-        self.restoring = Restoring(self, host, partial_restore) if partial_restore is not None else None
+        self.restoring = SlotRestore(self, host, partial_restore) if partial_restore is not None else None
         self.slot_export = SlotExport(self, host, self.scrubber, self.durability, self.snapshots)
         if arrival is not None:
             self._take_over(arrival)

@@ -279,7 +279,7 @@ class Catalog:
 
         Yields:
             After each file, what was found; faults do not end it. That every row is there is for
-            `restoring.check_rows` to say.
+            `chain_reader.check_rows` to say.
 
         Raises:
             CheckpointError: the chain is not whole.

@@ -5,8 +5,8 @@
     URL/saves/000000000125-a1-3/slot-00000                     interrupted
 
 A slot that was lost beyond repair takes each row from the newest of them that has it, else from the checkpoint
-(`restoring.records_of`). Nothing else reads them: they have another place and another name than what `Catalog` lists,
-and are of a kind that it refuses, without the dense model. So no restore takes one for a step of the job.
+(`chain_reader.records_of`). Nothing else reads them: they have another place and another name than what `Catalog`
+lists, and are of a kind that it refuses, without the dense model. So no restore takes one for a step of the job.
 
 Durable, hashed and written last as a checkpoint's manifest is. Which of them count, the cluster knows
 (`coordinator/saving.py`); what lies here may be of steps that were taken back. When the cluster has ended nobody knows

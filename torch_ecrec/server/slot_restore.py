@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 AGAIN_S = 5.0  # before a store that could not be read is asked again
 
 
-class Restoring:
+class SlotRestore:
     """How one life of a slot begins with records of a checkpoint.
 
     Attributes:
