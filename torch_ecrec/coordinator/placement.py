@@ -27,7 +27,6 @@ from torch_ecrec.coordinator.going_back import Eras
 from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.members import Members
 from torch_ecrec.coordinator.partial import PartialRecovery, beyond_repair
-from torch_ecrec.coordinator.redundancy import Redundancies
 from torch_ecrec.coordinator.roster import Roster
 from torch_ecrec.coordinator.silence import Silence
 from torch_ecrec.coordinator.suspicion import Suspicion
@@ -94,7 +93,7 @@ class SlotTable:
             suspicion,
             announce,
         )
-        self._risks, self._redundancies = domains.Risks(), Redundancies()
+        self._risks, self._redundancies = domains.Risks(), domains.Redundancies()
         self.moves = Moves(self, members, eras, suspicion, announce)
         self.epoch = 0
         self.slots: list[SlotPlace] = []

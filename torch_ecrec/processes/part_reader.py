@@ -14,11 +14,11 @@ from torch_ecrec.protocol.messages import PartialRestore
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.job import JobSpec
-from torch_ecrec.storage.ahead import read_ahead
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.chain_reader import records_of, require_same_model
 from torch_ecrec.storage.manifest import ADVICE
 from torch_ecrec.storage.saves import Saves
+from torch_ecrec.storage.store_probe import read_ahead
 
 log = logging.getLogger(__name__)
 
