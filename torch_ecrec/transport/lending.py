@@ -110,7 +110,7 @@ class Lending:
                 self._shown[number] = segment
                 shown.append(segment)
             self._lent[number] += 1
-            self.pool.lend(segment, self)
+            self.pool.lend(segment, self.forget)
             return True
 
     def forget(self, segment: int) -> None:
@@ -214,5 +214,5 @@ class Lending:
         with self._lock:
             self._ended = True
             for number, segment in self._shown.items():
-                self.pool.leave(segment, self, self._lent[number])
+                self.pool.leave(segment, self.forget, self._lent[number])
             self._shown, self._lent = {}, Counter()
