@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def is_there(status: Status, name: str) -> bool:
-    """Whether the server is there, of a coordinator that does not wait for members of another one."""
+    """Returns whether the server is there, of a coordinator that does not wait for members of another one."""
     return status.regathering is None and any(one.name == name for one in status.servers)
 
 

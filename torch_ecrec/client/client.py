@@ -247,14 +247,14 @@ class Client(SlotReads):
         return min(self.resumable, step - 1)
 
     def _take_over(self) -> bool:
-        """Whether the snapshot that was due after the step before is due after this one, which ends with it."""
+        """Returns whether the snapshot that was due after the step before is due after this one, which ends with it."""
         self.end_lookups()
         self.without_snapshot()
         owed, self._owed = self._owed, False
         return owed
 
     def all_acknowledged(self) -> bool:
-        """Whether everything that this trainer has sent survives r losses."""
+        """Returns whether everything that this trainer has sent survives r losses."""
         return self.complete == self.step - 1
 
     def end_loading(self) -> None:
@@ -319,7 +319,8 @@ class Client(SlotReads):
         return self.done + 1
 
     def is_trained(self, step: int) -> bool:
-        """Whether a step of training is among those up to `step`: to go on from there takes the dense model of then."""
+        """Returns whether a step of training is among those up to `step`: to go on from there takes the dense model of
+        then."""
         return self.first_trained is not None and step >= self.first_trained
 
     @property
@@ -459,7 +460,7 @@ class Client(SlotReads):
                 call.cancel()
 
     def _is_late(self, slot: int) -> bool:
-        """Whether the next push would have to wait for what a slot has not acknowledged.
+        """Returns whether the next push would have to wait for what a slot has not acknowledged.
 
         Every answer looks: so whoever waits until it may push need not ask.
         """

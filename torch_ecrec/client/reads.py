@@ -172,11 +172,11 @@ class SlotReads(Node):
         return fault is not None
 
     def route(self, slab: int, rows_U: Tensor) -> Route:
-        """Where different rows (U,) int64 of a slab live."""
+        """Returns where different rows (U,) int64 of a slab live."""
         return route(self.layouts[slab], rows_U)
 
     def route_bags(self, slab: int, rows_N: Tensor, lengths_G: Tensor, factors_N: Tensor | None = None) -> BagRoute:
-        """Where the rows (N,) int64 of bags live; see `layout.routing.route_bags`."""
+        """Returns where the rows (N,) int64 of bags live; see `layout.routing.route_bags`."""
         return route_bags(self.layouts[slab], rows_N, lengths_G, factors_N)
 
     def lookup(self, routes: Sequence[Route], done: Callable[[list[Parts]], None], int8: bool = False) -> None:

@@ -270,7 +270,7 @@ class Session:
         return ahead.answer[0]
 
     def pools(self, evaluation: bool) -> bool:
-        """Whether bags that a slot pools are, bit for bit, those that a trainer pools of its rows.
+        """Returns whether bags that a slot pools are, bit for bit, those that a trainer pools of its rows.
 
         Args:
             evaluation: of a model in evaluation, whose rows may come as 8 bits a weight.
@@ -408,7 +408,7 @@ class Session:
         return list(zip(have.steps, have.trainers, have.headers, have.payloads, strict=True))
 
     def resume(self) -> tuple[int, list[tuple[Tensor, list[int]]]]:
-        """Where training goes on, in a session that was `restarted`.
+        """Returns where training goes on, in a session that was `restarted`.
 
         Returns:
             The last step that counts, and the dense model after it: payload and header of every trainer's part, in

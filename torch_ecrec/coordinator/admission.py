@@ -24,7 +24,7 @@ FENCED = "this process was taken for lost, and what it did has been given to ano
 
 
 def join_refusal(state: ClusterState, join: Join) -> str | None:
-    """Why a process may not join, or None."""
+    """Returns why a process may not join, or None."""
     for name in ("k", "r", "slots"):
         wanted, ours = getattr(join.code, name), getattr(state.job.code, name)
         if wanted is not None and wanted != ours:
@@ -40,7 +40,7 @@ def join_refusal(state: ClusterState, join: Join) -> str | None:
 
 
 def build_refusal(state: ClusterState, word: Join | Compare) -> str | None:
-    """Why a process whose kernels give these bits may not be a member, or None.
+    """Returns why a process whose kernels give these bits may not be a member, or None.
 
     All that are present have been compared when they joined, so one of them stands for all. Who rejoins is not
     compared: it is of the cluster, and a newcomer who was let in before it was back is not to keep it out.
@@ -58,7 +58,8 @@ def own_run(state: ClusterState) -> str | None:
 
 
 def other_cluster(state: ClusterState, rejoin: Rejoin) -> str:
-    """Why a member is of another cluster than this one, and keeps what it has; "": it is of this one, or has nothing.
+    """Returns why a member is of another cluster than this one, and keeps what it has; "": it is of this one, or has
+    nothing.
 
     A trainer whose cluster is still to begin has nothing but its place in that.
     """
@@ -75,7 +76,8 @@ def other_cluster(state: ClusterState, rejoin: Rejoin) -> str:
 
 
 def gives_way(state: ClusterState, rejoin: Rejoin, now_s: float) -> bool:
-    """Whether those who are back are of a cluster of before, and this coordinator is to lead another, that of a member
+    """Returns whether those who are back are of a cluster of before, and this coordinator is to lead another, that of a
+    member
     which it has turned away: it did not know which is its own, nothing has begun, and more are there of the other."""
     may = state.regathering.active and not state.job.known and rejoin.known.placement is not None
     if not may or rejoin.code != state.job.code or state.job.refusal(rejoin.known.job):
@@ -84,7 +86,8 @@ def gives_way(state: ClusterState, rejoin: Rejoin, now_s: float) -> bool:
 
 
 def refuses_to_lead(state: ClusterState, rejoin: Rejoin) -> bool:
-    """Whether a coordinator that members of another cluster have found is to end, so that theirs can take its place."""
+    """Returns whether a coordinator that members of another cluster have found is to end, so that theirs can take its
+    place."""
     knows = state.job.known and rejoin.run != state.job.run  # those who are its own are on their way
     return not knows and state.job.fatal is None and not state.members.present()
 
@@ -118,7 +121,7 @@ def _remedy(state: ClusterState) -> str:
 
 
 def rejoin_refusal(state: ClusterState, rejoin: Rejoin) -> tuple[str, str] | None:
-    """Why a member may not rejoin, with a kind for `fatal`, or None."""
+    """Returns why a member may not rejoin, with a kind for `fatal`, or None."""
     job = state.job
     if job.goes_back or (job.restored is not None and rejoin.times < job.restored.times):
         return "trainers_lost" if rejoin.role == "trainer" else "fenced", WENT_BACK
@@ -143,7 +146,7 @@ def rejoin_refusal(state: ClusterState, rejoin: Rejoin) -> tuple[str, str] | Non
 
 
 def objection(state: ClusterState, member: MemberRecord, word: OfMember) -> str | None:
-    """Why a member cannot say this, whenever it was sent; None: it may."""
+    """Returns why a member cannot say this, whenever it was sent; None: it may."""
     if isinstance(word, (messages.Loaded, messages.NotExact, messages.Progress)) and member.role != "trainer":
         return f"{member.name} is no trainer"
     if isinstance(word, messages.Loaded) and state.job.restored is not None:

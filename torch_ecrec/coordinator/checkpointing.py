@@ -77,8 +77,8 @@ def run_of(folder: str) -> str:
 
 
 def attempt_of(folder: str) -> tuple[int, int]:
-    """Which coordinator of its run has named a checkpoint, and which of its attempts that was: later ones are greater.
-    (0, 0) of one that was imported, and where `run_of` knows none."""
+    """Returns which coordinator of its run has named a checkpoint, and which of its attempts that was: later ones are
+    greater. (0, 0) of one that was imported, and where `run_of` knows none."""
     found = _NAME.fullmatch(folder)
     return (0, 0) if found is None or found[2] is None else (int(found[2]), int(found[3]))
 

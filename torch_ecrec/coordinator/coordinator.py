@@ -213,11 +213,11 @@ class Coordinator:
     # joining ------------------------------------------------------------------------------------
 
     def refusal(self, join: Join) -> str | None:
-        """Why a process may not join, or None."""
+        """Returns why a process may not join, or None."""
         return admission.join_refusal(self._state, join)
 
     def hold(self, join: Join, now_s: float) -> Hold | None:
-        """Why a process that is not refused has to wait, or None."""
+        """Returns why a process that is not refused has to wait, or None."""
         return self._state.launches.hold(join, now_s)
 
     def forgets(self, join: Join) -> str | None:
@@ -287,23 +287,24 @@ class Coordinator:
     # members that come back, and a coordinator that was started again ---------------------------
 
     def other_cluster(self, rejoin: Rejoin) -> str:
-        """Why a member is of another cluster, and is turned away; "": it is of this one."""
+        """Returns why a member is of another cluster, and is turned away; "": it is of this one."""
         return admission.other_cluster(self._state, rejoin)
 
     def gives_way(self, rejoin: Rejoin, now_s: float) -> bool:
-        """Whether the cluster of a member that was turned away is to be led in place of that which regathers."""
+        """Returns whether the cluster of a member that was turned away is to be led in place of that which
+        regathers."""
         return admission.gives_way(self._state, rejoin, now_s)
 
     def refuses_to_lead(self, rejoin: Rejoin) -> bool:
-        """Whether this coordinator is to end for a member that it turned away: nobody else is there."""
+        """Returns whether this coordinator is to end for a member that it turned away: nobody else is there."""
         return admission.refuses_to_lead(self._state, rejoin)
 
     def build_refusal(self, word: messages.Compare) -> str | None:
-        """Why no process of that build may join, or None; see `admission.build_refusal`."""
+        """Returns why no process of that build may join, or None; see `admission.build_refusal`."""
         return admission.build_refusal(self._state, word)
 
     def rejoin_refusal(self, rejoin: Rejoin) -> tuple[str, str] | None:
-        """Why a member may not rejoin, with a kind for `fatal`, or None."""
+        """Returns why a member may not rejoin, with a kind for `fatal`, or None."""
         return admission.rejoin_refusal(self._state, rejoin)
 
     def on_rejoin(self, rejoin: Rejoin, now_s: float) -> None:

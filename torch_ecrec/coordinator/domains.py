@@ -31,7 +31,8 @@ def parse(server: str, text: str) -> Domain:
 
 
 def shared(server: str, others: Iterable[str], domains: Mapping[str, Domain]) -> tuple[int, ...]:
-    """How many of the others are on that server, and share its domain, from the narrowest level to the widest."""
+    """Returns how many of the others are on that server, and share its domain, from the narrowest level to the
+    widest."""
     others, own = list(others), domains[server]
     widths = range(len(own), 0, -1)
     counts = [sum(domains.get(other, ())[:width] == own[:width] for other in others) for width in widths]
@@ -93,7 +94,7 @@ class Risks:
 def losses(
     hosted: Mapping[str, Sequence[int]], lacking: Collection[int], most: int, is_loss: Callable[[set[int]], bool]
 ) -> int:
-    """How many servers, whichever they are, could be lost together now.
+    """Returns how many servers, whichever they are, could be lost together now.
 
     Args:
         hosted: the slots of each server that has some.

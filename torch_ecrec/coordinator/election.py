@@ -153,7 +153,7 @@ class Candidate:
         self._begins: tuple[Run | None, str] | None = None  # in the place of which run, and with what
 
     def holds(self, now_s: float) -> bool:
-        """Whether it may act at this time: it leads, and nobody else can."""
+        """Returns whether it may act at this time: it leads, and nobody else can."""
         return self.standing is Standing.LEADING and now_s < self._acts_until_s
 
     def ask(self, now_s: float) -> Question:

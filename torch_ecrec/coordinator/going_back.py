@@ -76,7 +76,7 @@ def choose_step(reach: Collection[messages.Reach], origin: int | None, trainers:
 
 
 def may_begin_anew(reach: Collection[messages.Reach], done_at_origin: int) -> bool:
-    """Whether all may make everything again from the beginning, as far as the slots know.
+    """Returns whether all may make everything again from the beginning, as far as the slots know.
 
     That is exact at any time, and costs what was trained. A trainer lets the logs go beyond the first step of training
     only once a dense snapshot is safe. So without one, all the steps of training are still in them: there are no more

@@ -94,7 +94,8 @@ class RunningJob:
             self.spec = replace(spec, code=self.code)
 
     def refusal(self, spec: JobSpec | None, placed: bool = True) -> str | None:
-        """Why somebody who brings this job cannot take part, or None. Without `placed` its rows may lie elsewhere."""
+        """Returns why somebody who brings this job cannot take part, or None. Without `placed` its rows may lie
+        elsewhere."""
         ours, whose = self.spec, "this cluster trains another job"
         if ours is None and self.restored is not None:
             ours, whose = self._restored_job, f"the checkpoint {self.restored.folder} is of another job"

@@ -72,7 +72,7 @@ class Launches:
         return self._job.spec is not None and self._members.done >= set(range(self._job.spec.trainers))
 
     def refusal(self, join: Join) -> str | None:
-        """Why a job that has ended does not go on for this trainer, or None."""
+        """Returns why a job that has ended does not go on for this trainer, or None."""
         if join.role != "trainer" or not self.finished or join.again or self._is_next(join):
             return None
         return TRAIN_ON.format(step=self._job.step)
@@ -83,7 +83,7 @@ class Launches:
         return bool(join.launch) and join.relaunched and before == {join.launch}
 
     def hold(self, join: Join, now_s: float) -> Hold | None:
-        """Why a process that joins has to wait; None: it has not."""
+        """Returns why a process that joins has to wait; None: it has not."""
         if join.role != "trainer" or self._members.member_of_session(join.session_id) is not None:
             return None
         rivals = [member for member in self._members.present("trainer") if is_rival(member, join)]

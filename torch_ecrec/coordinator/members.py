@@ -75,7 +75,7 @@ class MemberRecord:
         return self.alive and not self.left
 
     def silent_s(self, now_s: float) -> float:
-        """How long it was not heard of."""
+        """Returns how long it was not heard of."""
         return now_s - self.heard_s
 
 
@@ -111,7 +111,7 @@ class Members:
         return "" if found else f"no server is called {what!r} or is in such a failure domain; there are {servers}"
 
     def is_draining(self, name: str) -> bool:
-        """Whether a server's slots are to move away."""
+        """Returns whether a server's slots are to move away."""
         return name in self.by_name and self.by_name[name].draining
 
     def present(self, role: str | None = None) -> list[MemberRecord]:
@@ -128,7 +128,7 @@ class Members:
         return [member for member in self.by_name.values() if member.role == "trainer"]
 
     def has_been(self, rank: int) -> bool:
-        """Whether there is a trainer of this rank, or was one that is done."""
+        """Returns whether there is a trainer of this rank, or was one that is done."""
         return rank in self.done or any(member.rank == rank for member in self.trainers)
 
     def tell(self, message: FromCoordinator, role: str | None = None) -> None:
@@ -193,7 +193,8 @@ class Members:
                 member.heard_s += slept_s + TICK_MOST_S
 
     def since_tick_s(self, now_s: float) -> float:
-        """How long ago `on_tick` was called; negative before the first time. If long, this process stood still."""
+        """Returns how long ago `on_tick` was called; negative before the first time. If long, this process stood
+        still."""
         return now_s - self._ticked_s
 
     def is_awake(self, now_s: float) -> bool:

@@ -28,7 +28,7 @@ from torch_ecrec.protocol.messages import PartialRestore
 
 
 def beyond_repair(layouts: Iterable[Layout], gone: Collection[int], lost: Collection[int]) -> set[int]:
-    """Which lost slots begin anew.
+    """Returns which lost slots begin anew.
 
     Args:
         gone: slots that cannot help to repair others.

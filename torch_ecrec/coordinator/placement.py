@@ -112,7 +112,7 @@ class SlotTable:
         return [i for i, place in enumerate(self.slots) if place.server != NO_HOST and place.server not in servers]
 
     def load_of(self, server: str) -> int:
-        """How many slots it hosts."""
+        """Returns how many slots it hosts."""
         return len(self.hosted_by(server))
 
     def spares(self) -> list[str]:
@@ -181,7 +181,7 @@ class SlotTable:
         )
 
     def troubles_of(self, server: str) -> int:
-        """How many of those that it needs it could lately not reach."""
+        """Returns how many of those that it needs it could lately not reach."""
         return self._suspicion.troubles(server, self.needed(), self._members.by_name)
 
     def needed(self) -> list[str]:
@@ -190,13 +190,15 @@ class SlotTable:
         return hosts + [member.name for member in self._members.present("trainer")]
 
     def may_lose(self, servers: Collection[str]) -> bool:
-        """Whether the slots of all of these, and of who is silent, could be repaired now, and would find hosts."""
+        """Returns whether the slots of all of these, and of who is silent, could be repaired now, and would find
+        hosts."""
         rest = set(self._heard()) - set(servers)
         hosts = rest & set(self.spares()) if self.without_spare == "wait" else rest
         return bool(hosts) and self.repairs({*servers, *self._silence.quiet})
 
     def repairs(self, servers: Collection[str]) -> bool:
-        """Whether the code could repair the slots of all of these together, with those that lack records already."""
+        """Returns whether the code could repair the slots of all of these together, with those that lack records
+        already."""
         if self._job.spec is None or self._job.restoring:  # who is lost then reads the checkpoint elsewhere
             return self._job.restoring
         slots = {slot for server in servers for slot in self.hosted_by(server)}
@@ -253,7 +255,8 @@ class SlotTable:
         return {i for i, place in enumerate(self.slots) if not place.healthy} | self._partial.pending
 
     def _stop_if_lost(self, gone: Collection[int], lost: Collection[int]) -> bool:
-        """Whether the code cannot repair these slots, `lost` the last of them: then follows what is to follow."""
+        """Returns whether the code cannot repair these slots, `lost` the last of them: then follows what is to
+        follow."""
         assert self._job.spec is not None
         if (reason := data_loss(self._job.spec, gone)) is not None:
             self._lose(lost, f"{reason}; {self._job.way_back}")
@@ -376,7 +379,7 @@ class SlotTable:
     # what hosts say -----------------------------------------------------------------------------
 
     def is_hosted(self, slot: int, incarnation: int, by: str) -> bool:
-        """Whether a member hosts this incarnation of a slot, and it is the present one."""
+        """Returns whether a member hosts this incarnation of a slot, and it is the present one."""
         place = self.slots[slot]
         return place.server == by and place.incarnation == incarnation
 

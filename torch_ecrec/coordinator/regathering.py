@@ -158,7 +158,7 @@ class Regathering:
         self._cannot_reach.pop(rejoin.name, None)
 
     def is_outnumbered(self, other: Rejoin, now_s: float) -> bool:
-        """Whether more members of another cluster look for their coordinator here than are back of this one."""
+        """Returns whether more members of another cluster look for their coordinator here than are back of this one."""
         self._others[other.session_id] = other.run, now_s
         recent = [run for run, at_s in self._others.values() if now_s - at_s <= AGAIN_S]
         return recent.count(other.run) > sum(one.known.placement is not None for one in self.said.values())
@@ -202,7 +202,7 @@ class Regathering:
         return said is not None and said.session_id != rejoin.session_id and _newest(rejoin) <= _newest(said)
 
     def is_over(self, now_s: float, job: JobSpec | None) -> bool:
-        """Whether everybody is back who is needed, or the time is up. `job`: where none of them knows it."""
+        """Returns whether everybody is back who is needed, or the time is up. `job`: where none of them knows it."""
         if not self.active or (not self.said and now_s < self._until_s):
             return False
         known = MemberReports(self.said)

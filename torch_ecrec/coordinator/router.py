@@ -383,7 +383,8 @@ class Router:
             self._say(self._held.popitem()[0], messages.Refused("data_loss", f"{NOBODY_LEFT}: {self._hindrance}"))
 
     def _is_held_back(self, peer: Peer, join: Join, now_s: float) -> bool:
-        """Whether it has to wait for the end of others' trainers; who has waited in vain is told so, and refused."""
+        """Returns whether it has to wait for the end of others' trainers; who has waited in vain is told so, and
+        refused."""
         hold = None if self.core.refusal(join) is not None else self.core.hold(join, now_s)
         if hold is None:
             return False

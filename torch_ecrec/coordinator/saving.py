@@ -56,7 +56,7 @@ class Saving:
     # when -----------------------------------------------------------------------------------------
 
     def is_due(self, now_s: float) -> bool:
-        """Whether one is to be written; asked from time to time."""
+        """Returns whether one is to be written; asked from time to time."""
         most = math.ceil(1 / self._settings.portion)
         if not self.wanted or not self.known.base or len(self.known.since) >= most:
             return False

@@ -40,7 +40,7 @@ NOT_LATE = Late(0.0, 0.0, 0.0)
 
 
 def exceeds(late: Late, of_limits: float) -> bool:
-    """Whether all limits are reached, or so much of each."""
+    """Returns whether all limits are reached, or so much of each."""
     least_s = max(LEAST_S, RATIO * late.usual_s)
     return late.share >= of_limits * SHARE and late.late_s >= of_limits * least_s
 

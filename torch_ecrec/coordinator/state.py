@@ -111,7 +111,7 @@ class ClusterState:
         return healthy and trains and not self.regathering.active and not self.partial.pending
 
     def gathering(self) -> Gathering | None:
-        """How many servers and trainers the cluster lacks to begin; None: it has begun, or all are there."""
+        """Returns how many servers and trainers the cluster lacks to begin; None: it has begun, or all are there."""
         job, members = self.job, self.members
         if self.table.placed or self.regathering.active or job.fatal is not None:
             return None

@@ -99,7 +99,7 @@ def _experiment(experiment: Experiment) -> ExperimentStatus | None:
 
 
 def _rounded(state: ClusterState) -> bool:
-    """Whether a trainer says that its rows travel rounded: then slots do not pool."""
+    """Returns whether a trainer says that its rows travel rounded: then slots do not pool."""
     return any(one.report.wire not in (None, "float32") for one in state.members.present("trainer"))
 
 

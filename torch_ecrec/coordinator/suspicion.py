@@ -160,11 +160,11 @@ class Suspicion:
         return found
 
     def beats(self, who: str) -> bool:
-        """Whether heartbeats of this member have come."""
+        """Returns whether heartbeats of this member have come."""
         return who in self._beats
 
     def limit_s(self, who: str) -> float:
-        """How long a member may be silent, as it was heard of until now."""
+        """Returns how long a member may be silent, as it was heard of until now."""
         return self._beats[who][1].limit_s if who in self._beats else SILENT_S
 
     def cuts(self, known: dict[str, MemberRecord], now_s: float, for_s: float = CUT_S) -> list[Pair]:
@@ -184,12 +184,12 @@ class Suspicion:
         )
 
     def troubles(self, server: str, needed: Collection[str], known: dict[str, MemberRecord]) -> int:
-        """How many of those who are needed it could not reach lately, or could not reach it."""
+        """Returns how many of those who are needed it could not reach lately, or could not reach it."""
         others = [known[name] for name in needed if name != server and name in known]
         return sum(_hosts(known[server], other) in self._troubles for other in others)
 
     def may_fence(self, now_s: float) -> bool:
-        """Whether it is long enough ago that somebody was fenced for a cut."""
+        """Returns whether it is long enough ago that somebody was fenced for a cut."""
         if now_s > self._next_s + PAUSE_MOST_S:
             self._pause_s = PAUSE_LEAST_S
         return now_s >= self._next_s

@@ -176,7 +176,8 @@ class SlotContext(ABC):
 
     @abstractmethod
     def is_missing(self, positions: list[np.ndarray], looked: bool = False) -> bool:
-        """Whether any of these data records is missing (with `looked`, or damaged); if so, they are brought back next.
+        """Returns whether any of these data records is missing (with `looked`, or damaged); if so, they are brought
+        back next.
 
         Args:
             positions: of each slab, (U,) int64. They are used next, if none is.

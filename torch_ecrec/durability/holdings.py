@@ -79,7 +79,7 @@ class Missing:
         return self._flags[slab, parity]
 
     def lacks(self, slab: int, parity: bool, positions_U: np.ndarray) -> bool:
-        """Whether any of these is missing; (U,) int64."""
+        """Returns whether any of these is missing; (U,) int64."""
         return self.remaining > 0 and bool(self._flags[slab, parity][positions_U].any())
 
     def present(self, slab: int, parity: bool, positions_U: np.ndarray) -> np.ndarray | None:

@@ -47,7 +47,7 @@ class LockedRebuild(Rebuild):
         return ranges
 
     def _end_of(self, ranges: int, slab: int, parity: bool) -> int:
-        """Where the first so many ranges end."""
+        """Returns where the first so many ranges end."""
         return len(self.missing.of(slab, parity)) * ranges // self.settings.experiment.ranges
 
     def is_missing(self, positions: list[np.ndarray]) -> bool:

@@ -138,7 +138,7 @@ class Durability(ABC):
 
     @abstractmethod
     def is_missing(self, positions: list[np.ndarray]) -> bool:
-        """Whether any of these data records is missing; if so, they are brought back next.
+        """Returns whether any of these data records is missing; if so, they are brought back next.
 
         Args:
             positions: of each slab, (U,) int64.

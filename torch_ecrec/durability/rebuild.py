@@ -64,7 +64,7 @@ class Rebuild:
         self._folded: dict[int, tuple[tuple[int, bool], int, wire.VersionsAre]] = {}
 
     def is_missing(self, positions: list[np.ndarray]) -> bool:
-        """Whether any of these data records (per slab) is missing; if so, their repair starts now."""
+        """Returns whether any of these data records (per slab) is missing; if so, their repair starts now."""
         if self.missing.remaining == 0:
             return False
         missing = False

@@ -241,5 +241,5 @@ def _placed(state: _Slots, tables: Sequence[Wanted], dealt: Set[int]) -> list[tu
 
 
 def _fits(table: Wanted, share: int) -> bool:
-    """Whether a table may be whole: so small that it goes somewhere, or one that gains by it."""
+    """Returns whether a table may be whole: so small that it goes somewhere, or one that gains by it."""
     return table.rows <= (share if table.long else share // 2)

@@ -103,7 +103,7 @@ def _all_well(status: Status) -> str:
 
 
 def goes_on(status: Status) -> bool:
-    """Whether steps come, at about the pace that they had."""
+    """Returns whether steps come, at about the pace that they had."""
     if status.rate is None or status.still_s is None:
         return False
     return status.still_s < max(PACE_LEAST_S, PACES / status.rate.steps_per_s)

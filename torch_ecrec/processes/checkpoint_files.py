@@ -414,7 +414,8 @@ class FileManifests:
             runs, mine, last = self._lineage(finished), run_of(finished.folder), attempt_of(finished.folder)
 
             def may_run(folder: str) -> bool:
-                """Whether a folder is of another history, or of an attempt after this one, which may be under way."""
+                """Returns whether a folder is of another history, or of an attempt after this one, which may be under
+                way."""
                 return run_of(folder) not in runs or (run_of(folder) == mine and attempt_of(folder) > last)
 
             kept = self._catalog.keep(self._settings.keep, lambda folder: run_of(folder) in runs)
@@ -439,7 +440,7 @@ class FileManifests:
 
 
 def _reason(error: Exception, folder: str) -> str:
-    """Why nothing came of a checkpoint, for people."""
+    """Returns why nothing came of a checkpoint, for people."""
     if isinstance(error, CheckpointError):
         return str(error)
     log.error("checkpoint %s", folder, exc_info=error)

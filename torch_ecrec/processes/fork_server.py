@@ -60,7 +60,7 @@ _STARTED, _FAILED, _ENDED = b"s", b"f", b"e"
 
 
 def is_available() -> bool:
-    """Whether processes can be forked, and waited for, as it is done here."""
+    """Returns whether processes can be forked, and waited for, as it is done here."""
     if not (hasattr(os, "pidfd_open") and hasattr(os, "memfd_create")):
         return False
     try:
@@ -107,7 +107,7 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
     def is_gone(self) -> bool:
-        """Whether it has ended, and for so long that its exit code should have been told."""
+        """Returns whether it has ended, and for so long that its exit code should have been told."""
         if not _is_readable(self._pidfd, 0.0):
             return False
         self._gone_s = self._gone_s or time.monotonic()

@@ -255,7 +255,7 @@ def abandon(session: Session) -> None:
 
 
 def _wait(condition: Callable[[], bool], limit_s: float) -> bool:
-    """Whether it has come true in time. Looks again and again: a session has no word for this."""
+    """Returns whether it has come true in time. Looks again and again: a session has no word for this."""
     deadline_s = time.monotonic() + limit_s
     while not (found := condition()) and time.monotonic() < deadline_s:
         time.sleep(0.01)

@@ -107,7 +107,7 @@ def address_towards(host: str) -> str:
 
 
 def is_mine(host: str) -> bool:
-    """Whether a name or an address is this host's. Raises OSError for a name that nobody has."""
+    """Returns whether a name or an address is this host's. Raises OSError for a name that nobody has."""
     (*_, where), *_ = socket.getaddrinfo(host, None, socket.AF_INET)
     address = ipaddress.ip_address(str(where[0]))
     return address.is_loopback or str(address) in {own for _, own in interfaces()}

@@ -151,7 +151,8 @@ def _text(hint: Any) -> str:
 
 
 def is_declared(name: str) -> bool:
-    """Whether what a process tells under this name is of its declarations: neither bits, nor of an experiment."""
+    """Returns whether what a process tells under this name is of its declarations: neither bits, nor of an
+    experiment."""
     return not name.startswith((experiment.PREFIX, BITS))
 
 
@@ -161,7 +162,8 @@ def bits_told(told: Mapping[str, str]) -> dict[str, str]:
 
 
 def refusal(own: Build, version: object, told: object) -> str:
-    """Why a process of that version, whose messages are `told`, may not be here; "": it may, as far as this goes."""
+    """Returns why a process of that version, whose messages are `told`, may not be here; "": it may, as far as this
+    goes."""
     if isinstance(told, dict) and told:
         declared = {str(name): str(digest) for name, digest in told.items() if is_declared(str(name))}
         if difference := own.difference(Build(str(version), declared)):
@@ -170,7 +172,8 @@ def refusal(own: Build, version: object, told: object) -> str:
 
 
 def other_bits(version: str, bits: Mapping[str, str], other_version: str, other: Mapping[str, str]) -> str:
-    """Why a process whose kernels give `bits` may not be where others give `other`; "": it may. Who tells none has not
+    """Returns why a process whose kernels give `bits` may not be where others give `other`; "": it may. Who tells none
+    has not
     computed them: it is a tool."""
     names = sorted({name for name, _ in set(bits.items()) ^ set(other.items())}) if bits and other else []
     if not names:

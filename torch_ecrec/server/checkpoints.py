@@ -100,7 +100,7 @@ class SlotCheckpoints:
             self._pinned = None
 
     def _is_due(self, done: int) -> bool:
-        """Whether a checkpoint, or a prioritised save, is due after so many steps of training."""
+        """Returns whether a checkpoint, or a prioritised save, is due after so many steps of training."""
         told = self._host.checkpointing
         some = told.saves_every and done % told.saves_every == 0
         return bool(told.every_steps) and (done % told.every_steps == 0 or bool(some))

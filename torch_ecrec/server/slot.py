@@ -503,7 +503,8 @@ class Slot(SlotContext):
 
 
 def _not_trained(before: int | None, step: int, iteration: int | None) -> int | None:
-    """How many steps up to `step` are none of training. `iteration`: which one it is of training; None: it loads."""
+    """Returns how many steps up to `step` are none of training. `iteration`: which one it is of training; None: it
+    loads."""
     if iteration is not None:
         return step - iteration
     return None if before is None else before + 1

@@ -58,7 +58,8 @@ class SnapshotStore:
         return found
 
     def is_whole(self, step: int) -> bool:
-        """Whether every trainer's part is here. Nobody needs any before training: that is the model as it was made."""
+        """Returns whether every trainer's part is here. Nobody needs any before training: that is the model as it was
+        made."""
         before_training = self.host.origin is None or step <= self.host.origin
         return before_training or all((step, trainer) in self.parts for trainer in range(self.trainers))
 

@@ -68,7 +68,8 @@ class SpoilingApplier(Applier):
         return change
 
     def _figures(self, change: Changed) -> dict[str, Any]:
-        """How many records the step has, and how many have changed: in any bit, in weights, in optimizer state."""
+        """Returns how many records the step has, and how many have changed: in any bit, in weights, in optimizer
+        state."""
         figures = dict.fromkeys(("records", "changed", "weights", "state"), 0)
         for shard, deltas_UB in zip(self.held.shards, change[1], strict=True):
             end = shard.schema.bytes_of(WEIGHT)[1]

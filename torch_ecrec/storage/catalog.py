@@ -107,7 +107,7 @@ class Catalog:
         return f"{done:012d}-{secrets.token_hex(6)}"
 
     def folder(self, name: str) -> Location:
-        """Where the files of one checkpoint are."""
+        """Returns where the files of one checkpoint are."""
         if not _FOLDER.match(name):
             raise CheckpointError(f"{name!r} is no name of a checkpoint: wanted is STEP-WORD, as `new_folder` makes it")
         return self.location.below(name)

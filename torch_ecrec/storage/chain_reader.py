@@ -48,7 +48,7 @@ class _Coverage:
         self._seen = np.zeros_like(self._given)
 
     def fresh(self, rows_N: Positions, where: str) -> NDArray[np.bool_]:
-        """Which rows are wanted and newer than what is still to come."""
+        """Returns which rows are wanted and newer than what is still to come."""
         outside = rows_N[(rows_N < 0) | (rows_N >= self._slab.rows)]
         if len(outside):
             raise CheckpointError(f"{where} has {self._named(int(outside[0]))}, which is beyond its table; {ADVICE}")

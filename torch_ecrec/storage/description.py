@@ -246,7 +246,7 @@ def _check_others(
 
 
 def is_below(key: str, paths: Collection[str]) -> bool:
-    """Whether a key of a state dict is of a module at one of these paths, or below one."""
+    """Returns whether a key of a state dict is of a module at one of these paths, or below one."""
     return any(not path or key.startswith(f"{path}.") for path in paths)
 
 

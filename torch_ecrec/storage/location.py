@@ -164,7 +164,7 @@ class Location:
             return self._store.size(name)
 
     def exists(self, name: str) -> bool:
-        """Whether a file or folder of that name is there."""
+        """Returns whether a file or folder of that name is there."""
         with self._named(name, "look for"):
             return self._store.exists(name)
 
@@ -174,11 +174,11 @@ class Location:
             self._store.remove(name)
 
     def gone(self, error: CheckpointError, name: str) -> bool:
-        """Whether reading a file that was there has failed since somebody has removed it meanwhile."""
+        """Returns whether reading a file that was there has failed since somebody has removed it meanwhile."""
         return isinstance(error.__cause__, FileNotFoundError) and not self.exists(name)
 
     def is_link(self, name: str) -> bool:
-        """Whether a name stands for what lies elsewhere: a symbolic link of this machine."""
+        """Returns whether a name stands for what lies elsewhere: a symbolic link of this machine."""
         with self._named(name, "look at"):
             return self._store.is_link(name)
 

@@ -45,7 +45,7 @@ class Next(NamedTuple):
 
 
 def next_kind(policy: str, sizes: Sequence[int]) -> Next:
-    """Which checkpoint comes next.
+    """Returns which checkpoint comes next.
 
     Args:
         policy: one of `POLICIES`.

@@ -59,7 +59,7 @@ class Saves:
         return self._place.is_link(SAVES)
 
     def folder(self, name: str) -> Location:
-        """Where the files of one are."""
+        """Returns where the files of one are."""
         if not _FOLDER.match(name):
             raise CheckpointError(f"{name!r} is no name of a prioritised save")
         return self.location.below(name)

@@ -52,12 +52,12 @@ class HostsError(RuntimeError):
 
 
 def _found(command: str) -> str | None:
-    """Where a command is: in PATH, or where those of root are; None: nowhere."""
+    """Returns where a command is: in PATH, or where those of root are; None: nowhere."""
     return shutil.which(command) or shutil.which(command, path=os.pathsep.join(SYSTEM_FOLDERS))
 
 
 def unavailable() -> str:
-    """Why hosts cannot be made here; "": they can."""
+    """Returns why hosts cannot be made here; "": they can."""
     lacking = [name for name in ("ip", "tc", "nsenter") if _found(name) is None]
     if not sys.platform.startswith("linux") or lacking:
         return f"hosts need Linux and the commands ip, tc, nsenter; not here: {', '.join(lacking) or sys.platform}"
