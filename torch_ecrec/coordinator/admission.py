@@ -51,7 +51,7 @@ def build_refusal(state: ClusterState, word: Join | Compare) -> str | None:
 
 
 def own_run(state: ClusterState) -> str | None:
-    """The run that this coordinator leads; None: it does not know yet, and may find members of one."""
+    """Returns the run that this coordinator leads; None if it does not know yet, and may find members of one."""
     if state.job.known or state.table.placed:
         return state.job.run
     return state.regathering.run if state.regathering.active else None
@@ -99,8 +99,8 @@ def _said(code: CodeSpec) -> str:
 
 
 def forgets(state: ClusterState, join: Join) -> str | None:
-    """The difference between the job of who joins and that of this cluster, where that one was given up before anything
-    was made of it: nobody is there any more who wants it, and initial values have not been loaded. Else None."""
+    """Returns how the job of who joins differs from that of this cluster, if that one was given up before anything was
+    made of it: nobody is there any more who wants it, and initial values have not been loaded. Else None."""
     begun = state.job.origin is not None or state.regathering.active or state.job.fatal is not None
     if begun or state.members.present("trainer") or state.job.restored is not None:
         return None

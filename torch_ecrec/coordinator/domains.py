@@ -26,7 +26,7 @@ Domain = tuple[str, ...]
 
 
 def parse(server: str, text: str) -> Domain:
-    """A server's domain, of what it has said."""
+    """Returns a server's failure domain from the text that it has sent; a server that sent none is alone in one."""
     return tuple(level for level in text.split("/") if level)[:LEVELS_MOST] or (f"server {server}",)
 
 

@@ -162,7 +162,7 @@ class Candidate:
         return self._question
 
     def fail(self) -> float:
-        """There was no answer. Returns in how many seconds to ask again."""
+        """Notes that etcd did not answer. Returns in how many seconds to ask again."""
         self._question = Look()
         return RETRY_S
 
@@ -186,7 +186,7 @@ class Candidate:
         return 0.0
 
     def resign(self) -> None:
-        """It acts no more. Whoever gives its lease back then lets another lead at once."""
+        """Ends its lead. Whoever then gives its lease back lets another lead at once."""
         if self.standing is Standing.LEADING:
             self.standing = Standing.FENCED
 

@@ -57,7 +57,7 @@ class Launches:
         self._dismissed = now_s, launch, named
 
     def dismiss_silent(self, member: MemberRecord, now_s: float) -> None:
-        """A trainer was given up that is only silent."""
+        """Notes that a trainer was given up that is only silent, and may live."""
         self.dismiss(member.launch, _named(member), now_s)
 
     def follow(self, before: Launches) -> None:
@@ -103,14 +103,14 @@ class Launches:
 
 
 def is_rival(member: MemberRecord, join: Join) -> bool:
-    """A trainer that is there keeps another process from joining."""
+    """Returns whether a trainer that is there keeps another process from joining."""
     if member.rank == join.rank:
         return not (join.launch and member.launch == join.launch and join.relaunched)
     return member.launch != join.launch
 
 
 def _is_next_of(launch: str | None, join: Join) -> bool:
-    """A trainer is a new start of that launch, as far as anybody can tell."""
+    """Returns whether a trainer that joins is a new start of that launch, as far as anybody can tell."""
     return join.relaunched or not join.launch if launch is None else join.launch == launch
 
 

@@ -125,7 +125,8 @@ class SlotTable:
         return [server for server in self._roster.servers() if server not in self._silence.quiet]
 
     def _choose_host(self, slot: int) -> str:
-        """A spare, else the survivor with the fewest slots (or nobody: wait for a process to come).
+        """Returns the host for a slot: a spare, else the survivor with the fewest slots (or nobody: wait for a process
+        to come).
 
         Who could lately not reach all that it needs comes after all who could, spare or not; then who shares a failure
         domain with slots of the same stripes comes after who does not.
@@ -156,7 +157,7 @@ class SlotTable:
         return domains.shared(server, others, where)
 
     def at_risk(self) -> dict[str, tuple[list[int], str]]:
-        """Failure domains whose loss could not be repaired; see `domains.at_risk`."""
+        """Returns the failure domains whose loss could not be repaired; see `domains.at_risk`."""
         job, spec = self._job, self._job.spec
         if not self.placed or spec is None or not job.code.parities:
             return {}
@@ -207,7 +208,7 @@ class SlotTable:
     # slots find a host --------------------------------------------------------------------------
 
     def place_all(self) -> None:
-        """Every slot gets a server of its own, for the first time."""
+        """Gives every slot a server of its own, for the first time."""
         servers, where = self._roster.servers(), self._members.domains()
         if len(servers) < self._job.code.slots:
             return
@@ -311,7 +312,7 @@ class SlotTable:
         self.new_epoch(events.PlacedAnew)
 
     def restore_again(self) -> None:
-        """All slots begin with their records of the checkpoint that the cluster began with, where they are."""
+        """Has all slots begin with their records of the checkpoint that the cluster began with, where they are."""
         self._job.restore()
         self._eras.restart()
         self.slots = [SlotPlace(place.server, place.incarnation + 1, False) for place in self.slots]
@@ -319,7 +320,7 @@ class SlotTable:
         self.new_epoch(events.PlacedAnew)
 
     def check_restored(self) -> None:
-        """Once all slots have their records of that checkpoint, and all parities of them, training begins."""
+        """Begins training once all slots have their records of that checkpoint, and all parities of them."""
         if self._job.restoring and self.placed and not self.unhealthy():
             self._job.on_restored()
             self._eras.begin(first=True)
@@ -336,7 +337,7 @@ class SlotTable:
             self.new_epoch(events.PlacedAnew)
 
     def take_back(self, epoch: int, slots: list[SlotPlace], kept: Mapping[tuple[int, int], bool]) -> None:
-        """The newest placement that members of the coordinator before know. Nobody is told yet.
+        """Takes over the newest placement that members of the coordinator before know. Nobody is told yet.
 
         Args:
             kept: (slot, incarnation) that have all their records -> whether they have dense snapshots.
@@ -384,13 +385,14 @@ class SlotTable:
         return place.server == by and place.incarnation == incarnation
 
     def on_ready(self, slot: int, incarnation: int, at: int | None) -> None:
-        """A slot's new host serves. `at`: if it began anew, the steps of training after which it goes on."""
+        """Notes that a slot's new host serves. `at`: if it began anew, the steps of training after which it goes on."""
         self._partial.on_ready(slot, incarnation, at)
         event = events.Rehosted if incarnation else messages.Ready
         self._announce(event(slot, incarnation))
 
     def on_rebuilt(self, slot: int, incarnation: int, partial_restores: int) -> None:
-        """All records of a slot are there again, as its host said that knew of so many `partial_restores`."""
+        """Notes that all records of a slot are there again, as its host said, which knew of so many
+        `partial_restores`."""
         place = self.slots[slot]
         if place.healthy or partial_restores < len(self._partial.partial_restores):
             return
@@ -404,7 +406,8 @@ class SlotTable:
         self.moves.rebalance()
 
     def on_unrecoverable(self, slot: int, reason: str) -> None:
-        """A host found that nobody has what it needs; `reason`: not even a checkpoint, or records are damaged."""
+        """Handles what a host has found: nobody has what it needs. `reason`: not even a checkpoint, or records are
+        damaged."""
         if self._job.restoring:
             if self._job.fatal is None:
                 self._job.lose(f"the checkpoint to begin with cannot be read: {reason}", "checkpoint")
@@ -459,7 +462,8 @@ class Moves:
         return None if is_over else move
 
     def rebalance(self) -> None:
-        """Once all is whole, a spare takes a slot of a server that drains, or has several, or where less is shared."""
+        """Moves a slot to a spare, once all is whole: from a server that drains, or has several, or where more is
+        shared."""
         table = self._table
         if not table.slots or table.unhealthy() or self.current is not None:
             return
@@ -493,7 +497,7 @@ class Moves:
         return objection
 
     def stay(self) -> None:
-        """The slot that moves stays where it is, and perhaps another move begins."""
+        """Ends the move under way: the slot stays where it is, and perhaps another move begins."""
         if self.current is not None:
             self._table.new_epoch(events.Stayed)
             self.rebalance()
@@ -523,7 +527,7 @@ class Moves:
             self.send_to(name)
 
     def on_gone(self, name: str) -> None:
-        """A server without slots is gone. If one was to move there, it stays, or moves elsewhere."""
+        """Handles the loss of a server without slots. If a slot was to move there, it stays, or moves elsewhere."""
         move = self.current
         if move is not None and move.server == name:
             self.stay()

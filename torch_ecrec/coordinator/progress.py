@@ -76,7 +76,7 @@ class Progress:
         return None if self._absent_s is None else now_s - self._absent_s
 
     def rate(self) -> Rate | None:
-        """How fast training goes; None: it is not known yet, or nothing was trained of late."""
+        """Returns how fast training goes; None if it is not known yet, or nothing was trained of late."""
         over_s, steps = _grown(self._steps)
         if over_s < LEAST_S or not steps:
             return None
@@ -85,7 +85,7 @@ class Progress:
         return Rate(round(over_s, 3), steps / over_s, samples_per_s)
 
     def filling(self, slot: int, incarnation: int) -> Filling | None:
-        """How this life of a slot gets what it lacks; None: its host has not said anything yet."""
+        """Returns how this incarnation of a slot gets what it lacks; None: its host has not said anything yet."""
         seen = self._filled.get((slot, incarnation))
         if not seen:
             return None
@@ -117,5 +117,5 @@ def _note(seen: deque[_Look], now: _Look) -> None:
 
 
 def _grown(seen: deque[tuple[float, int]]) -> tuple[float, int]:
-    """Over how many seconds, and by how much."""
+    """Returns over how many seconds a counter has grown, and by how much."""
     return (seen[-1][0] - seen[0][0], seen[-1][1] - seen[0][1]) if seen else (0.0, 0)

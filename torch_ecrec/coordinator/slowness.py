@@ -86,7 +86,7 @@ class Slowness:
     def on_tick(
         self, servers: Collection[str], excused: Collection[str], quiet: Collection[str], now_s: float
     ) -> tuple[list[str], list[str]]:
-        """Time passes.
+        """Ends a window when its time is up, and names servers that were slow in many. Called as time passes.
 
         Args:
             servers: those that host slots.
@@ -109,7 +109,7 @@ class Slowness:
         return found
 
     def forget(self, present: Collection[str]) -> None:
-        """Who is gone is nobody's trouble any more."""
+        """Forgets members that are gone."""
         for known in (self.named, self._against, self._calm):
             for server in [server for server in known if server not in present]:
                 del known[server]
@@ -140,7 +140,7 @@ class Slowness:
         return new, over
 
     def _look(self) -> dict[str, Late] | None:
-        """How each server was waited for in this window; None: nobody can say."""
+        """Returns how each server was waited for in this window; None: nobody can say."""
         witnesses = {
             name: sums
             for name, sums in self._trainers.items()

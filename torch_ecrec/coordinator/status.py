@@ -31,7 +31,7 @@ from torch_ecrec.spec.spread import of_mean, spread_of
 
 
 def status_of(state: ClusterState, now_s: float) -> Status:
-    """All that the coordinator knows; what its `Router` knows is as if there was nothing to say."""
+    """Returns the status of the cluster. What the `Router` knows is left as if there was nothing to say."""
     job, eras, table = state.job, state.eras, state.table
     back, move = eras.going_back, table.moves.current
     complaints = state.suspicion.complaints(now_s)

@@ -42,7 +42,7 @@ Pair = tuple[str, str]
 def smallest_cover(
     pairs: Collection[Pair], slots: Callable[[str], int], may: Callable[[Collection[str]], bool]
 ) -> set[str]:
-    """The fewest servers without which no pair is left.
+    """Returns the fewest servers without which no pair is left.
 
     Args:
         pairs: who cannot reach whom.
@@ -81,17 +81,17 @@ class Suspicion:
         self._learns_until_s = self._follows_until_s = 0.0
 
     def follow(self, now_s: float) -> None:
-        """The coordinator before is gone, with what it remembered."""
+        """Begins to learn anew, as the coordinator before is gone, with what it remembered."""
         self._follows_until_s = now_s + REMEMBERED_S
         self.on_arrival(now_s)
 
     def on_arrival(self, now_s: float) -> None:
-        """Somebody has come: some may try each other for the first time."""
+        """Notes that somebody has come: some members may try each other for the first time."""
         if now_s < self._follows_until_s:
             self.learns, self._learns_until_s = True, now_s + LEARNS_S
 
     def on_beat(self, who: str, unreachable: Iterable[str], known: dict[str, MemberRecord], now_s: float) -> None:
-        """A member says that it is there, and whom it cannot reach (not any more, if it does not say so)."""
+        """Notes a heartbeat, and whom its sender cannot reach; whom it does not name it reaches again."""
         last_s, usual = self._beats.get(who, (now_s, None))
         usual = usual or _usual()
         if last_s < now_s:
@@ -105,7 +105,8 @@ class Suspicion:
             self._troubles[_hosts(known[who], known[whom])] = now_s + REMEMBERED_S
 
     def on_computing(self, who: str, now_s: float) -> None:
-        """It is heard of, by no heartbeat: the time until the next one says nothing of how they come."""
+        """Notes that a member is heard of, by no heartbeat: the time until the next one says nothing of how they
+        come."""
         self._computed[who] = now_s
         if who in self._beats:
             self._beats[who] = now_s, self._beats[who][1]
@@ -126,7 +127,7 @@ class Suspicion:
         return len(self._troubles) < troubles or has_learned
 
     def on_tick(self, since_s: float) -> None:
-        """Time that this process stood still does not count: what was said meanwhile is not read yet.
+        """Leaves time out during which this process stood still: what was said meanwhile is not read yet.
 
         Args:
             since_s: since the last tick.
@@ -138,7 +139,7 @@ class Suspicion:
             self._troubles = {hosts: until_s + stood_still_s for hosts, until_s in self._troubles.items()}
 
     def complaints(self, now_s: float) -> list[tuple[str, str, float]]:
-        """Who cannot reach whom, and for how long the coordinator has known."""
+        """Returns who cannot reach whom, and for how long the coordinator has known."""
         return [(who, whom, now_s - since_s) for (who, whom), since_s in self._since.items()]
 
     def silent(self, known: dict[str, MemberRecord], now_s: float) -> dict[str, str]:
@@ -208,7 +209,8 @@ def _host(one: MemberRecord) -> str:
 
 
 def _hosts(one: MemberRecord, other: MemberRecord) -> frozenset[str]:
-    """Their hosts, which outlive names; their names where nobody knows better."""
+    """Returns the hosts of two members, which outlive their names; their names if both are of one host, or none is
+    known."""
     if one.host and other.host and one.host != other.host:
         return frozenset((one.host, other.host))
     return frozenset((one.name, other.name))
