@@ -103,7 +103,8 @@ class AcknowledgedWhenApplied(Parity):
         return super().take_over(floors, attached)
 
     def connect(self) -> None:
-        """All holders have what is before the log; after a cut, all that are caught up have what is before that."""
+        """Meets the other slots anew. All holders have what is before the log; after a cut, all that are caught up have
+        what is before that."""
         rule, self._adopted, adopted = self.held.rule, False, self._adopted
         self._on_all = max(self._on_all, rule.applied if adopted else self.held.log.floor)
         super().connect()

@@ -96,7 +96,7 @@ class Parity(Durability):
         """Does nothing: what was acknowledged survives."""
 
     def on_folded(self, holder: int, before: int, through: int) -> None:
-        """A holder has folded the slot's own steps after `before`, up to `through`."""
+        """Notes that a holder has folded the slot's own steps after `before`, up to `through`."""
         settled = self.held.rule.settled
         for step in range(before + 1, through + 1):
             if (one := self._rounds.get(step)) is not None:
@@ -154,7 +154,7 @@ class Parity(Durability):
     # other slots ----------------------------------------------------------------------------------
 
     def meet(self, slot: int, incarnation: int) -> None:
-        """Another slot has a new incarnation: the old one is fenced, on both sides."""
+        """Learns the incarnation of another slot; one before it is fenced, on both sides."""
         if not self.held.rule.learn(slot, incarnation, self.held.log.floor):
             return
         self.folds.drop_early(slot)

@@ -114,7 +114,7 @@ def _word(kind: type[Any]) -> str:
 
 
 def specification(kind: type[Any]) -> str:
-    """The fields of a dataclass, and of all that are in them."""
+    """Returns the fields of a dataclass, and of all that are in them, as text."""
     hints = typing.get_type_hints(kind)
     hints = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
     fields = ", ".join(f"{name}: {_text(hint)}" for name, hint in hints.items())
@@ -125,7 +125,7 @@ def specification(kind: type[Any]) -> str:
 
 
 def declaration(kind: type[Any]) -> str:
-    """All that a message's bytes depend on, in one line."""
+    """Returns all that a message's bytes depend on, in one line."""
     hints = typing.get_type_hints(kind, include_extras=True)
     fields = ", ".join(f"{name}: {_text(hints[name])}" for name in kind.__struct_fields__)
     answers = answers_of(kind) if "__orig_bases__" in vars(kind) else ()
@@ -134,7 +134,7 @@ def declaration(kind: type[Any]) -> str:
 
 
 def _text(hint: Any) -> str:
-    """A type, the same in every version of Python and of msgspec."""
+    """Returns a type as text that is the same in every version of Python and of msgspec."""
     if isinstance(hint, TensorOf):
         return str(hint)
     origin, parts = typing.get_origin(hint), typing.get_args(hint)

@@ -752,7 +752,7 @@ def _progress(message: Mapping[str, Any]) -> Progress:
 
 
 def _check_build(message: Mapping[str, Any]) -> None:
-    """Before anything else of it is looked at, which another build may mean otherwise."""
+    """Refuses another build before anything else of its message is looked at, which it may mean otherwise."""
     if reason := refusal(whole_build(), message.get("version"), message.get("messages")):
         raise OtherBuild(reason)
 
@@ -780,7 +780,8 @@ def _convert(message: Mapping[str, Any], wanted: Any) -> Any:
 
 
 def json_of(message: Struct) -> dict[str, Any]:
-    """A message, or a part of one, as an object of JSON: the inverse of `from_member` and `from_coordinator`."""
+    """Returns a message, or a part of one, as an object of JSON: the inverse of `from_member` and
+    `from_coordinator`."""
     found: dict[str, Any] = msgspec.to_builtins(message)
     if isinstance(message, Progress):
         found |= found.pop("figures")

@@ -31,7 +31,7 @@ Part = tuple[list[int], Tensor]  # header, payload (bytes,) uint8
 
 
 def cut(parts: Mapping[Key, Part], of: int, begin: list[int]) -> Snapshots:
-    """The next answer. Payloads are views of those in `parts`.
+    """Returns the next answer of a keeper. Payloads are views of those in `parts`.
 
     Args:
         parts: all that is kept.
@@ -102,7 +102,7 @@ class Gathering:
         return not answer.more
 
     def all(self) -> Snapshots:
-        """All pieces together, as one answer."""
+        """Returns all pieces together, as one answer."""
         keys = sorted(self.parts)
         headers, payloads = [self.parts[key][0] for key in keys], [self.parts[key][1] for key in keys]
         return Snapshots([step for step, _ in keys], [trainer for _, trainer in keys], headers, payloads)

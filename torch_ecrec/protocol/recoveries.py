@@ -57,7 +57,7 @@ class Saves(Struct, frozen=True, forbid_unknown_fields=True):
         return self.since[-1][1] if self.since else self.done
 
     def until(self, done: int) -> Saves:
-        """Without those of later steps."""
+        """Returns the saves without those of later steps."""
         return msgspec.structs.replace(self, since=[save for save in self.since if save[1] <= done])
 
 

@@ -645,7 +645,7 @@ class Status(Struct, frozen=True, kw_only=True, tag_field="type", tag="status"):
         return [one for one in self.members if one.role == "trainer" and one.present]
 
     def member(self, name: str) -> MemberStatus:
-        """The member of that name. Raises KeyError: there is none."""
+        """Returns the member of that name. Raises KeyError: there is none."""
         found = [one for one in self.members if one.name == name]
         if not found:
             raise KeyError(name)
@@ -664,13 +664,13 @@ class Status(Struct, frozen=True, kw_only=True, tag_field="type", tag="status"):
 
 
 def json_of(status: Status) -> dict[str, Any]:
-    """A status as an object of JSON: the inverse of `of_message`."""
+    """Returns a status as an object of JSON: the inverse of `of_message`."""
     found: dict[str, Any] = msgspec.to_builtins(status)
     return found
 
 
 def of_message(message: Mapping[str, Any]) -> Status:
-    """The status in a coordinator's answer.
+    """Returns the status in a coordinator's answer.
 
     Raises:
         ValueError: it is none; the text says which field, what was wanted and what came, and if it came from another

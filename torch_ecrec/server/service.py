@@ -85,7 +85,7 @@ class Host(ServerProcess):
     # from the coordinator -----------------------------------------------------------------------
 
     def on_control(self, word: messages.FromCoordinator) -> None:
-        """The coordinator says something; what is about membership is not for the data plane."""
+        """Handles a message of the coordinator; one about membership is not for the data plane, and ignored."""
         match word:
             case messages.Job():
                 self.run(self._take_job, word.job, word.restored)
@@ -165,7 +165,7 @@ class Host(ServerProcess):
         self.run(abandon)
 
     def _on_move(self, word: messages.Move) -> None:
-        """A slot is to be copied here."""
+        """Begins to copy a slot here."""
         placement = self.placement
         if self.job is None or placement is None or (word.epoch, word.era) != (placement.epoch, self.era):
             return  # over
@@ -193,7 +193,8 @@ class Host(ServerProcess):
         self.arrivals = {}
 
     def _take_era(self, word: messages.Era) -> None:
-        """The trainers were lost, or slots beyond repair: all servers stop, and later go on."""
+        """Stops all slots in a new era, as trainers were lost, or slots beyond repair; and lets them go on once it is
+        known where."""
         era, step = word.era, word.step
         self.origin = word.origin  # `step` was chosen with it: before training no dense model is needed
         if era > self.era:
@@ -211,7 +212,8 @@ class Host(ServerProcess):
                     slot.go_back(step, word.done)
 
     def _learn(self, partial_restores: list[messages.PartialRestore]) -> None:
-        """Which slots have begun anew so far. Before anything else of that era is done or answered."""
+        """Applies partial restores that this server has not seen. Must run before anything else of that era is done or
+        answered."""
         news = partial_restores[len(self.partial_restores) :]
         if len(partial_restores) >= len(self.partial_restores):
             self.partial_restores = partial_restores
@@ -275,7 +277,7 @@ class Host(ServerProcess):
         self.ready_memory.prepare(sizes)
 
     def _host(self, job: JobSpec, index: int, incarnation: int, incarnations: list[int]) -> None:
-        """A life of a slot is here from now on."""
+        """Hosts an incarnation of a slot from now on."""
         restores = self.placement is not None and self.placement.restoring
         fresh, arrival = incarnation == 0 and not restores, self.arrivals.get(index)
         if arrival is not None and (not arrival.arrived or arrival.word.incarnation != incarnation):
@@ -377,12 +379,12 @@ class Host(ServerProcess):
     # looking for damage -------------------------------------------------------------------------
 
     def start_scrubbing(self) -> None:
-        """From now on records and parities are looked at in the background. For who has a real clock; once."""
+        """Begins to look at records and parities in the background. For who has a real clock; called once."""
         if self.settings.record_checks != "none" and self.settings.scrub_bytes_per_s > 0:
             self.run(self._scrub_later)
 
     def flip(self, parity: bool) -> None:
-        """A bit of a record, or of a parity, changes by itself: for `torch-ecrec chaos`, which waits until it is found.
+        """Flips a bit of a record or a parity behind its seal: for `torch-ecrec chaos`, which waits until it is found.
 
         Where no slot is whole just now, it does so once one is.
         """
@@ -394,7 +396,7 @@ class Host(ServerProcess):
         self.run(change)
 
     def flip_below(self) -> None:
-        """Likewise, of a record or parity that is on the disk of its tier; it is read a little later."""
+        """Flips a bit of a record or parity that is on the disk of its tier; it is read a little later."""
 
         def change() -> None:
             look = flip_below(list(self.slots.values()), random.Random())

@@ -51,7 +51,7 @@ class SnapshotStore:
         return sum(payload.numel() for _, payload in self.parts.values())
 
     def found(self) -> dict[int, tuple[int, list[int]]]:
-        """Step -> the steps of training that are done then, and the trainers whose parts are here."""
+        """Returns, by step, the steps of training that are done then, and the trainers whose parts are here."""
         found: dict[int, tuple[int, list[int]]] = {}
         for (step, trainer), (header, _) in sorted(self.parts.items()):
             found.setdefault(step, (header[0], []))[1].append(trainer)
@@ -75,11 +75,12 @@ class SnapshotStore:
             self._put(key, part)
 
     def begin_anew(self) -> None:
-        """The dense model is lost everywhere: nobody has anything to copy from."""
+        """Copies nothing more: the dense model is lost everywhere."""
         self.lacks_all = False
 
     def go_back(self, step: int) -> None:
-        """Training starts again after `step`: drops what came later, gets what is missing of that step."""
+        """Drops snapshots of steps after `step`, since training starts again there; gets what is missing of that
+        step."""
         self.most = step if self.host.origin is not None else 0  # all begin anew: none counts
         self.parts = {key: part for key, part in self.parts.items() if key[0] <= self.most}
         if not self.complete:
@@ -126,7 +127,7 @@ class SnapshotStore:
     # copies ---------------------------------------------------------------------------------------
 
     def copy_all(self) -> None:
-        """The new host of a lost slot: asks the other holders in turn for all they have."""
+        """Asks the other holders in turn for all they have, as the new host of a lost slot."""
         if self._is_holder and len(self.host.snapshot_slots) > 1:
             self.lacks_all = True
             self._copy()
@@ -141,7 +142,7 @@ class SnapshotStore:
         return self.index in self.host.snapshot_slots
 
     def _copy(self) -> None:
-        """One of the others has everything, as long as at most r are lost."""
+        """Asks the other holders for what is missing. One of them has everything, as long as at most r are lost."""
         others = [h for h in self.host.snapshot_slots if h != self.index]
         if others and not self._asking:
             self._asking = True

@@ -88,7 +88,7 @@ class SpoilingApplier(Applier):
                 seals_U ^= others_U
 
     def _put_back_(self, change: Changed) -> None:
-        """The record that has changed least, and what is said of it."""
+        """Takes back the change of the record that has changed least, and what its deltas and seals say of it."""
         positions, deltas, seals = change
         bytes_changed = [np.count_nonzero(deltas_UB, axis=1) for deltas_UB in deltas]
         slab = min((i for i, counts in enumerate(bytes_changed) if len(counts)), key=lambda i: bytes_changed[i].min())
@@ -100,7 +100,7 @@ class SpoilingApplier(Applier):
 
 
 def _nothing_of(push: wire.Push) -> wire.Push:
-    """The push, as of a trainer whose batch has no record of this slot."""
+    """Returns the push as of a trainer whose batch has no record of this slot."""
     return msgspec.structs.replace(
         push, positions=[part[:0] for part in push.positions], gradients=[part[:0] for part in push.gradients]
     )
