@@ -425,7 +425,7 @@ def _were(of: Sequence[object]) -> str:
 
 
 def _where(status: Status, name: str) -> str:
-    """A member's host and process, for who has to look at it."""
+    """Returns a member's host and process, for who has to look at it."""
     found = [one for one in status.members if one.name == name]
     if not found:
         return name

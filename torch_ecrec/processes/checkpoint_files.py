@@ -167,7 +167,7 @@ class FileWriting:
         return found[0]
 
     def next_dense(self) -> tuple[Key, Part] | None:
-        """A part of the dense model that was not given yet."""
+        """Returns a part of the dense model that was not given yet; None: all were."""
         try:
             return self._dense.pop(0)
         except IndexError:
@@ -182,7 +182,7 @@ class FileWriting:
         self._inside(lambda slot: slot.failed(reason))
 
     def _inside(self, what: Callable[[_Slot], None]) -> None:
-        """Inside `Node.run`, unless it is cancelled, which happens there too."""
+        """Does something inside of `Node.run`, unless the writing is cancelled, which happens there too."""
         if (slot := self._slot) is not None:
             slot.run(lambda: None if self.cancelled.is_set() else what(slot))
 
@@ -203,7 +203,7 @@ class Pace:
         self._free_s = 0.0  # from when on the next may be written
 
     def spend(self, size: int, bytes_per_s: float, writing: FileWriting) -> None:
-        """So many bytes were written: waits until more may be. Raises _Cancelled."""
+        """Notes that so many bytes were written, and waits until more may be. Raises _Cancelled."""
         if bytes_per_s > 0:
             with self._lock:
                 now_s = time.monotonic()
@@ -241,7 +241,7 @@ class _Looking:
             self._end(found, why)
 
     def watch(self) -> None:
-        """On a thread of its own, until it has ended."""
+        """Ends the look when the store hangs. Runs on a thread of its own until the look has ended."""
         while not self._ended.wait(max(0.0, self._beat_s + LOOKS_S - time.monotonic())):
             if time.monotonic() >= self._beat_s + LOOKS_S:
                 self.end(None, f"{self._url} has given nothing for {LOOKS_S:g} s: it hangs")
@@ -310,7 +310,8 @@ class FileManifests:
             self._call(lambda: done(None, False))
 
     def discard(self, folder: str, save: bool = False) -> None:
-        """See `Manifests`. Where that fails, it is tried again when the next checkpoint counts."""
+        """Removes files as `Manifests.discard` says. Where that fails, it is tried again when the next checkpoint
+        counts."""
 
         def work() -> None:
             try:
@@ -349,7 +350,8 @@ class FileManifests:
         done: Callable[[Restorable | None, str], None],
         read: bool = True,
     ) -> None:
-        """See `Manifests`. If `read`, every file is read: one that is altered is passed over, as the log says."""
+        """Looks for a checkpoint as `Manifests.newest` says. If `read`, every file is read: one that is altered is
+        passed over, as the log says."""
 
         looking = _Looking(self._settings.url, lambda found, why: self._call(functools.partial(done, found, why)))
 

@@ -134,7 +134,7 @@ class _Watchers:
 
     @property
     def said(self) -> dict[str, Any]:
-        """What the ready line of this process says of its watchers: the address of its page, if it serves one."""
+        """The part of this process's ready line about its watchers: the address of its page, if it serves one."""
         return {} if self._web is None else {"http": list(self._web.address)}
 
     def lead(self, cluster: Cluster | None) -> None:
@@ -208,7 +208,7 @@ class _Coordinator:
         return None if self._lease is None else self._lease.candidate.view
 
     def run(self) -> bool:
-        """Until its end; returns whether it has lost its lease of the lead, and is to stand by again."""
+        """Runs until its end; returns whether it has lost its lease of the lead, and is to stand by again."""
         checkpoint, again, began_with = self._told.checkpoint, self._told.again, self._told.began_with
         if self._lease is not None:
             if not self._stand(self._lease):
@@ -332,9 +332,9 @@ class _Coordinator:
             ).start()
 
     def _look_for(self, checkpoint: CheckpointSettings, began_with: str) -> None:
-        """A thread of one that takes the place of another: finds what the cluster begins with if nobody is left who
-        trains. What cannot be read is tried again: training does not need it. What is not there, too, since somebody
-        may bring it back; but who joins is told."""
+        """Finds what the cluster begins with if nobody is left who trains. Runs on a thread of its own, in a
+        coordinator that takes the place of another. What cannot be read is tried again: training does not need it. What
+        is not there, too, since somebody may bring it back; but who joins is told."""
         since_s, wanted = time.monotonic(), self._told.restore
         looks = StoreProbe(
             lambda: find_again(checkpoint.run, checkpoint.url, checkpoint.beyond, wanted, began_with),
@@ -357,7 +357,7 @@ class _Coordinator:
         self._do_soon(lambda: self._router.begin_with(begins, life, time.monotonic()))
 
     def _cannot_look_on(self, error: BaseException) -> None:
-        """Whoever joins would wait for ever for what is looked for."""
+        """Refuses those who join, as the look for a checkpoint has failed: they would wait for ever."""
         log.error("the look for a checkpoint ended: %r", error, exc_info=error)
         self._refuse(f"the look for a checkpoint to begin with ended: {error!r}")
 
@@ -366,7 +366,7 @@ class _Coordinator:
         self._do_soon(lambda: self._router.cannot_look(why))
 
     def _refuse(self, why: str) -> None:
-        """From any thread: there is nothing to begin with."""
+        """Notes that there is nothing to begin with. May be called from any thread."""
         self._do_soon(lambda: self._router.cannot_begin(why, time.monotonic()))
 
     def _as_watched(self, again: bool) -> Cluster | None:
@@ -402,13 +402,14 @@ class _Coordinator:
         self._server.probe(address, on_probed)
 
     def _hangs(self) -> bool:
-        """From any thread. It ticks four times in a heartbeat."""
+        """Returns whether the coordinator's thread hangs, which ticks four times in a heartbeat. May be called from any
+        thread."""
         return time.monotonic() - self._ticked_s > max(HANGS_S, self._told.settings.heartbeat_s)
 
     # its end ------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
-        """The cluster was told to."""
+        """Ends this process a little later, as the cluster was told to end."""
         self._over = True
         self._server.call_later(TOLD_END_S, self._server.close)
 
@@ -426,14 +427,15 @@ class _Coordinator:
         self._server.call_later(TOLD_END_S, self._server.close)
 
     def _announce(self, event: dict[str, Any]) -> None:
-        """To the log, and to the supervisor, which starts the next coordinator, whose members these are."""
+        """Tells an event to the log, the watchers, and the supervisor, which starts the next coordinator, whose members
+        these are."""
         log_event(event)
         self._watchers.happened(event)
         if event["event"] == "regathered" and not self._told.alone:
             print(json.dumps({"run": self._router.core.run}), file=self._out, flush=True)
 
     def _end_after_loss(self) -> None:
-        """Once whoever was started again has been told, as often as it was, nobody needs this process."""
+        """Ends this process after a loss of data, once whoever was started again has been told, as often as it was."""
         core, now_s = self._router.core, time.monotonic()
         lost = core.fatal is not None and core.fatal_kind == "data_loss" and not core.goes_back
         self._fatal_s = min(self._fatal_s, now_s) if lost else math.inf
@@ -442,18 +444,18 @@ class _Coordinator:
             self._server.close()
 
     def _give_way(self) -> None:
-        """It leads no more: whoever is still connected looks for who does."""
+        """Leads no more: whoever is still connected looks for who does."""
         self._fenced = True
         self._server.close()
 
     def _end_without(self) -> None:
-        """Nobody has come back, and there is nothing to begin with."""
+        """Ends this process if nobody has come back, and there is nothing to begin with."""
         if self._router.looks and not self._router.core.regathering:
             self._refuse(str(self._missing))
             self._server.call_later(TOLD_END_S, self._server.close)
 
     def _tidy(self) -> None:
-        """Nobody goes on with this run."""
+        """Removes what the run's manifests need no more: nobody goes on with it."""
         if self._manifests is not None:
             self._manifests.end(self._router.core.run)
 
@@ -468,13 +470,13 @@ class _Coordinator:
             self._end_now()
 
     def _trainers(self) -> list[str]:
-        """That are there, and may need the cluster."""
+        """Returns the trainers that are there, and may need the cluster."""
         core = self._router.core
         there = [one.name for one in core.members.values() if one.role == "trainer" and one.present]
         return there if core.fatal is None else []
 
     def _end_alone(self, until_s: float) -> None:
-        """Once no trainer is there; `until_s` at most."""
+        """Ends this process once no trainer is there; waits until `until_s` at most."""
         if self._trainers() and time.monotonic() < until_s:
             self._server.call_later(POLL_S, lambda: self._end_alone(until_s))
         else:
@@ -517,5 +519,5 @@ class _Coordinator:
 
 
 def log_event(event: dict[str, Any]) -> None:
-    """Louder what is not exact, what has lost all that was trained, and what training waits for."""
+    """Logs an event: louder what is not exact, what has lost all that was trained, and what training waits for."""
     log.log(logging.WARNING if event["event"] in LOUD else logging.INFO, "%s", json.dumps(event))

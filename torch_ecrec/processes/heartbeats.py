@@ -91,7 +91,7 @@ class Heartbeats:
         figures: Callable[[], Report],
         sign: SignOfLife | None,
     ) -> None:
-        """From now on they are told, until `timers` are closed.
+        """Begins to send heartbeats, until `timers` are closed.
 
         Args:
             tell: says something to the coordinator.

@@ -403,7 +403,7 @@ def _exit_with_reason() -> _Ending:
 
 
 def _start_local(job: JobSpec, trainer: int, code: CodeSpec, settings: Settings) -> tuple[Supervisor | None, str]:
-    """Trainer 0 starts a local cluster, of its own settings, and tells the others its address."""
+    """Starts a local cluster in trainer 0, of its own settings, and tells the others its address."""
     import torch.distributed as dist
 
     if job.trainers > 1 and not dist.is_initialized():
@@ -426,7 +426,8 @@ def _start_local(job: JobSpec, trainer: int, code: CodeSpec, settings: Settings)
 
 
 def _logs_folder() -> Path:
-    """A new one. Trainers that were interrupted leave theirs, for who looks for a reason: the newest few stay."""
+    """Makes a new folder for logs. Trainers that were interrupted leave theirs, for who looks for a reason: the newest
+    few stay."""
     left = []
     for one in Path(tempfile.gettempdir()).glob(f"{LOGS}[0-9]*-*"):
         with contextlib.suppress(OSError):  # another process was first
@@ -440,7 +441,8 @@ def _logs_folder() -> Path:
 
 
 def _wait_for_trainers(cluster: Supervisor, limit_s: float) -> None:
-    """Until no trainer is left: another one may still evaluate. As long as they look rows up, and `limit_s` more."""
+    """Waits until no trainer is left: another one may still evaluate. It waits as long as they look rows up, and
+    `limit_s` more."""
     deadline_s, told = time.monotonic() + limit_s, time.monotonic() + WAITS_S
     seen: list[dict[str, int] | None] = []
     while time.monotonic() < deadline_s:

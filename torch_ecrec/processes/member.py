@@ -245,7 +245,7 @@ class Member:
             control.close()
 
     def _listen(self, host: str) -> None:
-        """Where the coordinator can ask whether this process lives, once its connection has ended."""
+        """Listens where the coordinator can ask whether this process lives, once its connection has ended."""
         secret_at(host)  # where it is about to listen
         try:
             self._sign = SignOfLife(host)
@@ -335,7 +335,7 @@ class Member:
     # the end ------------------------------------------------------------------------------------
 
     def on_error(self, error: BaseException) -> None:
-        """Something went wrong where nobody could be told: it ends this process's membership."""
+        """Ends this process's membership with an error of the background, which nobody else could be told."""
         log.error("%s: %r", self.name, error, exc_info=error)
         self.end(error)
 

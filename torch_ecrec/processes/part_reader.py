@@ -70,7 +70,7 @@ class FileReading:
         return self._calls is None
 
     def cancel(self) -> None:
-        """Nobody wants them any more; inside `Node.run`."""
+        """Stops the reading: nobody wants the records any more. Called inside of `Node.run`."""
         self._calls = None
 
     def take(self, slab: int, positions_N: Positions, records_NB: Bytes) -> None:
@@ -108,7 +108,7 @@ def _work(partial_restore: PartialRestore, job: JobSpec, slot: int, reading: Fil
 
 
 def slot_records(partial_restore: PartialRestore, job: JobSpec, slot: int) -> Iterator[tuple[int, Positions, Bytes]]:
-    """A slot's records of a checkpoint, with the prioritised saves on it that are named.
+    """Yields a slot's records of a checkpoint, with the prioritised saves on it that are named.
 
     Where all that it builds on was written by a cluster of the same layout, the slot's own parts are read, else all.
 

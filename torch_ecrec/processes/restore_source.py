@@ -27,7 +27,7 @@ DENSE_S = 3600.0  # for the dense model, which is read at once; only a store tha
 
 
 def find(wanted: str, url: str, began_with: str = "") -> tuple[Restored, JobSpec] | None:
-    """The checkpoint that a cluster is to begin with.
+    """Returns the checkpoint that a cluster is to begin with, and its job; None: it begins with none.
 
     Args:
         wanted: URL, URL@STEP, or "newest": the newest at `url`; then None if there is none.
@@ -90,15 +90,16 @@ def find_again(run: str, url: str, beyond: Beyond, wanted: str, began_with: str)
 
 
 def restored_of(catalog: Catalog, manifest: Manifest) -> Restored:
-    """How a cluster is told to begin with a checkpoint. Raises CheckpointError: what it builds on cannot be read."""
+    """Returns the message by which a cluster begins with a checkpoint. Raises CheckpointError: what it builds on cannot
+    be read."""
     bits = sorted({one.encoding.bits for one in catalog.chain(manifest)} - {0})
     rounded = f"weights are those of checkpoint {manifest.id}, rounded to {', '.join(map(str, bits))} bits"
     return Restored(catalog.url, manifest.id, manifest.done, inexact=rounded if bits else "")
 
 
 def newest_of(run: str, url: str) -> tuple[tuple[Restored, JobSpec] | None, int]:
-    """The newest checkpoint of a run, if there is one; its files are read later. And how many coordinators
-    the run had, as the names of its checkpoints tell, also of those that came to nothing.
+    """Returns the newest checkpoint of a run, if there is one; its files are read later. And how many coordinators the
+    run had, as the names of its checkpoints tell, also of those that came to nothing.
 
     Raises:
         CheckpointError: the place cannot be read, or what the checkpoint builds on is not there.
@@ -125,7 +126,7 @@ def _found(run: str, url: str) -> tuple[Restorable | None, int, list[Broken]]:
 
 
 def dense_model(restored: Restored) -> list[tuple[Tensor, list[int]]]:
-    """Every trainer's part of a checkpoint's dense model, in their order: payload (n,) uint8, and header.
+    """Returns every trainer's part of a checkpoint's dense model, in their order: payload (n,) uint8, and header.
 
     Raises:
         CheckpointError: it is not there (any more), is altered, or is of another step.

@@ -171,7 +171,7 @@ class Shard:
         return Captured(self._stores[False], marks_P)
 
     def tier_figures(self) -> list[Any]:
-        """What there is to say of its stores on disks, a `TierFigures` of each."""
+        """Returns the figures of its stores on disks, a `TierFigures` of each."""
         return [figures for store in self._stores if (figures := store.figures()) is not None]
 
     @property
@@ -202,7 +202,7 @@ class Shard:
         return [(reading, bool(parity)) for reading, parity in found if reading is not None]
 
     def settle(self, reading: Any, parity: bool) -> None:
-        """What `soon` has asked for was read."""
+        """Takes in what `soon` has asked for, as it was read."""
         self._stores[parity].settle(reading)
 
     def keep_last_(self, runs: Sequence[tuple[int, int]]) -> None:

@@ -35,7 +35,7 @@ First = Callable[[Positions], Bytes]
 
 
 class Use(Enum):
-    """What records are asked for to do with them."""
+    """Says for which purpose records are asked for."""
 
     READ = "read"  # to read them, as training does: they will soon be asked for again
     CHANGE = "change"  # to read and change them
@@ -115,7 +115,7 @@ class RecordStore(Protocol):
         """Some records are needed soon: see `TieredStore.want`."""
 
     def arrive(self, reading: Any) -> None:
-        """What `want` has asked for was read: see `TieredStore.arrive`."""
+        """Takes in what `want` has asked for, as it was read; see `TieredStore.arrive`."""
 
     def pin(self, later: Sequence[Positions]) -> None:
         """Some records stay in memory once they are there, until others are named: see `TieredStore.pin`."""
@@ -124,7 +124,7 @@ class RecordStore(Protocol):
         """Returns what to read before frames are emptied the next time, a `Reading` for `settle`; None: nothing."""
 
     def settle(self, reading: Any) -> None:
-        """What `soon` has asked for was read."""
+        """Takes in what `soon` has asked for, as it was read."""
 
     def below(self) -> Positions:
         """Returns those that are on a disk and not in memory, (M,) int64: for tests and `chaos`."""
@@ -140,7 +140,7 @@ class RecordStore(Protocol):
         """Bytes of memory that it takes."""
 
     def figures(self) -> Any:
-        """What there is to say of its disk, a `TierFigures`; None: it has none."""
+        """Returns the figures of its disk, a `TierFigures`; None: it has none."""
 
 
 class MemoryStore:

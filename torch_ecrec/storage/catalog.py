@@ -102,7 +102,7 @@ class Catalog:
     # writing --------------------------------------------------------------------------------------
 
     def new_folder(self, done: int) -> str:
-        """A name for an attempt at a checkpoint after `done` steps of training: no other attempt has it."""
+        """Returns a name for an attempt at a checkpoint after `done` steps of training: no other attempt has it."""
         require_int("done", done, 0, 10**12 - 1)
         return f"{done:012d}-{secrets.token_hex(6)}"
 
@@ -159,15 +159,16 @@ class Catalog:
         return listing
 
     def read(self, name: str) -> Manifest:
-        """One checkpoint's manifest. Raises CheckpointError: it is not there, was altered, or is another's."""
+        """Returns one checkpoint's manifest. Raises CheckpointError: it is not there, was altered, or is another's."""
         return read(self.folder(name), name, MANIFEST)
 
     def checkpoints(self) -> list[Manifest]:
-        """Those that can be read, newest first: in the order in which they were committed, whatever their steps."""
+        """Returns the manifests that can be read, newest first: in the order in which they were committed, whatever
+        their steps."""
         return self.listing().whole
 
     def newest(self) -> Manifest:
-        """The last that was committed. Raises CheckpointError if there is none."""
+        """Returns the checkpoint that was committed last. Raises CheckpointError if there is none."""
         listing = self.listing()
         if not listing.whole:
             broken = "".join(f"; {one.reason}" for one in listing.broken)
@@ -175,11 +176,11 @@ class Catalog:
         return listing.whole[0]
 
     def wanted(self, step: int | None) -> Manifest:
-        """That of a step, or, without one, the newest. Raises CheckpointError if there is none."""
+        """Returns the checkpoint of a step, or, without one, the newest. Raises CheckpointError if there is none."""
         return self.newest() if step is None else self.at(step)
 
     def at(self, step: int) -> Manifest:
-        """The newest after so many steps of training. Raises CheckpointError if there is none."""
+        """Returns the newest checkpoint after so many steps of training. Raises CheckpointError if there is none."""
         listing = self.listing()
         for manifest in listing.whole:
             if manifest.done == step:

@@ -53,7 +53,7 @@ class Description:
     beside: tuple[str, ...] = ()
 
     def encoded(self) -> bytes:
-        """The description as bytes of JSON."""
+        """Returns the description as bytes of JSON."""
         said = _File(
             FORMAT,
             self.job.to_json(),
@@ -66,7 +66,7 @@ class Description:
 
     @staticmethod
     def decoded(data: bytes, name: str) -> Description:
-        """The inverse of `encoded`.
+        """Returns the description of which `encoded` gave these bytes.
 
         Args:
             name: where it comes from, for errors.

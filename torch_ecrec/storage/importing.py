@@ -144,7 +144,7 @@ def _write_records(job: JobSpec, source: Source, parts: Sequence[PartWriter], sl
 
 
 def _records(source: Source, table: str, schema: Schema, first: int, last: int) -> Bytes:
-    """(N, B) uint8: rows [first, last) of a table, all fields."""
+    """Returns (N, B) uint8: rows [first, last) of a table, all fields."""
     records_NB = np.zeros((last - first, schema.nbytes), np.uint8)
     for field in schema.fields:
         begin, end = schema.bytes_of(field.name)

@@ -118,7 +118,7 @@ class Location:
             self._store = _Remote(url)
 
     def below(self, folder: str) -> Location:
-        """A folder of this one."""
+        """Returns a folder of this one."""
         inner = object.__new__(Location)
         inner.url, inner._store = f"{self.url}/{folder}", self._store.below(folder)
         inner.on_bytes = self.on_bytes
@@ -130,17 +130,17 @@ class Location:
             return self._store.read(name)
 
     def read_range(self, name: str, offset: int, count: int) -> bytes:
-        """`count` bytes of a file from `offset`; fewer where it ends before."""
+        """Returns `count` bytes of a file from `offset`; fewer where it ends before."""
         with self._named(name, "read"):
             return self._store.read_range(name, offset, count)
 
     def open_read(self, name: str) -> OpenFile:
-        """A file, to be read from its beginning."""
+        """Opens a file, to be read from its beginning."""
         with self._named(name, "read"):
             return OpenFile(self, name, self._store.open_read(name))
 
     def open_write(self, name: str) -> OpenFile:
-        """A new file, or one that takes the place of the one of that name once it is closed."""
+        """Opens a new file, or one that takes the place of the one of that name once it is closed."""
         with self._named(name, "write"):
             return OpenFile(self, name, self._store.open_write(name))
 
@@ -279,7 +279,7 @@ class _Local:
         return self._file(name).read_bytes()
 
     def _file(self, name: str) -> Path:
-        """The path of a file. A pipe, say, would be read for ever."""
+        """Returns the path of a file. Refuses what is none: a pipe, say, would be read for ever."""
         path = self.folder / name
         mode = os.stat(path).st_mode
         if not stat.S_ISREG(mode):

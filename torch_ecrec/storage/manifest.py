@@ -233,7 +233,7 @@ class _Version(Struct):
 
 
 def encode(manifest: Manifest) -> bytes:
-    """A manifest as the bytes of its file."""
+    """Returns a manifest as the bytes of its file."""
     body = msgspec.json.encode(manifest)
     return msgspec.json.encode(_Envelope(FORMAT, xxhash.xxh3_128_hexdigest(body), msgspec.Raw(body)))
 
@@ -247,7 +247,7 @@ def require_parts(at: Location, manifest: Manifest) -> None:
 
 
 def read(at: Location, name: str, file: str) -> Manifest:
-    """The manifest in a folder.
+    """Returns the manifest in a folder.
 
     Args:
         at: the folder.
@@ -269,7 +269,7 @@ def read(at: Location, name: str, file: str) -> Manifest:
 
 
 def decode(data: bytes, name: str) -> Manifest:
-    """The inverse of `encode`.
+    """Returns the manifest of which `encode` gave these bytes.
 
     Args:
         data: the bytes of a manifest's file.

@@ -108,7 +108,7 @@ class Saves:
         return found
 
     def on(self, base: str, names: list[str]) -> list[Manifest]:
-        """Some, in the order of their names; all must be on that checkpoint and of its model.
+        """Returns some saves, in the order of their names; all must be on that checkpoint and of its model.
 
         Raises:
             CheckpointError: one is not, or cannot be read.

@@ -40,7 +40,7 @@ class StoreProbe(Generic[T]):
         self._pending = 0
 
     def look(self) -> T:
-        """The answer; of a look that was given up, too, if it comes now: it is no worse.
+        """Returns the answer; of a look that was given up, too, if it comes now: it is no worse.
 
         Raises:
             StoreUnavailable: there is none within the limit.

@@ -164,7 +164,7 @@ class Lending:
         return {numbers[at]: (numbers[at + 1], numbers[at + 2]) for at in range(begin, many, 3)}
 
     def _take_back(self, returned: Sequence[int]) -> None:
-        """The other end does not look at these segments any more, once for each time that one is named."""
+        """Takes back segments that the other end does not look at any more, once for each time that one is named."""
         with self._lock:
             for number in returned:
                 segment = self._shown.get(number)

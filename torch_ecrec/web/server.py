@@ -555,7 +555,7 @@ class _Doors(web.Server):
         return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=BODY_MOST_BYTES)
 
     def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
-        """One has come; another may have to go."""
+        """Takes a connection that has come; another may have to go."""
         super().connection_made(handler, transport)
         transport.set_write_buffer_limits(high=1 << 16)
         self._peers[transport] = _Peer(asyncio.get_running_loop().time())
@@ -571,7 +571,7 @@ class _Doors(web.Server):
         self._peers = {one: peer for one, peer in self._peers.items() if not one.is_closing()}
 
     def asks(self, transport: asyncio.BaseTransport | None, now_s: float) -> None:
-        """A request has come on it."""
+        """Notes that a request has come on a connection."""
         if (peer := self._peers.get(transport)) is not None:  # type: ignore[call-overload]
             peer.asked_s, peer.streams = now_s, False
 
