@@ -55,12 +55,10 @@ from torch_ecrec.nn.backend import NO_TABLES, EmbeddingBackend, NoTables
 from torch_ecrec.nn.coverage import Coverage, check_sharders, coverage_of, is_inside
 from torch_ecrec.nn.dense import DenseSnapshot
 from torch_ecrec.nn.local_shards import LocalShards, data_parallel, shards_of
-from torch_ecrec.nn.lost_changes import check_lost_changes
-from torch_ecrec.nn.no_parameters import explain_empty_optimizers
-from torch_ecrec.nn.processed import watch_batches
 from torch_ecrec.nn.recorder import recorded, tell_unless_rehearsed
 from torch_ecrec.nn.reduce import OrderedMean
 from torch_ecrec.nn.repeats import samples_of
+from torch_ecrec.nn.script_checks import check_lost_changes, explain_empty_optimizers, watch_batches
 from torch_ecrec.nn.served import show_tables
 from torch_ecrec.nn.sharder import all_table_specs, columns_of, job_names, output_dtypes, sharders_for, types_in
 from torch_ecrec.nn.step import SparseStep
