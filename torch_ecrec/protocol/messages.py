@@ -78,7 +78,7 @@ class BadMessage(ValueError):
 
 
 class OtherBuild(BadMessage):
-    """Who wants to join, or was a member, is of another build: it never can be one here."""
+    """The other process runs another build: it can never be a member of this cluster."""
 
 
 class Said(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
