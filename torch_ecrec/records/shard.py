@@ -180,11 +180,11 @@ class Shard:
         return self._stores[False].in_place
 
     def want(self, positions_U: Positions) -> tuple[Any, bool]:
-        """Some data records are needed soon; see `TieredStore.want`."""
+        """Prepares some data records that are needed soon; see `TieredStore.want`."""
         return self._stores[False].want(positions_U)
 
     def arrive(self, reading: Any) -> None:
-        """Data records were read that `want` has asked for."""
+        """Takes in data records that `want` has asked for, as they were read."""
         self._stores[False].arrive(reading)
 
     @property
@@ -193,7 +193,7 @@ class Shard:
         return self._stores[False].frames
 
     def pin(self, later: Sequence[Positions]) -> None:
-        """Some data records stay in memory once they are there; see `TieredStore.pin`."""
+        """Keeps some data records in memory once they are there; see `TieredStore.pin`."""
         self._stores[False].pin(later)
 
     def soon(self) -> list[tuple[Any, bool]]:
@@ -206,7 +206,7 @@ class Shard:
         self._stores[parity].settle(reading)
 
     def keep_last_(self, runs: Sequence[tuple[int, int]]) -> None:
-        """Some data records leave memory when no others are left to leave it; see `TieredStore.keep_last_`."""
+        """Keeps some data records in memory until no others are left to leave it; see `TieredStore.keep_last_`."""
         self._stores[False].keep_last_(runs)
 
     def bring(self, positions_U: Positions) -> None:

@@ -106,19 +106,19 @@ class RecordStore(Protocol):
         """Returns which of these, (M,) int64, fit their seals, and which do not. Those that have moved are neither."""
 
     def keep_last_(self, runs: Sequence[tuple[int, int]]) -> None:
-        """Some records leave memory when no others are left to leave it: see `TieredStore.keep_last_`."""
+        """Keeps some records in memory until no others are left to leave it; see `TieredStore.keep_last_`."""
 
     def take_damaged(self) -> Positions:
         """Returns those that came from a disk since the last call and do not fit their seals: (M,) int64, ascending."""
 
     def want(self, positions_U: Positions) -> tuple[Any, bool]:
-        """Some records are needed soon: see `TieredStore.want`."""
+        """Prepares some records that are needed soon; see `TieredStore.want`."""
 
     def arrive(self, reading: Any) -> None:
         """Takes in what `want` has asked for, as it was read; see `TieredStore.arrive`."""
 
     def pin(self, later: Sequence[Positions]) -> None:
-        """Some records stay in memory once they are there, until others are named: see `TieredStore.pin`."""
+        """Keeps some records in memory once they are there, until others are named; see `TieredStore.pin`."""
 
     def soon(self) -> Any:
         """Returns what to read before frames are emptied the next time, a `Reading` for `settle`; None: nothing."""

@@ -69,7 +69,7 @@ def unavailable() -> str:
 
 
 def _network_of(pid: int) -> int | None:
-    """The number (inode) of a process's network; None: it has ended."""
+    """Returns the number (inode) of a process's network; None: it has ended."""
     try:
         return os.stat(f"/proc/{pid}/ns/net").st_ino
     except OSError:
@@ -102,7 +102,7 @@ class _Namespace:
         return self._init.pid
 
     def enter(self, words: Sequence[str]) -> list[str]:
-        """The command line that runs another one in here."""
+        """Returns the command line that runs another one in here."""
         found = _found("nsenter") or "nsenter"
         return [found, "-t", str(self.pid), "--net", "--uts", "--ipc", "--", *words]
 
@@ -240,7 +240,7 @@ class Host:
         return killed
 
     def come_back(self) -> None:
-        """An empty host, with the same address."""
+        """Makes an empty host with the same address."""
         require(not self.alive, f"{self.name} is not dead")
         self.alive = True
         self.plug_in()
@@ -300,7 +300,7 @@ class Host:
         self._space.run(*f"ip neigh replace {other.address} lladdr {NOWHERE} nud permanent dev eth0".split())
 
     def reach(self, other: Host) -> None:
-        """The opposite of `drop_to`. Nothing if nothing was cut."""
+        """Undoes `drop_to`. Does nothing if nothing was cut."""
         cut = self._space.run("ip", "neigh", "show", other.address, "nud", "permanent")
         if NOWHERE in cut:
             self._space.run("ip", "neigh", "del", other.address, "dev", "eth0")
@@ -398,26 +398,26 @@ class Hosts:
         return iter(self.hosts)
 
     def host_of(self, pid: int) -> int | None:
-        """On which host a process runs; None: on none of these, or it has ended."""
+        """Returns on which host a process runs; None: on none of these, or it has ended."""
         network = _network_of(pid)
         return next((host.number for host in self if host.network == network), None)
 
     def cut(self, one: int, other: int) -> None:
-        """Nothing passes between two hosts any more, in neither direction."""
+        """Lets nothing pass between two hosts any more, in neither direction."""
         self.cut_one_way(one, other)
         self.cut_one_way(other, one)
 
     def cut_one_way(self, sender: int, receiver: int) -> None:
-        """Nothing of one host arrives at another."""
+        """Lets nothing of one host arrive at another."""
         require(sender != receiver, f"host {sender} cannot be cut off from itself")
         self[sender].drop_to(self[receiver])
 
     def isolate(self, number: int) -> None:
-        """A host reaches nobody, and nobody reaches it; its processes live on."""
+        """Cuts a host from all others, in both directions; its processes live on."""
         self[number].unplug()
 
     def mend(self) -> None:
-        """No more cuts; hosts that are alive are plugged in. Links stay as slow as they are."""
+        """Ends all cuts, and plugs in hosts that are alive. Links stay as slow as they are."""
         for one in self:
             for other in self:
                 if one is not other:
