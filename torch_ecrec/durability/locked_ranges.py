@@ -36,7 +36,7 @@ class LockedRebuild(Rebuild):
         self.portions = deque()
 
     def _in_ranges(self) -> list[list[Portion]]:
-        """Yields all portions, cut where a range ends."""
+        """Returns all portions, by the range that each is in, cut where a range ends."""
         ranges: list[list[Portion]] = [[] for _ in range(self.settings.experiment.ranges)]
         for slab, parity, first, end in self._portions():
             for number, portions in enumerate(ranges):

@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def arrived(source: socket.socket) -> list[bytes]:
-    """Yields packets that have arrived, without those that this machine itself has sent by the interface."""
+    """Returns packets that have arrived, without those that this machine itself has sent by the interface."""
     found = []
     for _ in range(64):
         try:
