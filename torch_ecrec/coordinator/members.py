@@ -18,7 +18,7 @@ from torch_ecrec.protocol.build import bits_told
 from torch_ecrec.protocol.messages import Entering, FromCoordinator, Join
 from torch_ecrec.protocol.status import Report
 
-NAMES_OF_A_LIFE = 1000  # servers that one coordinator names: some of those before may be known to nobody any more
+NAMES_OF_A_LIFE = 1000  # numbers of one coordinator's servers begin at a multiple of it: no name is given twice
 TICK_MOST_S = 2.0  # between two calls of `Members.on_tick`, unless the coordinator itself was stopped
 AWAKE_S = 0.4  # after a call of it, others were heard until then
 HEARD_S = 1.0  # heard of within that: it is there
