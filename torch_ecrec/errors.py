@@ -64,7 +64,7 @@ class StoreUnavailable(CheckpointError):
 
 
 class MemoryDamaged(ClusterError):
-    """What a server keeps is not what it was, and only another one can say what it was. The message names it."""
+    """Memory of a server is damaged, and only another server can tell what was there. The message names the place."""
 
     exit_code = 8
 

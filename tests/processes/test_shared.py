@@ -59,8 +59,8 @@ def test_a_segment_that_is_lent_is_free_when_it_is_given_back() -> None:
     pool, reader = Pool(1 << 30), Reader()
     memory = take(pool)
     segment = segment_of(pool, memory)
-    pool.lend(segment, reader)
-    pool.lend(segment, reader)
+    pool.lend(segment, reader.forget)
+    pool.lend(segment, reader.forget)
     del memory
     pool.give_back(segment)
     assert free_bytes(pool) == 0
@@ -75,12 +75,12 @@ def test_a_segment_whose_reader_is_gone_is_never_handed_out_again(held: bool) ->
     memory = take(pool)
     memory[:] = 7
     segment = segment_of(pool, memory)
-    pool.lend(segment, gone)
-    pool.lend(segment, other)
+    pool.lend(segment, gone.forget)
+    pool.lend(segment, other.forget)
     theirs = shared.held(Mapping(segment.fd, segment.size, writable=False), SIZE, 0, deque())
     if not held:
         del memory
-    pool.leave(segment, gone, 1)
+    pool.leave(segment, gone.forget, 1)
     if held:
         assert pool.bytes == segment.size and segment_of(pool, memory) is segment
         del memory
@@ -95,9 +95,9 @@ def test_a_reader_that_owes_nothing_leaves_the_segment_as_it_was() -> None:
     pool, reader = Pool(1 << 30), Reader()
     memory = take(pool)
     segment = segment_of(pool, memory)
-    pool.lend(segment, reader)
+    pool.lend(segment, reader.forget)
     pool.give_back(segment)
-    pool.leave(segment, reader, 0)
+    pool.leave(segment, reader.forget, 0)
     del memory
     assert free_bytes(pool) == segment.size
 
@@ -106,7 +106,7 @@ def test_there_is_a_limit_and_free_segments_make_room() -> None:
     pool, reader = Pool(1 << 20), Reader()
     memory = take(pool, 600_000)
     segment = segment_of(pool, memory)
-    pool.lend(segment, reader)
+    pool.lend(segment, reader.forget)
     pool.give_back(segment)
     assert pool.take(600_000) is None, "no room beside it"
     del memory

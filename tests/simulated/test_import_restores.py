@@ -26,7 +26,7 @@ from torch_ecrec.client.session import Beginning
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.checkpointing import Restorable
 from torch_ecrec.processes.checkpoint_files import FileManifests
-from torch_ecrec.processes.restoring import dense_model
+from torch_ecrec.processes.restore_source import dense_model
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.records.positions import Bytes
 from torch_ecrec.records.schema import Field

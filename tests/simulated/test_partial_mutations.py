@@ -19,8 +19,8 @@ from torch_ecrec.durability.folding import Folds
 from torch_ecrec.durability.holdings import Missing
 from torch_ecrec.durability.parity import Parity
 from torch_ecrec.protocol import messages
-from torch_ecrec.server.restoring import Restoring
 from torch_ecrec.server.slot import Slot
+from torch_ecrec.server.slot_restore import SlotRestore
 from torch_ecrec.spec.job import CodeSpec
 
 pytestmark = pytest.mark.slow  # half a minute for a rule that is missed late
@@ -95,28 +95,28 @@ def only_what_was_not_acknowledged(patch: pytest.MonkeyPatch) -> None:
 
 def three_steps_early(patch: pytest.MonkeyPatch) -> None:
     """A slot goes on some steps before the others, which trainers may not have any more."""
-    before = Restoring.proceed
+    before = SlotRestore.proceed
 
-    def proceed(self: Restoring) -> None:
+    def proceed(self: SlotRestore) -> None:
         host = self._host
         step, host.resume_step = host.resume_step, host.resume_step - 3  # type: ignore[misc]
         before(self)
         host.resume_step = step  # type: ignore[misc]
 
-    patch.setattr(Restoring, "proceed", proceed)
+    patch.setattr(SlotRestore, "proceed", proceed)
 
 
 def one_step_late(patch: pytest.MonkeyPatch) -> None:
     """A slot goes on after a step that others have not applied."""
-    before = Restoring.proceed
+    before = SlotRestore.proceed
 
-    def proceed(self: Restoring) -> None:
+    def proceed(self: SlotRestore) -> None:
         host = self._host
         step, host.resume_step = host.resume_step, host.resume_step + 1  # type: ignore[misc]
         before(self)
         host.resume_step = step  # type: ignore[misc]
 
-    patch.setattr(Restoring, "proceed", proceed)
+    patch.setattr(SlotRestore, "proceed", proceed)
 
 
 def survivors_count_as_healthy(patch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from harness.scenario import half_tables, small_tables
 from virtual_trainers import Kill, OnShelf, Trainers, TurnsSession, assert_same_after
 
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
-from torch_ecrec.server.restoring import AGAIN_S
+from torch_ecrec.server.slot_restore import AGAIN_S
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
 
 STEPS, TRAINERS = 6, 2

@@ -9,7 +9,7 @@ from torch_ecrec.processes.part_reader import slot_records
 from torch_ecrec.protocol.messages import PartialRestore, Restored
 from torch_ecrec.records.halves import numbers_of, records_of
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
-from torch_ecrec.storage import restoring
+from torch_ecrec.storage import chain_reader
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.manifest import Encoding, Manifest
 from torch_ecrec.storage.parts import PartWriter
@@ -102,7 +102,7 @@ class Shelf:
     def read(self, manifest: Manifest, **how: Any) -> list[Any]:
         """Records as a restore gives them; rows that it does not give are all 255."""
         found = [np.full_like(truth, 255) for truth in self.truth]
-        for slab, rows_N, records_NB in restoring.records_of(self.catalog, manifest, **how):
+        for slab, rows_N, records_NB in chain_reader.records_of(self.catalog, manifest, **how):
             found[slab][rows_N] = records_NB
         return found
 
@@ -110,7 +110,7 @@ class Shelf:
         """Whether a restore gives exactly the truth, and the dense model of its step."""
         same = all(np.array_equal(a, b) for a, b in zip(self.read(manifest), self.truth, strict=True))
         wanted = {trainer: self.dense(trainer, manifest.done) for trainer in range(self.job.trainers)}
-        return same and restoring.dense_of(self.catalog, manifest) == wanted
+        return same and chain_reader.dense_of(self.catalog, manifest) == wanted
 
 
 def weights_of(shelf: Shelf, records: Sequence[Any], slab: int) -> Any:

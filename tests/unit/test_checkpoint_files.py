@@ -19,13 +19,13 @@ from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.checkpointing import Finished
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.layout.stripes import layout_of
-from torch_ecrec.processes import checkpoint_files, restoring
+from torch_ecrec.processes import checkpoint_files, restore_source
 from torch_ecrec.processes.checkpoint_files import FileCheckpointWriter, FileManifests, FileWriting
 from torch_ecrec.protocol import messages
 from torch_ecrec.server.capture import Portion
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.storage.catalog import Catalog
-from torch_ecrec.storage.restoring import check_rows
+from torch_ecrec.storage.chain_reader import check_rows
 
 LIMIT_S = 300.0  # for a thread: only a hang reaches it
 JOB = small_job(trainers=2)
@@ -96,7 +96,7 @@ def test_what_slots_write_is_what_a_cluster_begins_with(tmp_path: Path, encoding
     manifests = manifests_of(url, encoding=tuple(encoding.items()))
     manifests.commit(Finished(order.folder, order.step, 40, "", write(url, order, truth), 0), answer)
     assert answer.wait() == (None, True)
-    restored, spec = restoring.find(url, "") or pytest.fail("it is there")
+    restored, spec = restore_source.find(url, "") or pytest.fail("it is there")
     rounded = f"weights are those of checkpoint {order.folder}, rounded to 8 bits" if "bits" in encoding else ""
     assert restored == messages.Restored(url, order.folder, 40, inexact=rounded) and spec == JOB
     found, _ = read_by_slots(restored, JOB)
@@ -104,7 +104,7 @@ def test_what_slots_write_is_what_a_cluster_begins_with(tmp_path: Path, encoding
     assert same == ([True, True] if "bits" not in encoding else [False, True]), (
         "three weights of 16 bits stay as they are"
     )
-    dense = restoring.dense_model(restored)
+    dense = restore_source.dense_model(restored)
     assert [(payload.tolist(), header) for payload, header in dense] == [([t] * 9, [40, t]) for t in range(2)]
     (manifest,) = Catalog(url).checkpoints()
     assert set(manifest.errors) == ({"a", "b", "c"} if "bits" in encoding else set())
@@ -185,10 +185,10 @@ def test_the_newest_that_is_whole_is_taken(tmp_path: Path) -> None:
     newest = Answer()
     manifests.newest("run", None, newest)
     assert newest.wait()[0][0].done == 40
-    assert restoring.find(f"{url}@40", "")[0].done == 40  # type: ignore[index]
+    assert restore_source.find(f"{url}@40", "")[0].done == 40  # type: ignore[index]
     with pytest.raises(CheckpointError, match="no checkpoint of step 41"):
-        restoring.find(f"{url}@41", "")
-    assert restoring.find("newest", str(tmp_path / "none")) is None
+        restore_source.find(f"{url}@41", "")
+    assert restore_source.find("newest", str(tmp_path / "none")) is None
 
 
 @pytest.mark.parametrize("wanted", ["", "newest"])
@@ -198,11 +198,11 @@ def test_what_a_run_has_begun_with_is_found_again_whatever_is_newer_there(tmp_pa
     begun = committed(manifests, url, 40, truth)
     other = committed(manifests, url, 20, truth)
     wanted = wanted or url
-    assert restoring.find(wanted, url) == (other, JOB)
-    assert restoring.find(wanted, url, begun.folder) == (begun, JOB)
-    assert restoring.find(wanted, url, restoring.NONE) is None, "it has begun with nothing"
+    assert restore_source.find(wanted, url) == (other, JOB)
+    assert restore_source.find(wanted, url, begun.folder) == (begun, JOB)
+    assert restore_source.find(wanted, url, restore_source.NONE) is None, "it has begun with nothing"
     with pytest.raises(CheckpointError, match="000000000030-gone-1-1"):
-        restoring.find(wanted, url, "000000000030-gone-1-1")
+        restore_source.find(wanted, url, "000000000030-gone-1-1")
 
 
 @pytest.mark.parametrize("hangs", ["reading", "before"])
@@ -295,9 +295,9 @@ def test_what_is_of_another_run_is_neither_gone_back_to_nor_removed(tmp_path: Pa
         old,
     ]
     # a coordinator in the place of one that died, when everybody else died, too
-    assert restoring.newest_of("none", url) == (None, 1)
+    assert restore_source.newest_of("none", url) == (None, 1)
     for run, folder in (("old", old), ("new", first)):
-        found, life = restoring.newest_of(run, url)
+        found, life = restore_source.newest_of(run, url)
         assert found is not None and found[0].folder == folder and life == 2, "names of its attempts are new"
     # one that began with a checkpoint goes on with its history: that counts among what is kept
     following = manifests_of(url, keep=1)

@@ -10,7 +10,7 @@ from kept import random_records
 from test_checkpoint_files import JOB, committed, manifests_of
 
 from torch_ecrec.errors import CheckpointError, StoreUnavailable
-from torch_ecrec.processes.restoring import NONE, find, find_again
+from torch_ecrec.processes.restore_source import NONE, find, find_again
 from torch_ecrec.storage.catalog import Catalog
 
 

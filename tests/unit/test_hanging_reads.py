@@ -12,11 +12,11 @@ import pytest
 from test_checkpoint_files import JOB
 
 from torch_ecrec.errors import StoreUnavailable
-from torch_ecrec.processes import part_reader, restoring
+from torch_ecrec.processes import part_reader, restore_source
 from torch_ecrec.processes.part_reader import FileReader
-from torch_ecrec.processes.restoring import dense_model
+from torch_ecrec.processes.restore_source import dense_model
 from torch_ecrec.protocol.messages import Restored
-from torch_ecrec.storage import ahead, store_probe
+from torch_ecrec.storage import store_probe
 from torch_ecrec.storage.catalog import Catalog
 
 WITHIN_S = 60.0
@@ -39,7 +39,7 @@ def test_a_trainer_does_not_wait_for_it_for_ever(
     monkeypatch: pytest.MonkeyPatch, hangs: Callable[..., Any], tmp_path: object
 ) -> None:
     monkeypatch.setattr(Catalog, "read", hangs)
-    monkeypatch.setattr(restoring, "DENSE_S", 0.2)
+    monkeypatch.setattr(restore_source, "DENSE_S", 0.2)
     with pytest.raises(StoreUnavailable, match=r"has given no answer for 0\.2 s: it hangs"):
         dense_model(Restored(str(tmp_path), "000000000040-run-1-40", 40))
 
@@ -52,7 +52,7 @@ def test_a_server_that_takes_a_slot_from_it_says_that_it_cannot(
 
     monkeypatch.setattr(part_reader, "slot_records", records)
     monkeypatch.setattr(store_probe, "QUIET_S", 0.1)
-    monkeypatch.setattr(ahead, "LIMIT_S", 0.2)
+    monkeypatch.setattr(store_probe, "LIMIT_S", 0.2)
     failed: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
     partial_restore: Any = SimpleNamespace(url=str(tmp_path), folder="000000000040-run-1-40")
     FileReader(lambda action: action()).read(

@@ -53,7 +53,7 @@ from torch_ecrec.cli.main import main
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.nn import imported
 from torch_ecrec.nn.parallel import DistributedModelParallel
-from torch_ecrec.processes.restoring import dense_model
+from torch_ecrec.processes.restore_source import dense_model
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.state_dicts.shares import shape_of

@@ -22,7 +22,7 @@ from torchrec.modules.mc_modules import (
 )
 
 from torch_ecrec.nn.coverage import coverage_of
-from torch_ecrec.nn.lost_changes import check_lost_changes
+from torch_ecrec.nn.script_checks import check_lost_changes
 
 pytestmark = pytest.mark.usefixtures("process_group")
 warnings.filterwarnings("ignore", category=DeprecationWarning)

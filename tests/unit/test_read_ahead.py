@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from torch_ecrec.errors import StoreUnavailable
-from torch_ecrec.storage import ahead, store_probe
-from torch_ecrec.storage.ahead import read_ahead
+from torch_ecrec.storage import store_probe
+from torch_ecrec.storage.store_probe import read_ahead
 
 WITHIN_S = 60.0
 
@@ -67,7 +67,7 @@ def test_who_stops_early_ends_the_thread() -> None:
 
 def test_a_store_that_hangs_is_no_store(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(store_probe, "QUIET_S", 0.1)
-    monkeypatch.setattr(ahead, "LIMIT_S", 0.3)
+    monkeypatch.setattr(store_probe, "LIMIT_S", 0.3)
     goes_on = threading.Event()
 
     def items() -> Iterator[int]:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from torch_ecrec.cli.main import main
 from torch_ecrec.errors import CheckpointError
-from torch_ecrec.nn import no_parameters
+from torch_ecrec.nn import script_checks
 from torch_ecrec.processes.children import reasons, tail
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
 from torch_ecrec.spec.settings import Settings, _require_known
@@ -136,10 +136,10 @@ def test_what_is_not_installed_is_named_with_what_installs_it(what: list[str], m
 
 
 def test_tables_on_the_servers_are_named_where_an_optimizer_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(no_parameters, "_tables", [])
+    monkeypatch.setattr(script_checks, "_tables", [])
     monkeypatch.setattr(Optimizer, "__init__", Optimizer.__init__)
-    no_parameters.explain_empty_optimizers(["t_cat_10"])
-    no_parameters.explain_empty_optimizers(["t_cat_11", "t_cat_10"])
+    script_checks.explain_empty_optimizers(["t_cat_10"])
+    script_checks.explain_empty_optimizers(["t_cat_11", "t_cat_10"])
     for kind in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam):
         with pytest.raises(ValueError, match="optimizer got an empty parameter list") as refused:
             kind([], lr=0.1)

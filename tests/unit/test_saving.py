@@ -15,7 +15,7 @@ from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.regathering import MemberReports
 from torch_ecrec.coordinator.saving import Saving
 from torch_ecrec.protocol.messages import PartialRestore, Saves
-from torch_ecrec.server.restoring import Restoring
+from torch_ecrec.server.slot_restore import SlotRestore
 
 STEPS: dict[str, Any] = {"url": "memory://x", "beyond": "partial", "saver": "mfu", "portion": 0.25}
 
@@ -113,7 +113,7 @@ class Reader:
         self.cancelled += 1
 
 
-def restoring(partial_restore: PartialRestore, **host: Any) -> tuple[Restoring, Any, Any, Reader]:
+def restoring(partial_restore: PartialRestore, **host: Any) -> tuple[SlotRestore, Any, Any, Reader]:
     reader = Reader()
     shard = SimpleNamespace(data_rows=3, scatter_=lambda at, records: None, schema=SimpleNamespace(nbytes=8))
     held = SimpleNamespace(
@@ -131,7 +131,7 @@ def restoring(partial_restore: PartialRestore, **host: Any) -> tuple[Restoring, 
     told = SimpleNamespace(
         reader=reader, placement=None, **{"frozen": True, "resume_step": 0, "done": 0, "floor": 0, **host}
     )
-    return Restoring(slot, told, partial_restore), told, ready, reader  # type: ignore[arg-type]
+    return SlotRestore(slot, told, partial_restore), told, ready, reader  # type: ignore[arg-type]
 
 
 SINCE = [("s10", 10), ("s12", 12), ("s14", 14)]
@@ -173,17 +173,17 @@ def test_without_saves_it_reads_at_once() -> None:
 
 def all_saves_are_read(patch: pytest.MonkeyPatch) -> None:
     """Also those of steps to before which others may have to go back."""
-    patch.setattr(Restoring, "_told", lambda self: self.partial_restore)
+    patch.setattr(SlotRestore, "_told", lambda self: self.partial_restore)
 
 
 def read_before_it_is_known_where(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Restoring, "begin", lambda self: self._ask(self.partial_restore))
+    patch.setattr(SlotRestore, "begin", lambda self: self._ask(self.partial_restore))
 
 
 def not_read_anew(patch: pytest.MonkeyPatch) -> None:
     """All went back, and what was read before is taken."""
-    ask = Restoring._ask
-    patch.setattr(Restoring, "_ask", lambda self, wanted: ask(self, wanted) if self._asked is None else None)
+    ask = SlotRestore._ask
+    patch.setattr(SlotRestore, "_ask", lambda self, wanted: ask(self, wanted) if self._asked is None else None)
 
 
 def saves_outlive_their_checkpoint(patch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,7 @@ import torch
 from msgspec.structs import replace
 from watched import rebuilding, reports, whole
 
-from torch_ecrec.nn.tensorboard import TensorBoard
-from torch_ecrec.observe.scalars import Scalars
+from torch_ecrec.nn.tensorboard import Scalars, TensorBoard
 from torch_ecrec.protocol.status import Rate
 
 

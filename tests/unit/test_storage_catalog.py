@@ -18,7 +18,7 @@ from power import Crash, Power
 
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.storage import location, manifest, policy, restoring
+from torch_ecrec.storage import chain_reader, location, manifest, policy
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.location import Location
 from torch_ecrec.storage.manifest import Encoding, decode, encode
@@ -61,7 +61,7 @@ def test_chains_of_checkpoints(tmp_path: Path, url_of: Callable[[Path], str]) ->
     assert [c.fault for c in checked] == [""] * 6 and sum(
         c.bytes for c in checked
     ) == two.bytes + one.bytes + full.bytes
-    assert restoring.check_rows(catalog, two) == sum(slab.rows for slab in shelf.job.slabs)
+    assert chain_reader.check_rows(catalog, two) == sum(slab.rows for slab in shelf.job.slabs)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 250 .*there are: 100, 200, 300"):
         catalog.at(250)
 
@@ -71,7 +71,7 @@ def test_each_row_is_given_once_and_only_what_is_wanted(tmp_path: Path) -> None:
     full = shelf.write(1)
     shelf.change(0, range(10, 20), 1)
     two = shelf.write(2, full, [range(10, 20), []])
-    rows = [rows_N for slab, rows_N, _ in restoring.records_of(shelf.catalog, two) if slab == 0]
+    rows = [rows_N for slab, rows_N, _ in chain_reader.records_of(shelf.catalog, two) if slab == 0]
     assert sorted(np.concatenate(rows).tolist()) == list(range(47))
     found = shelf.read(two, wanted=[(15, 30), (0, 0)])
     np.testing.assert_array_equal(found[0][15:30], shelf.truth[0][15:30])
@@ -192,9 +192,9 @@ def test_a_base_that_is_gone_is_named(tmp_path: Path) -> None:
 
 def test_how_a_job_differs_is_said(tmp_path: Path) -> None:
     kept, job = Shelf(str(tmp_path)).write(1), small_job()
-    restoring.require_same_model(kept, job)
+    chain_reader.require_same_model(kept, job)
     with pytest.raises(CheckpointError, match="is of another job: it has seed 0, this job has 9"):
-        restoring.require_same_model(kept, replace(job, seed=9))
+        chain_reader.require_same_model(kept, replace(job, seed=9))
     assert job.difference(job) == job.difference(replace(job, code=CodeSpec(5, 3, 2))) == ""
     for changed, says in (
         (replace(job, trainers=3), "of 2 trainers, this job has 3"),

@@ -22,13 +22,13 @@ from test_storage_saves import SOME, names_at, partial_restore, saved
 from torch_ecrec.cli.main import main
 from torch_ecrec.coordinator.checkpointing import Finished
 from torch_ecrec.errors import CheckpointError
-from torch_ecrec.processes import restoring
+from torch_ecrec.processes import restore_source
 from torch_ecrec.processes.part_reader import slot_records
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.chain_reader import check_rows
 from torch_ecrec.storage.location import Location
-from torch_ecrec.storage.restoring import check_rows
 from torch_ecrec.storage.saves import Saves
 
 
@@ -163,7 +163,7 @@ def test_copies_beside_the_originals_stop_nobody(tmp_path: Path) -> None:
     later = committed(manifests, str(tmp_path), 80, random_records(JOB, 4))
     asked_for(manifests)
     assert name not in names_at(str(tmp_path)), "it was on the checkpoint before"
-    assert restoring.newest_of("run", str(tmp_path))[0] == (later, JOB)
+    assert restore_source.newest_of("run", str(tmp_path))[0] == (later, JOB)
     manifests.end("run", 60.0)
     assert all(copy.exists() for copy in [*copies, left])
 

@@ -19,7 +19,7 @@ from torch_ecrec.cli.main import main
 from torch_ecrec.coordinator.checkpointing import Finished
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.layout.stripes import layout_of
-from torch_ecrec.processes import restoring
+from torch_ecrec.processes import restore_source
 from torch_ecrec.processes.part_reader import slot_records
 from torch_ecrec.protocol import messages
 from torch_ecrec.storage.catalog import Catalog
@@ -74,11 +74,11 @@ def test_nobody_begins_with_a_save(tmp_path: Path) -> None:
     manifests = manifests_of(url, **SOME)
     full = committed(manifests, url, 40, records)
     name = saved(manifests, url, 50, random_records(JOB, 4), full, 2)
-    assert restoring.find(url, "") == (full, JOB) == restoring.find("newest", url)
-    assert restoring.newest_of("run", url)[0] == (full, JOB)
+    assert restore_source.find(url, "") == (full, JOB) == restore_source.find("newest", url)
+    assert restore_source.newest_of("run", url)[0] == (full, JOB)
     for place in (f"{url}@50", f"{url}/saves", f"{url}/saves@50", f"{url}/saves/{name}"):
         with pytest.raises(CheckpointError, match="there is no checkpoint"):
-            restoring.find(place, "")
+            restore_source.find(place, "")
     newest = Answer()
     manifests.newest("run", None, newest)
     assert newest.wait() == ((full, JOB), "")
@@ -86,7 +86,7 @@ def test_nobody_begins_with_a_save(tmp_path: Path) -> None:
     assert not listing.whole and not listing.broken and listing.unfinished == [name]
     (tmp_path / "saves" / name / "manifest.json").write_bytes((tmp_path / "saves" / name / "save.json").read_bytes())
     with pytest.raises(CheckpointError, match=f"there is no checkpoint at {url}/saves; .* is no manifest"):
-        restoring.find(f"{url}/saves", "")
+        restore_source.find(f"{url}/saves", "")
 
 
 def test_manifests_of_before_are_read_and_none_in_the_place_of_the_other(tmp_path: Path) -> None:

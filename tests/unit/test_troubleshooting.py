@@ -24,7 +24,7 @@ MET_BY_USERS = (
     *("doctor", "model_parallel.py", "__init__.py", "runtime/checks.py", "runtime/addresses.py"),
     *("runtime/installed.py", "runtime/kernel_cache.py", "client/waiting.py", "client/session.py"),
     *("client/loading.py", "processes/launch.py", "processes/member.py", "processes/nodes.py"),
-    *("processes/restoring.py", "processes/supervisor.py", "processes/leadership.py", "processes/coordination.py"),
+    *("processes/restore_source.py", "processes/supervisor.py", "processes/leadership.py", "processes/coordination.py"),
     *("coordinator/checkpoint_settings.py", "coordinator/settings.py", "coordinator/job.py"),
     *("coordinator/launches.py", "coordinator/election.py", "transport/control.py"),
     *(

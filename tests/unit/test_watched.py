@@ -14,7 +14,7 @@ from coordinator_words import slot_report
 from msgspec.structs import replace
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torch_ecrec.coordinator import redundancy
+from torch_ecrec.coordinator import domains
 from torch_ecrec.coordinator.members import MemberRecord
 from torch_ecrec.coordinator.progress import WINDOW_S, Progress
 from torch_ecrec.nn.repeats import samples_of
@@ -142,7 +142,7 @@ def test_so_many_servers_may_be_lost_as_each_set_of_them_says(slots: int, r: int
                 ):
                     break
                 best = count
-            assert redundancy.losses(hosted, lacking, code.r, is_loss) == best, (servers, lacking)
+            assert domains.losses(hosted, lacking, code.r, is_loss) == best, (servers, lacking)
 
 
 def test_of_many_servers_it_is_what_any_code_repairs() -> None:
@@ -153,9 +153,9 @@ def test_of_many_servers_it_is_what_any_code_repairs() -> None:
         asked.append(gone)
         return len(gone) > 3
 
-    assert redundancy.losses(hosted, (), 3, is_loss) == 3
-    assert redundancy.losses(hosted, (7,), 3, is_loss) == 2
-    assert redundancy.losses({**hosted, "server-0": [0, 1001]}, (), 3, is_loss) == 2
+    assert domains.losses(hosted, (), 3, is_loss) == 3
+    assert domains.losses(hosted, (7,), 3, is_loss) == 2
+    assert domains.losses({**hosted, "server-0": [0, 1001]}, (), 3, is_loss) == 2
     assert len(asked) < 20
 
 

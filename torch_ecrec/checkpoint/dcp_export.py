@@ -39,10 +39,10 @@ from torch_ecrec.runtime.checks import require
 from torch_ecrec.state_dicts.streamed import StreamedTable
 from torch_ecrec.storage import exporting
 from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.chain_reader import dense_of
 from torch_ecrec.storage.description import Description
 from torch_ecrec.storage.location import sync_folder
 from torch_ecrec.storage.manifest import Manifest
-from torch_ecrec.storage.restoring import dense_of
 from torch_ecrec.storage.tensor_file import SUFFIX, TensorFile
 
 DESCRIPTION = "torch_ecrec.json"  # in the folder: what an import of it has to know

@@ -259,7 +259,7 @@ def _bytes_of(path: Path) -> int:
 def _faults(catalog: Catalog, manifest: Manifest) -> list[str]:
     """Returns the faults of a checkpoint and of what it builds on: of every file, or of the rows of all together."""
     from torch_ecrec.errors import CheckpointError
-    from torch_ecrec.storage.restoring import check_rows
+    from torch_ecrec.storage.chain_reader import check_rows
 
     try:
         check_rows(catalog, manifest)

@@ -143,14 +143,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _misspelt(words: list[str]) -> str | None:
-    """What was meant, perhaps, by a command that there is not; of one that is like none, argparse lists all."""
+    """Returns a suggestion for a misspelt command; None if no command is like it: argparse then lists all."""
     named = next((word for word in words if not word.startswith("-")), None)
     near = difflib.get_close_matches(named, COMMANDS, 1) if named is not None and named not in COMMANDS else []
     return f"there is no command {named}; did you mean `torch-ecrec {near[0]}`?" if near else None
 
 
 def _unknown(top: Parser, words: list[str], word: str) -> str:
-    """What was meant, perhaps, by an argument that a command does not take."""
+    """Returns an error for an argument that a command does not take, with the option that was perhaps meant."""
     name, command = "torch-ecrec", cast(argparse.ArgumentParser, top)
     for one in words:
         inner = {known: parser for known, parser, _ in commands_of(command)}

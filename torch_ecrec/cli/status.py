@@ -82,7 +82,8 @@ def _that_fits(text: str) -> str:
 
 
 def _nobody(error: ClusterUnavailable) -> dict[str, Any]:
-    """What is said in place of a status, so that who reads verdicts finds one."""
+    """Returns a verdict of its own in place of a status, for scripts that read verdicts, where no coordinator
+    answers."""
     from torch_ecrec.observe.verdict import SCHEMA
 
     says = {"level": "ERROR", "says": str(error), "findings": [], "notes": [], "exit_code": error.exit_code}

@@ -75,13 +75,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def is_there(status: Status, name: str) -> bool:
-    """Whether the server is there, of a coordinator that does not wait for members of another one."""
+    """Returns whether the server is there, of a coordinator that does not wait for members of another one."""
     return status.regathering is None and any(one.name == name for one in status.servers)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be done next, of one status. Pure.
+    """Works out the next steps of an upgrade from one status. Pure.
 
     Attributes:
         left: servers of other versions that have slots, with these.

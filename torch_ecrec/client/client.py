@@ -47,8 +47,8 @@ LOOK_MOST_S = 5.0  # between two looks at whether others are waited for
 
 @dataclass
 class _StepState:
-    """What is not confirmed yet of one step of this trainer. Slots that have acknowledged it are in neither of the two
-    that come first."""
+    """Holds what is not confirmed yet of one step of this trainer. A slot that has acknowledged its part is in neither
+    `calls` nor `ran_ahead` any more."""
 
     calls: dict[int, RetryingCall[wire.Acknowledged]] = field(default_factory=dict)  # slot -> its part, under way
     ran_ahead: dict[int, int] = field(default_factory=dict)  # slot -> incarnation that has applied it, and no more yet
@@ -103,7 +103,7 @@ class Client(SlotReads):
     # from the coordinator -----------------------------------------------------------------------
 
     def on_control(self, word: messages.FromCoordinator) -> None:
-        """The coordinator says something; what is about membership is not for the protocol."""
+        """Handles a message of the coordinator; one about membership is not for the protocol, and ignored."""
         match word:
             case messages.Placed():
                 self.run(self.place, word.placement)
@@ -133,8 +133,8 @@ class Client(SlotReads):
         return newer
 
     def _tell_forgotten(self, slot: int) -> None:
-        """A slot may have been lost with steps that it had acknowledged (experiment minus2PC): its new host hears up to
-        which step it is sent nothing any more, and passes over what it lacks of these."""
+        """Tells a slot's new host up to which step it is sent nothing any more, so that it passes over what it lacks of
+        these: the slot may have been lost with steps that it had acknowledged (experiment minus2PC)."""
         last = max(self.complete, self._acknowledged.get(slot, 0))
         if last > 0:
             self.ask(slot, lambda incarnation: wire.WhenAcknowledged(slot, incarnation, last), lambda answer: None)
@@ -159,15 +159,15 @@ class Client(SlotReads):
         self.on_change()
 
     def begin_training(self, origin: int) -> None:
-        """The initial values are there, as of step `origin`."""
+        """Begins training: the initial values are there, as of step `origin`."""
         if self.origin is None:
             self.step, self.complete, self.resumable = origin + 1, origin, origin
             self.origin = origin  # the last: the user's thread waits for it
         self.on_change()
 
     def restore_partly(self, word: messages.PartlyRestored) -> None:
-        """Some slots have begun anew, and do not know what they acknowledged before: what is not complete goes there
-        again. In that era, all that is under way is asked once more."""
+        """Sends what is not complete to slots that have begun anew, which do not know what they acknowledged before. In
+        that era, all that is under way is asked once more."""
         news, self.partial_restores = word.partial_restores[len(self.partial_restores) :], word.partial_restores
         if not self.resumed or word.era <= self.era:
             return
@@ -186,7 +186,7 @@ class Client(SlotReads):
         self.on_change()
 
     def known(self) -> messages.Known:
-        """What a coordinator that was started again must know."""
+        """Returns what this trainer knows of the run, for a coordinator that was started again."""
         return messages.Known(
             job=self.job,
             placement=self.placement,
@@ -202,7 +202,7 @@ class Client(SlotReads):
     # loading ------------------------------------------------------------------------------------
 
     def left_behind(self) -> Iterator[tuple[int, Tensor]]:
-        """What is to be loaded first, as the servers make it: slab and rows, in portions.
+        """Yields rows whose initial values must be made again before loading begins: slab and rows, in portions.
 
         Before this trainer another one may have loaded something, or trained, and was lost. Every row, then; else none.
         """
@@ -212,7 +212,7 @@ class Client(SlotReads):
                 yield slab, torch.arange(first, min(first + rows, spec.rows), dtype=torch.int64, device="cpu")
 
     def load(self, slab: int, route: Route, records: Tensor | None, first_byte: int = 0) -> None:
-        """A step that overwrites the routed rows. In training every other trainer calls it or `pass_`.
+        """Sends a step that overwrites the routed rows. In training every other trainer calls it or `pass_`.
 
         Args:
             slab: which.
@@ -233,7 +233,7 @@ class Client(SlotReads):
         self._send_step(make, self._take_over())
 
     def pass_(self) -> None:
-        """A step in which others load, and this trainer does not."""
+        """Takes part in a step in which others load, and this trainer does not."""
         step = self.step
 
         def make(slot: int, incarnation: int) -> wire.NoUpdate:
@@ -247,14 +247,14 @@ class Client(SlotReads):
         return min(self.resumable, step - 1)
 
     def _take_over(self) -> bool:
-        """Whether the snapshot that was due after the step before is due after this one, which ends with it."""
+        """Returns whether the snapshot that was due after the step before is due after this one, which ends with it."""
         self.end_lookups()
         self.without_snapshot()
         owed, self._owed = self._owed, False
         return owed
 
     def all_acknowledged(self) -> bool:
-        """Whether everything that this trainer has sent survives r losses."""
+        """Returns whether everything that this trainer has sent survives r losses."""
         return self.complete == self.step - 1
 
     def end_loading(self) -> None:
@@ -268,7 +268,7 @@ class Client(SlotReads):
         self.tell(messages.NotExact(self.done, what[:TEXT_MOST]))
 
     def _tell_again(self) -> None:
-        """In case the coordinator before did not hear it."""
+        """Tells the coordinator again what the one before may not have heard."""
         if self.ended_loading:
             self.end_loading()
         for step, what in self.inexact:
@@ -277,7 +277,7 @@ class Client(SlotReads):
     # others -------------------------------------------------------------------------------------
 
     def look_out(self) -> None:
-        """From now on it is found out now and then for which trainers this one waits, if it does. Their scripts may do
+        """Finds out now and then, from now on, for which trainers this one waits, if it does. Their scripts may do
         other things for as long as they like: they are there as long as the coordinator has them for members, and this
         one waits with patience (`on_change`), as long as every slot that it waits for answers."""
         stale, self._stale = self._stale & self.calls.keys(), set(self.calls)
@@ -301,7 +301,8 @@ class Client(SlotReads):
         self.later(min(LOOK_MOST_S, self.settings.give_up_s / 4), self.look_out)
 
     def _take_awaited(self, answers: list[wire.Awaited | None]) -> None:
-        """What all slots said that this trainer waits for; None: one did not answer."""
+        """Notes which trainers this one waits for, from the answers of all slots; None stands for a slot that did not
+        answer."""
         there = [answer.trainers for answer in answers if answer is not None]
         others = {trainer for trainers in there if self.trainer not in trainers for trainer in trainers}
         comes = len(there) == len(answers) and others.isdisjoint(self.left)  # who is done never does its part
@@ -318,7 +319,8 @@ class Client(SlotReads):
         return self.done + 1
 
     def is_trained(self, step: int) -> bool:
-        """Whether a step of training is among those up to `step`: to go on from there takes the dense model of then."""
+        """Returns whether a step of training is among those up to `step`: to go on from there takes the dense model of
+        then."""
         return self.first_trained is not None and step >= self.first_trained
 
     @property
@@ -327,11 +329,13 @@ class Client(SlotReads):
         return self.snapshot_every > 0 and self.done % self.snapshot_every == 0
 
     def may_push(self) -> bool:
-        """A trainer runs at most `window_steps` ahead of what is acknowledged."""
+        """Returns whether the next push may be sent: a trainer runs at most `window_steps` ahead of what is
+        acknowledged."""
         return self.complete >= self.step - self.settings.window_steps
 
     def without_snapshot(self) -> None:
-        """The step before has none, and never will: this one ends in the same turn of the user's loop."""
+        """Notes that the step before has no snapshot, and never will: this one ends in the same turn of the user's
+        loop."""
         state = self.open.get(self.step - 1)
         if state is not None and state.unstored is None:
             state.unstored, self._owed = set(), True
@@ -340,7 +344,7 @@ class Client(SlotReads):
     def ahead(
         self, routes: Sequence[Route], bags: Sequence[BagRoute], done: Callable[[list[Parts], list[Tensor]], None]
     ) -> LookUp:
-        """A lookup of the step after this one, to travel with the push of this one; else as `lookup_bags`."""
+        """Returns a lookup of the step after this one, to travel with the push of this one; else as `lookup_bags`."""
         return LookUp(self.job, self.step + 1, routes, bags, done, self.bfloat16)
 
     def announce(self, later: int, routes: Sequence[Route], bags: Sequence[BagRoute]) -> None:
@@ -448,7 +452,7 @@ class Client(SlotReads):
         state.calls[slot] = self.ask(slot, make, on_answer)
 
     def _acknowledge(self, slot: int, answer: wire.Acknowledged) -> None:
-        """A slot has said up to where every step survives."""
+        """Notes up to which step everything survives, as a slot has said."""
         through = answer.step
         (self.hinted.add if answer.wants_hints else self.hinted.discard)(slot)
         self._acknowledged[slot] = max(through, self._acknowledged.get(slot, 0))
@@ -458,7 +462,7 @@ class Client(SlotReads):
                 call.cancel()
 
     def _is_late(self, slot: int) -> bool:
-        """Whether the next push would have to wait for what a slot has not acknowledged.
+        """Returns whether the next push would have to wait for what a slot has not acknowledged.
 
         Every answer looks: so whoever waits until it may push need not ask.
         """
@@ -467,7 +471,8 @@ class Client(SlotReads):
         return any(slot in state.calls or slot in state.ran_ahead for state in due)
 
     def settle(self) -> None:
-        """Somebody waits until all that was sent is acknowledged: asks the slots that said so of a part only."""
+        """Asks slots that have acknowledged a part only, since somebody waits until all that was sent is
+        acknowledged."""
         self._settles = True
         for slot in range(self.slots):
             self._settle(slot)

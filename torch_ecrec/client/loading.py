@@ -60,14 +60,14 @@ class Loading:
         return not client.begins_anew
 
     def before_reading(self) -> None:
-        """Trainer 0 may read while it loads; others once it has loaded all."""
+        """Waits until this trainer may read: trainer 0 may while it loads, others once it has loaded all."""
         if self._client.trainer == 0 and not self.restarted:
             self._begin()
         else:
             self._await_origin()
 
     def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
-        """See `Session.load`: rows (U,) int64, records (U, M) float32."""
+        """Loads rows (U,) int64 with records (U, M) float32, as `Session.load` says."""
         client = self._client
         if self.restarted:
             return
@@ -81,7 +81,7 @@ class Loading:
         self._send(slab, rows, records.contiguous().view(torch.uint8))
 
     def overwrite(self, slab: int, rows: Tensor, values: Tensor | None, first_byte: int) -> None:
-        """See `Session.overwrite`."""
+        """Overwrites records of this trainer's part of a step, as `Session.overwrite` says."""
         client = self._client
         if values is not None:
             self._check(slab, rows)
@@ -106,7 +106,7 @@ class Loading:
             raise ValueError(f"`rows` must be ascending and unique, from 0 to {most - 1}")
 
     def end(self) -> None:
-        """See `Session.loaded`."""
+        """Ends the loading of initial values, as `Session.loaded` says: trainer 0 declares it, the others wait."""
         client = self._client
         if client.trainer == 0 and not self.restarted:
             self._begin()
@@ -115,14 +115,15 @@ class Loading:
         self._await_origin()
 
     def _await_origin(self) -> None:
-        """Until trainer 0 has said that all is loaded: for as long as its script takes, once the cluster is there."""
+        """Waits until trainer 0 has said that all is loaded: for as long as its script takes, once the cluster is
+        there."""
         client = self._client
         self._wait(lambda: client.resumed, "waiting for the cluster")
         others = client.trainer != 0
         self._wait(lambda: client.origin is not None, "waiting for trainer 0 to load initial values", others)
 
     def _begin(self) -> None:
-        """Trainer 0, before it reads or loads: what a lost trainer 0 may have loaded is taken back."""
+        """Takes back what a lost trainer 0 may have loaded. Called by trainer 0 before it reads or loads."""
         client = self._client
         self._wait(lambda: client.resumed, "waiting for the cluster")
         if client.origin is None and not self._begun:

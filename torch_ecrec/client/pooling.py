@@ -34,7 +34,7 @@ _NOT_FINITE = 0x7F800000  # the exponent bits of a float32 are all ones
 
 @kernel()
 def to_slab_rows(ids_N: Any, lengths_FB: Any, first_F: Any, rows_F: Any, out_N: Any) -> Any:
-    """out = id + first row of its feature's table; returns the index of the first id that is no row, or -1."""
+    """Computes out = id + first row of its feature's table; returns the index of the first id that is no row, or -1."""
     n = 0
     for f in range(lengths_FB.shape[0]):
         count = 0
@@ -206,7 +206,8 @@ def per_id_backward(grad_BFD: Any, weight_UD: Any, inverse_N: Any, lengths_FB: A
 
 @kernel(error_model="numpy")
 def place_bags(pooled_GD: Any, feature_P: Any, lengths_PB: Any, mean_F: Any, out_BFD: Any) -> None:
-    """out[b, f] = the sum of bag (p, b) that a slot has made, f being feature[p], over its length where f is averaged.
+    """Computes out[b, f] = the sum of bag (p, b) that a slot has made, f being feature[p], over its length where f is
+    averaged.
 
     Bags go feature by feature: G = P * B.
     """
@@ -250,7 +251,7 @@ def bags_backward(grad_BFD: Any, feature_P: Any, lengths_PB: Any, mean_F: Any, d
 
 @kernel()
 def repeat_bags(pooled_BFD: Any, index_FN: Any, out_NFD: Any) -> None:
-    """out[n, f] = pooled[index[f, n], f]: for each sample its bag. Not checked: that there are such bags."""
+    """Computes out[n, f] = pooled[index[f, n], f]: for each sample its bag."""
     for n in range(out_NFD.shape[0]):
         for f in range(out_NFD.shape[1]):
             b = index_FN[f, n]

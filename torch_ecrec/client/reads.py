@@ -34,7 +34,7 @@ from torch_ecrec.transport.node import Node, Port, RetryingCall
 
 
 def bags_at(bags: Sequence[BagRoute], slot: int) -> list[wire.Bags]:
-    """What a slot is told of bags, one of each slab; nothing if none of them has an id there."""
+    """Returns the parts of bags that a slot is to pool, one of each slab; [] if none of the bags has an id there."""
     if not any(len(there.lengths[slot]) for there in bags):
         return []
     return [
@@ -44,7 +44,7 @@ def bags_at(bags: Sequence[BagRoute], slot: int) -> list[wire.Bags]:
 
 
 def positions_at(routes: Sequence[Route], bags: Sequence[BagRoute], slot: int) -> list[Tensor]:
-    """All positions at a slot of some rows, and of bags: (N,) int64 of each slab, in no order."""
+    """Returns all positions at a slot of some rows, and of bags: (N,) int64 of each slab, in no order."""
     found = [route.positions[slot] for route in routes]
     for slab, there in enumerate(bags):
         if len(there.positions[slot]):
@@ -85,12 +85,12 @@ class LookUp:
         return some_rows or any(len(there.lengths[slot]) for there in self.bags)
 
     def ask_of(self, slot: int) -> wire.Ask:
-        """What a slot is asked, with the push of the step before."""
+        """Returns the lookup of one slot in the form that travels with the push of the step before."""
         positions = [route.positions[slot] for route in self.routes]
         return wire.Ask(positions, self.bfloat16, bags_at(self.bags, slot))
 
     def request_to(self, slot: int, incarnation: int) -> wire.Lookup:
-        """What a slot is asked, in a message of its own."""
+        """Returns the lookup of one slot as a message of its own."""
         ask = self.ask_of(slot)
         return wire.Lookup(slot, incarnation, self.step, ask.positions, ask.bfloat16, self.int8, ask.bags)
 
@@ -101,7 +101,7 @@ class LookUp:
             self.finish()
 
     def finish(self) -> None:
-        """All that were asked have answered, if any were."""
+        """Hands over what was looked up: all that were asked have answered, if any were."""
         self.done(self._in_order(), self._pooled())
 
     def _in_order(self) -> list[Parts]:
@@ -159,7 +159,8 @@ class SlotReads(Node):
         return self.validator.fault_of_answer(request, answer, lambda slot: placement.slots[slot].incarnation)
 
     def gives_up(self, request: wire.Request[Any], refusal: wire.Malformed) -> bool:
-        """One that is malformed as it was sent would be refused for ever; what was spoilt on its way is sent again."""
+        """Returns whether a refused request is given up: one that is malformed as it was sent would be refused for
+        ever; one that was spoilt on its way is sent again."""
         placement = self.placement
         assert placement is not None, "it has asked somebody"
         try:
@@ -172,11 +173,11 @@ class SlotReads(Node):
         return fault is not None
 
     def route(self, slab: int, rows_U: Tensor) -> Route:
-        """Where different rows (U,) int64 of a slab live."""
+        """Returns where different rows (U,) int64 of a slab live."""
         return route(self.layouts[slab], rows_U)
 
     def route_bags(self, slab: int, rows_N: Tensor, lengths_G: Tensor, factors_N: Tensor | None = None) -> BagRoute:
-        """Where the rows (N,) int64 of bags live; see `layout.routing.route_bags`."""
+        """Returns where the rows (N,) int64 of bags live; see `layout.routing.route_bags`."""
         return route_bags(self.layouts[slab], rows_N, lengths_G, factors_N)
 
     def lookup(self, routes: Sequence[Route], done: Callable[[list[Parts]], None], int8: bool = False) -> None:
@@ -208,7 +209,7 @@ class SlotReads(Node):
             ask(slot)
 
     def _begin(self, one: LookUp) -> None:
-        """A lookup is on its way."""
+        """Notes that a lookup is on its way."""
         one.round = self.waits.begin(one.asked)
         self._lookups.append(one)
         if not one.asked:
@@ -237,7 +238,7 @@ class SlotReads(Node):
         return newer
 
     def read(self, slab: int, route: Route, done: Callable[[Tensor], None]) -> None:
-        """(U, B) record bytes of the routed rows after step - 1, to `done`."""
+        """Gives (U, B) record bytes of the routed rows after step - 1 to `done`."""
         step = self.step - 1
         asked = [slot for slot in range(self.slots) if len(route.positions[slot])]
         answers: dict[int, Tensor] = {}
@@ -263,7 +264,7 @@ class SlotReads(Node):
             ask(slot)
 
     def stored(self, slot: int, step: int, done: Callable[[wire.Snapshots], None]) -> None:
-        """The snapshot of a step that a snapshot slot holds (-1: all of them), to `done`."""
+        """Gives the snapshot of a step that a snapshot slot holds (-1: all of them) to `done`."""
         got = Gathering(step)
 
         def ask() -> None:

@@ -66,7 +66,7 @@ class _Ahead:
 
 
 class Session:
-    """What a model's sharded modules talk to: blocking calls on one trainer's thread.
+    """Connects a model's sharded modules with the servers, by calls that block the trainer's thread.
 
     Args:
         client: the protocol.
@@ -109,18 +109,18 @@ class Session:
     # the background -----------------------------------------------------------------------------
 
     def known(self) -> messages.Known:
-        """What a coordinator that was started again must know."""
+        """Returns what this trainer knows of the run, for a coordinator that was started again."""
         return self.client.known()
 
     def figures(self) -> Report:
-        """For the coordinator, with heartbeats: how far this trainer is, for whom it waits, and has waited."""
+        """Returns the figures that heartbeats carry: how far this trainer is, for whom it waits, and has waited."""
         found: list[WaitedFor] = []
         self.client.run_if_idle(lambda: found.append(self.client.waits.take()))
         trained = Trained(self.client.done, self._samples)
         return Report(waits=found[0] if found else None, awaits=self.client.awaited, trained=trained)
 
     def fail(self, error: BaseException) -> None:
-        """Something went wrong in the background: the next or present wait raises it."""
+        """Has the next or present wait raise this error of the background."""
         self._waiting.fail(error)
 
     @property
@@ -130,11 +130,11 @@ class Session:
 
     @property
     def told(self) -> bool:
-        """What went wrong in the background has been raised to the user."""
+        """Whether an error of the background has been raised to the user."""
         return self._waiting.told
 
     def on_control(self, word: messages.FromCoordinator) -> None:
-        """The coordinator says something to this trainer."""
+        """Handles a message of the coordinator to this trainer."""
         if isinstance(word, messages.Stands):
             self._waiting.stand(word.names, word.left_s)
         elif isinstance(word, messages.Rejoined):  # whoever is there now says it again, if it is so
@@ -152,7 +152,7 @@ class Session:
         self.client.on_control(word)
 
     def look_out(self) -> None:
-        """From now on others that are waited for are named: see `Client.look_out`. Once, where there is a clock."""
+        """Names others that are waited for, from now on; see `Client.look_out`. Called once, where there is a clock."""
         self.client.run(self.client.look_out)
 
     def _say_awaited(self) -> None:
@@ -167,7 +167,7 @@ class Session:
         )
 
     def on_forked(self) -> None:
-        """In a forked child: this session is its parent's."""
+        """Ends this session in a forked child: it is its parent's."""
         self._waiting.renew(RuntimeError("a session cannot be used in a forked child of its process"))
         self.client._lock = threading.Lock()
 
@@ -224,7 +224,7 @@ class Session:
         return routes
 
     def arrange(self, slab: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The different ones among some rows, in the order that costs least to look up and push.
+        """Returns the different ones among some rows, in the order that costs least to look up and push.
 
         Args:
             slab: which.
@@ -270,7 +270,7 @@ class Session:
         return ahead.answer[0]
 
     def pools(self, evaluation: bool) -> bool:
-        """Whether bags that a slot pools are, bit for bit, those that a trainer pools of its rows.
+        """Returns whether bags that a slot pools are, bit for bit, those that a trainer pools of its rows.
 
         Args:
             evaluation: of a model in evaluation, whose rows may come as 8 bits a weight.
@@ -408,7 +408,7 @@ class Session:
         return list(zip(have.steps, have.trainers, have.headers, have.payloads, strict=True))
 
     def resume(self) -> tuple[int, list[tuple[Tensor, list[int]]]]:
-        """Where training goes on, in a session that was `restarted`.
+        """Returns where training goes on, in a session that was `restarted`.
 
         Returns:
             The last step that counts, and the dense model after it: payload and header of every trainer's part, in
@@ -433,7 +433,8 @@ class Session:
     # whole records, and initial values ------------------------------------------------------------
 
     def read(self, slab: int, rows: Tensor) -> Tensor:
-        """(U, M) float32, the memory of records (weights, then optimizer state) of slab rows (U,) after the last step.
+        """Returns (U, M) float32, the memory of records (weights, then optimizer state) of slab rows (U,) after the
+        last step.
 
         Where weights have 16 bits two of them are a word: `records.halves.numbers_of` takes them apart.
 
@@ -495,8 +496,8 @@ class Session:
         self._samples += samples
 
     def not_exact(self, what: str) -> None:
-        """From here on this run is not, or may not be, what an undisturbed one is: a warning, an event, and a line of
-        `torch-ecrec status`.
+        """Notes that from here on this run is not, or may not be, what an undisturbed one is: by a warning, an event,
+        and a line of `torch-ecrec status`.
 
         Args:
             what: has happened, the same on every trainer that says it; of more than 200 characters the first count.

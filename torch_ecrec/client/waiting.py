@@ -38,25 +38,26 @@ class Waiting:
         return self._error is not None
 
     def renew(self, error: BaseException) -> None:
-        """In a forked child: whatever waits or will wait fails."""
+        """Makes whatever waits or will wait fail, in a forked child."""
         self._changed, self._error = threading.Condition(), error
 
     def fail(self, error: BaseException) -> None:
-        """The next or present wait raises it; the first one counts."""
+        """Has the next or present wait raise this error; the first one counts."""
         if self._error is None:
             self._error = error
         self.notify()
 
     def notify(self) -> None:
-        """Something changed. Wakes the user's thread only if it can go on: most changes are not what it waits for."""
+        """Notes that something changed. Wakes the user's thread only if it can go on: most changes are not what it
+        waits for."""
         with self._changed:
             self._changes += 1
             if self._awaited is not None and (self._error is not None or self._awaited()):
                 self._changed.notify_all()
 
     def stand(self, names: Sequence[str], left_s: float | None) -> None:
-        """The cluster waits for silent members, for so long at most (None: until it hears of them): before that no wait
-        fails for want of progress. Nobody: it goes on, and so do the limits, from now."""
+        """Notes for whom the cluster waits, and for how long at most (None: until it hears of them): before that no
+        wait fails for want of progress. Nobody: it goes on."""
         with self._changed:
             self._changes += 1
             stood = self._patient_until_s > -math.inf

@@ -24,7 +24,7 @@ FENCED = "this process was taken for lost, and what it did has been given to ano
 
 
 def join_refusal(state: ClusterState, join: Join) -> str | None:
-    """Why a process may not join, or None."""
+    """Returns why a process may not join, or None."""
     for name in ("k", "r", "slots"):
         wanted, ours = getattr(join.code, name), getattr(state.job.code, name)
         if wanted is not None and wanted != ours:
@@ -40,7 +40,7 @@ def join_refusal(state: ClusterState, join: Join) -> str | None:
 
 
 def build_refusal(state: ClusterState, word: Join | Compare) -> str | None:
-    """Why a process whose kernels give these bits may not be a member, or None.
+    """Returns why a process whose kernels give these bits may not be a member, or None.
 
     All that are present have been compared when they joined, so one of them stands for all. Who rejoins is not
     compared: it is of the cluster, and a newcomer who was let in before it was back is not to keep it out.
@@ -51,14 +51,15 @@ def build_refusal(state: ClusterState, word: Join | Compare) -> str | None:
 
 
 def own_run(state: ClusterState) -> str | None:
-    """The run that this coordinator leads; None: it does not know yet, and may find members of one."""
+    """Returns the run that this coordinator leads; None if it does not know yet, and may find members of one."""
     if state.job.known or state.table.placed:
         return state.job.run
     return state.regathering.run if state.regathering.active else None
 
 
 def other_cluster(state: ClusterState, rejoin: Rejoin) -> str:
-    """Why a member is of another cluster than this one, and keeps what it has; "": it is of this one, or has nothing.
+    """Returns why a member is of another cluster than this one, and keeps what it has; "": it is of this one, or has
+    nothing.
 
     A trainer whose cluster is still to begin has nothing but its place in that.
     """
@@ -75,7 +76,8 @@ def other_cluster(state: ClusterState, rejoin: Rejoin) -> str:
 
 
 def gives_way(state: ClusterState, rejoin: Rejoin, now_s: float) -> bool:
-    """Whether those who are back are of a cluster of before, and this coordinator is to lead another, that of a member
+    """Returns whether those who are back are of a cluster of before, and this coordinator is to lead another, that of a
+    member
     which it has turned away: it did not know which is its own, nothing has begun, and more are there of the other."""
     may = state.regathering.active and not state.job.known and rejoin.known.placement is not None
     if not may or rejoin.code != state.job.code or state.job.refusal(rejoin.known.job):
@@ -84,7 +86,8 @@ def gives_way(state: ClusterState, rejoin: Rejoin, now_s: float) -> bool:
 
 
 def refuses_to_lead(state: ClusterState, rejoin: Rejoin) -> bool:
-    """Whether a coordinator that members of another cluster have found is to end, so that theirs can take its place."""
+    """Returns whether a coordinator that members of another cluster have found is to end, so that theirs can take its
+    place."""
     knows = state.job.known and rejoin.run != state.job.run  # those who are its own are on their way
     return not knows and state.job.fatal is None and not state.members.present()
 
@@ -96,8 +99,8 @@ def _said(code: CodeSpec) -> str:
 
 
 def forgets(state: ClusterState, join: Join) -> str | None:
-    """The difference between the job of who joins and that of this cluster, where that one was given up before anything
-    was made of it: nobody is there any more who wants it, and initial values have not been loaded. Else None."""
+    """Returns how the job of who joins differs from that of this cluster, if that one was given up before anything was
+    made of it: nobody is there any more who wants it, and initial values have not been loaded. Else None."""
     begun = state.job.origin is not None or state.regathering.active or state.job.fatal is not None
     if begun or state.members.present("trainer") or state.job.restored is not None:
         return None
@@ -105,7 +108,7 @@ def forgets(state: ClusterState, join: Join) -> str | None:
 
 
 def _remedy(state: ClusterState) -> str:
-    """What to do for another job."""
+    """Returns advice, as text, for somebody who wants to train another job than the cluster's."""
     here = [
         f"{one.name} (pid {one.pid} at {one.host or 'a host of its own'})" for one in state.members.present("trainer")
     ]
@@ -118,7 +121,7 @@ def _remedy(state: ClusterState) -> str:
 
 
 def rejoin_refusal(state: ClusterState, rejoin: Rejoin) -> tuple[str, str] | None:
-    """Why a member may not rejoin, with a kind for `fatal`, or None."""
+    """Returns why a member may not rejoin, with a kind for `fatal`, or None."""
     job = state.job
     if job.goes_back or (job.restored is not None and rejoin.times < job.restored.times):
         return "trainers_lost" if rejoin.role == "trainer" else "fenced", WENT_BACK
@@ -143,7 +146,7 @@ def rejoin_refusal(state: ClusterState, rejoin: Rejoin) -> tuple[str, str] | Non
 
 
 def objection(state: ClusterState, member: MemberRecord, word: OfMember) -> str | None:
-    """Why a member cannot say this, whenever it was sent; None: it may."""
+    """Returns why a member cannot say this, whenever it was sent; None: it may."""
     if isinstance(word, (messages.Loaded, messages.NotExact, messages.Progress)) and member.role != "trainer":
         return f"{member.name} is no trainer"
     if isinstance(word, messages.Loaded) and state.job.restored is not None:

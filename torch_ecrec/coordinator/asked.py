@@ -63,7 +63,8 @@ class AskedMembers:
             self._ask(name, silent[name], now_s, away=False)
 
     def take_answer(self, name: str, number: int) -> bool | None:
-        """One is there. Whether the member is away; None: nobody waits for the answer any more."""
+        """Notes that a probe was answered. Returns whether the member is away; None: nobody waits for this answer any
+        more."""
         one = self._asked.get(name)
         if one is None or one.number != number:
             return None
@@ -71,9 +72,9 @@ class AskedMembers:
         return one.away
 
     def forget(self, name: str) -> None:
-        """It is lost, or has a connection."""
+        """Stops asking for a member, which is lost or has a connection again."""
         self._asked.pop(name, None)
 
     def clear(self) -> None:
-        """Nobody is a member any more."""
+        """Stops asking for anybody, as nobody is a member any more."""
         self._asked.clear()

@@ -43,7 +43,7 @@ WRITES_ALONE_S = 60.0  # that writing its part keeps a slot from trainers, once 
 
 @dataclass(frozen=True)
 class Finished:
-    """What a manifest has to say: a checkpoint whose parts are durable.
+    """Describes a checkpoint whose parts are all durable, as its manifest is to say it.
 
     Args:
         folder: its name.
@@ -77,8 +77,8 @@ def run_of(folder: str) -> str:
 
 
 def attempt_of(folder: str) -> tuple[int, int]:
-    """Which coordinator of its run has named a checkpoint, and which of its attempts that was: later ones are greater.
-    (0, 0) of one that was imported, and where `run_of` knows none."""
+    """Returns which coordinator of its run has named a checkpoint, and which of its attempts that was: later ones are
+    greater. (0, 0) of one that was imported, and where `run_of` knows none."""
     found = _NAME.fullmatch(folder)
     return (0, 0) if found is None or found[2] is None else (int(found[2]), int(found[3]))
 
@@ -101,7 +101,7 @@ class Manifests(Protocol):
         """
 
     def discard(self, folder: str, save: bool = False) -> None:
-        """A checkpoint, or a prioritised save, came to nothing: what was written of it goes."""
+        """Removes what was written of a checkpoint, or of a prioritised save, that came to nothing."""
 
     def newest(
         self,
@@ -204,7 +204,7 @@ class Checkpointing:
     # when -----------------------------------------------------------------------------------------
 
     def on_tick(self, now_s: float, whole: bool, finished: bool = False) -> None:
-        """Time passes.
+        """Begins what is due, and gives up what takes too long. Called as time passes.
 
         Args:
             now_s: on the coordinator's clock.
@@ -232,7 +232,7 @@ class Checkpointing:
             self._begin(now_s, self.saving.due, save=True)
 
     def ask(self, after: int | None, step: int) -> str:
-        """Somebody wants a checkpoint now; returns why there is none to come, or "".
+        """Asks for a checkpoint now, for a person. Returns why there is none to come, or "".
 
         Args:
             after: of a later step of training than this; None: than the last, or one that is being written.
@@ -275,11 +275,12 @@ class Checkpointing:
                 self._survey(running, now_s)
 
     def _nothing_new(self, running: _Running) -> bool:
-        """The job is over, and its last step that can be shown is in a checkpoint already: this is no failure."""
+        """Returns whether no checkpoint is lacking at the end of a job: its last step that can be shown is in one
+        already. This is no failure."""
         return self._finished and bool(self.last) and running.wanted is None and self._asked is None
 
     def on_word(self, word: messages.OfCheckpoint, whole: bool) -> None:
-        """What the host of a slot says. `whole`: as for `on_tick`."""
+        """Handles a message about checkpoints from the host of a slot. `whole`: as for `on_tick`."""
         match word:
             case messages.Due():
                 self._on_due(word, whole)
@@ -291,7 +292,7 @@ class Checkpointing:
                 self._on_unwritten(word)
 
     def _on_due(self, word: messages.Due, whole: bool) -> None:
-        """The dense snapshot of a step is whole after which a checkpoint is due."""
+        """Notes that a checkpoint is due: the dense snapshot of its step is whole."""
         every = self.settings.every_steps
         if self.wanted and every and word.done > self.last_done:
             if word.done % every == 0:
@@ -312,7 +313,7 @@ class Checkpointing:
     # of which step --------------------------------------------------------------------------------
 
     def _on_shown(self, word: messages.Shown) -> None:
-        """A slot says which steps it can show. Once all have, one is chosen, and written."""
+        """Notes which steps a slot can show. Once all slots have said it, chooses one, and has it written."""
         running = self._running
         if running is None or word.checkpoint != running.number or running.order is not None:
             return
@@ -347,7 +348,7 @@ class Checkpointing:
     # whether it counts ----------------------------------------------------------------------------
 
     def _on_written(self, word: messages.Written) -> None:
-        """A slot's part is durable. Once all are, the manifest is written."""
+        """Notes that a slot's part is durable. Once all are, has the manifest written."""
         running = self._running
         if running is None or running.order is None or word.checkpoint != running.number or running.committing:
             return
@@ -390,7 +391,7 @@ class Checkpointing:
         self._announce(events.Checkpointed(order.folder, order.done, order.base, *self._cost(running)))
 
     def _on_saved(self, running: _Running, order: messages.Capture) -> None:
-        """A prioritised save is durable; it counts, if training has not gone back meanwhile to before its step."""
+        """Counts a prioritised save that is durable, unless training has gone back meanwhile to before its step."""
         if not self.saving.on_written(self._now_s):
             self._give_up(f"the trainers went back to before step {order.done}")
             return
@@ -404,7 +405,7 @@ class Checkpointing:
         return size, round(self._now_s - running.since_s, 3)
 
     def _on_unwritten(self, word: messages.Unwritten) -> None:
-        """A slot has given up its part."""
+        """Gives up the checkpoint, since a slot has given up its part."""
         running = self._running
         if running is not None and word.checkpoint == running.number and not running.committing:
             self._give_up(f"slot {word.slot}: {word.reason}")
@@ -419,7 +420,8 @@ class Checkpointing:
         return {*range(self._job.code.slots)} - running.written.keys()
 
     def on_placed_anew(self) -> None:
-        """A slot has another host, which does not know what the one before has written."""
+        """Gives up the checkpoint under way, since a slot has a new host that does not know what the one before has
+        written."""
         if self._running is not None and not self._running.committing:
             self._give_up("a slot got another host meanwhile")
 
@@ -457,7 +459,7 @@ class Checkpointing:
     # for people -----------------------------------------------------------------------------------
 
     def status(self) -> CheckpointsStatus | None:
-        """What `torch-ecrec status` shows; None where none are wanted."""
+        """Returns what `torch-ecrec status` shows of checkpoints; None where none are wanted."""
         if not self.wanted:
             return None
         running = self._running

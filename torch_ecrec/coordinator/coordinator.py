@@ -98,7 +98,7 @@ class Coordinator:
 
     @property
     def job(self) -> JobSpec | None:
-        """What is trained; None until a trainer has joined."""
+        """The job that is trained; None until a trainer has joined."""
         return self._state.job.spec
 
     @property
@@ -132,7 +132,7 @@ class Coordinator:
         return bool(self._state.partial.pending) and self.fatal is None
 
     def restore_partly(self, found: Restorable | None, why: str) -> None:
-        """Lost slots begin anew. `found`: the newest checkpoint, and the job that it is of; None: there is none."""
+        """Has lost slots begin anew. `found`: the newest checkpoint, and the job that it is of; None: there is none."""
         self._state.table.restore_partly(found, why)
 
     @property
@@ -177,7 +177,8 @@ class Coordinator:
 
     @property
     def going_back(self) -> GoingBack | None:
-        """What slots have said since the era began; None once its first step is durable everywhere."""
+        """The return to an earlier step that is under way: what slots have said since the era began. None once the
+        first step of the era is durable everywhere."""
         return self._state.eras.going_back
 
     @property
@@ -187,20 +188,20 @@ class Coordinator:
 
     @property
     def said(self) -> list[Rejoin]:
-        """What those have told who are back; nobody, once all go on."""
+        """The messages of members that have rejoined since this coordinator started; empty once training goes on."""
         return list(self._state.regathering.said.values())
 
     def status(self, now_s: float) -> Status:
-        """Everything that `torch-ecrec status` shows, but for what its `Router` knows."""
+        """Returns everything that `torch-ecrec status` shows, but for what the `Router` knows."""
         return status_of(self._state, now_s)
 
     def checkpoint(self, after: int | None) -> str:
-        """Somebody wants a checkpoint now: see `Checkpointing.ask`."""
+        """Asks for a checkpoint now, for a person; see `Checkpointing.ask`."""
         state = self._state
         return state.checkpointing.ask(after, state.progress.step or state.job.step)
 
     def kill(self, name: str) -> str:
-        """Somebody wants to see a member die: it is told to. Returns why not, or ""."""
+        """Tells a member to die, for somebody who wants to see it. Returns why not, or ""."""
         member = self.members.get(name)
         if member is None or not member.present:
             there = ", ".join(one.name for one in self._state.members.present())
@@ -212,27 +213,28 @@ class Coordinator:
     # joining ------------------------------------------------------------------------------------
 
     def refusal(self, join: Join) -> str | None:
-        """Why a process may not join, or None."""
+        """Returns why a process may not join, or None."""
         return admission.join_refusal(self._state, join)
 
     def hold(self, join: Join, now_s: float) -> Hold | None:
-        """Why a process that is not refused has to wait, or None."""
+        """Returns why a process that is not refused has to wait, or None."""
         return self._state.launches.hold(join, now_s)
 
     def forgets(self, join: Join) -> str | None:
-        """See `admission.forgets`."""
+        """Returns how the job of who joins differs from an abandoned one here, as `admission.forgets` does; else
+        None."""
         return admission.forgets(self._state, join)
 
     def name_for(self, join: Join) -> str:
-        """A name for a process that was not refused."""
+        """Returns a new name for a process that was not refused."""
         return self._state.members.name_for(join)
 
     def member_of_session(self, session_id: str) -> str | None:
-        """The name of the member that said this word when it joined, unless it is lost or has left."""
+        """Returns the name of the member with this session id, unless it is lost or has left."""
         return self._state.members.member_of_session(session_id)
 
     def on_join(self, name: str, join: Join, now_s: float) -> None:
-        """A process that was not refused joins under a name from `name_for`."""
+        """Makes a process that was not refused a member, under a name from `name_for`."""
         state, role, rank = self._state, join.role, join.rank
         state.job.take(join.job)
         again = role == "trainer" and state.members.has_been(rank)
@@ -252,7 +254,7 @@ class Coordinator:
         self._say_gathering(now_s)
 
     def on_join_again(self, name: str, now_s: float) -> None:
-        """A member whose connection ended before it had read its name joins once more: it is the one that it was."""
+        """Welcomes a member once more whose connection ended before it had read its name; it keeps that name."""
         self.on_heard(name, now_s)
         self._welcome(name)
         self._tell_again(name, now_s)
@@ -269,7 +271,7 @@ class Coordinator:
             self._state.silence.send_to(name, now_s)
 
     def _tell_again(self, name: str, now_s: float) -> None:
-        """All that a member may have missed while it had no connection."""
+        """Sends a member everything that it may have missed while it had no connection."""
         state = self._state
         if state.table.placed:
             state.table.send_to(name)
@@ -285,27 +287,29 @@ class Coordinator:
     # members that come back, and a coordinator that was started again ---------------------------
 
     def other_cluster(self, rejoin: Rejoin) -> str:
-        """Why a member is of another cluster, and is turned away; "": it is of this one."""
+        """Returns why a member is of another cluster, and is turned away; "": it is of this one."""
         return admission.other_cluster(self._state, rejoin)
 
     def gives_way(self, rejoin: Rejoin, now_s: float) -> bool:
-        """Whether the cluster of a member that was turned away is to be led in place of that which regathers."""
+        """Returns whether the cluster of a member that was turned away is to be led in place of that which
+        regathers."""
         return admission.gives_way(self._state, rejoin, now_s)
 
     def refuses_to_lead(self, rejoin: Rejoin) -> bool:
-        """Whether this coordinator is to end for a member that it turned away: nobody else is there."""
+        """Returns whether this coordinator is to end for a member that it turned away: nobody else is there."""
         return admission.refuses_to_lead(self._state, rejoin)
 
     def build_refusal(self, word: messages.Compare) -> str | None:
-        """Why no process of that build may join, or None; see `admission.build_refusal`."""
+        """Returns why no process of that build may join, or None; see `admission.build_refusal`."""
         return admission.build_refusal(self._state, word)
 
     def rejoin_refusal(self, rejoin: Rejoin) -> tuple[str, str] | None:
-        """Why a member may not rejoin, with a kind for `fatal`, or None."""
+        """Returns why a member may not rejoin, with a kind for `fatal`, or None."""
         return admission.rejoin_refusal(self._state, rejoin)
 
     def on_rejoin(self, rejoin: Rejoin, now_s: float) -> None:
-        """A member that was not refused comes back: to this coordinator, or to the next one, which it tells all."""
+        """Takes back a member that was not refused: one of this coordinator, or of the one before, which it tells all
+        about."""
         state, name = self._state, rejoin.name
         member = state.members.by_name.get(name)
         if not self.regathering and member is not None and member.session_id == rejoin.session_id:
@@ -330,7 +334,7 @@ class Coordinator:
     # what members say ---------------------------------------------------------------------------
 
     def on_message(self, name: str, word: OfMember, now_s: float) -> str | None:
-        """Anything that a member says; nothing counts that one says who was taken for lost.
+        """Handles a message of a member. Of one that was taken for lost nothing counts.
 
         Returns:
             Why it cannot be, where it is not only late; nothing has changed then.
@@ -365,7 +369,7 @@ class Coordinator:
         return None
 
     def on_heard(self, name: str, now_s: float, report: Report | None = None) -> None:
-        """A sign of life, with figures for `status`."""
+        """Notes a heartbeat of a member, with its figures for `status`."""
         self._state.silence.on_heard(name, now_s)
         self._state.members.heard(name, now_s, report)
 
@@ -374,7 +378,7 @@ class Coordinator:
         return self._state.regathering.missing()
 
     def on_gone(self, name: str, now_s: float, why: str) -> None:
-        """The process of a member is known to have ended."""
+        """Handles the end of a member's process, which is known for certain."""
         if self.regathering and name not in self.members:
             self._state.regathering.dead.add(name)
             succession.go_on(self._state, now_s)
@@ -382,20 +386,22 @@ class Coordinator:
             self.on_lost(name, now_s, why)
 
     def on_unreachable(self, name: str, is_so: bool, now_s: float) -> None:
-        """The connection of a member has ended. `is_so`: nothing answers where it listens; else its kernel does."""
+        """Notes that a member's connection has ended. `is_so`: nothing answers where it listens; else its kernel
+        does."""
         if name in self.members:
             self._state.silence.on_unreachable(name, is_so)
             departures.act_on_complaints(self._state, now_s)
 
     def on_computing(self, name: str, now_s: float) -> None:
-        """It was silent, was asked, and computes: no thread of its can say so unasked."""
+        """Notes that a silent member has answered a probe: it computes, and no thread of it can send heartbeats."""
         member = self.members.get(name)
         if member is not None and member.present:
             self.on_heard(name, now_s)
             self._state.suspicion.on_computing(name, now_s)
 
     def _on_slot(self, name: str, word: OfSlot) -> None:
-        """What the host of a slot says of its present incarnation; that of a host before is late."""
+        """Handles a message from the host of a slot. One about an incarnation that was replaced is late, and
+        ignored."""
         table, eras = self._state.table, self._state.eras
         if not table.is_hosted(word.slot, word.incarnation, by=name):
             return
@@ -423,11 +429,11 @@ class Coordinator:
     # ends ---------------------------------------------------------------------------------------
 
     def on_lost(self, name: str, now_s: float, why: str) -> None:
-        """A member's connection ended, or its lease ran out."""
+        """Handles the loss of a member: its connection has ended, or its lease has run out."""
         departures.lose(self._state, name, now_s, why)
 
     def on_tick(self, now_s: float) -> None:
-        """Called about every `heartbeat_s`: leases, and what else has a time."""
+        """Looks after leases and whatever else has a time. Called about every `heartbeat_s`."""
         state = self._state
         state.members.forget_gone()
         state.suspicion.on_tick(state.members.since_tick_s(now_s))
@@ -441,7 +447,8 @@ class Coordinator:
         self._say_gathering(now_s)
 
     def _say_gathering(self, now_s: float) -> None:
-        """Who waits for the cluster to begin hears for whom: when that changes all, and trainers again and again."""
+        """Tells those who wait for the cluster to begin whom it lacks: all of them when that changes, trainers
+        repeatedly."""
         word, (before, said_s) = self._state.gathering(), self._gathering
         if word is not None and (word != before or now_s >= said_s + GATHERING_SAID_S):
             self._state.members.tell(word, None if word != before else "trainer")

@@ -10,7 +10,7 @@ from torch_ecrec.protocol import messages
 
 
 def lose(state: ClusterState, name: str, now_s: float, why: str) -> None:
-    """A member is gone: its slots get other hosts; without one trainer, none can go on."""
+    """Handles the loss of a member: slots of a server get other hosts; without one trainer none can go on."""
     members, table = state.members, state.table
     member = members.by_name.get(name)
     if member is None or not member.alive:
@@ -40,7 +40,7 @@ def lose(state: ClusterState, name: str, now_s: float, why: str) -> None:
 
 
 def lose_trainers(state: ClusterState, why: str, now_s: float) -> None:
-    """One is lost, and none can go on without it: those that live are told to end, and a new era begins."""
+    """Begins a new era after the loss of a trainer. None can go on without it, so those that live are told to end."""
     members = state.members
     gone = [member.name for member in members.trainers]
     for member in members.trainers:
@@ -56,14 +56,14 @@ def lose_trainers(state: ClusterState, why: str, now_s: float) -> None:
 
 
 def lose_absent(state: ClusterState) -> None:
-    """Training goes on after its end: servers that left in between, quietly, are missing now."""
+    """Gives up servers that left quietly after the end of training, as training goes on after all."""
     slots = state.table.hosted_by_others({member.name for member in state.members.present("server")})
     if slots and state.job.fatal is None:
         state.table.lose(slots)
 
 
 def on_beat(state: ClusterState, name: str, word: messages.Beat, now_s: float) -> None:
-    """A member is there; what follows of a complaint follows at once, or at the next tick.
+    """Notes a heartbeat, and whom its sender cannot reach; acts on such a complaint at once, or at the next tick.
 
     If this process has stood still, others may have said something that is not read yet.
     """
@@ -103,8 +103,8 @@ def act_on_complaints(state: ClusterState, now_s: float) -> None:
 
 
 def act_on_silence(state: ClusterState, now_s: float) -> None:
-    """Who is only silent is given up where the code repairs that together with all who are silent at this moment; else
-    training stands, until they are back, or the time is up."""
+    """Gives up members that are only silent, if the code can repair them together with all who are silent now.
+    Otherwise training stands until they are back, or the time is up."""
     silence, table, was_quiet = state.silence, state.table, state.silence.quiet
     over = silence.look(now_s)
     if over and (silence.hears_nobody or (table.placed and not table.repairs(silence.quiet))):
@@ -120,7 +120,7 @@ def act_on_silence(state: ClusterState, now_s: float) -> None:
 
 
 def _cover(state: ClusterState, cuts: list[Pair], now_s: float) -> tuple[list[Pair], set[str]]:
-    """The pairs that something can be done about, and which servers go.
+    """Returns the pairs of members between which a cut can be resolved, and the servers to fence for it.
 
     What is complained of but not for long yet counts, too, once something is decided: of one that nobody can reach some
     complain before others.
@@ -137,7 +137,7 @@ def _cover(state: ClusterState, cuts: list[Pair], now_s: float) -> tuple[list[Pa
 
 
 def _end_move(state: ClusterState, cuts: list[Pair]) -> None:
-    """A slot that moves where somebody cannot be reached stays: it may have stopped, and nobody needs its new host."""
+    """Cancels the move of a slot to a server that somebody cannot reach, so that the slot goes on at its old host."""
     move = state.table.moves.current
     if move is not None and any(move.server in pair for pair in cuts):
         state.table.moves.stay()
@@ -150,7 +150,7 @@ def _say_unresolved(state: ClusterState, pairs: list[Pair], why: str) -> None:
 
 
 def fence(state: ClusterState, name: str, now_s: float, why: str) -> None:
-    """A member is taken for lost, and told so, should it hear it."""
+    """Gives up a member, and tells it so, in case it hears it."""
     state.members.send(name, messages.Fatal("fenced", FENCED))
     if (member := state.members.by_name.get(name)) is not None and member.role == "trainer":
         state.launches.dismiss_silent(member, now_s)
@@ -158,7 +158,7 @@ def fence(state: ClusterState, name: str, now_s: float, why: str) -> None:
 
 
 def leave(state: ClusterState, name: str, now_s: float) -> None:
-    """A trainer that is done, or a server that ends.
+    """Handles the farewell of a trainer that is done, or of a server that ends.
 
     What a server hosted is lost as if it had been killed, unless training is over: whether trainers are there, go
     back, or are to be started again, the job may go on and needs it. Trainer 0 is not done before it has loaded the
@@ -194,6 +194,6 @@ def _tell_left(state: ClusterState) -> None:
 
 
 def _is_over(state: ClusterState) -> bool:
-    """All trainers have said that they are done."""
+    """Returns whether all trainers have said that they are done."""
     trainers = state.members.trainers
     return bool(trainers) and all(member.left for member in trainers) and state.eras.going_back is None

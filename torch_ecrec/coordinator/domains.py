@@ -1,4 +1,4 @@
-"""Failure domains: what is lost together, and which server is best for a slot because of it. Pure.
+"""Failure domains: what is lost together, which server is best for a slot because of it, and what could be lost. Pure.
 
 A *domain* is a path, the widest first: `row1/rack3/host17`. Whoever shares the first levels of two paths shares that
 row, or that rack, too. A server that says nothing is alone in its domain.
@@ -13,20 +13,26 @@ would share with such slots is counted from the narrowest to the widest: the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from torch_ecrec.protocol.status import HostStatus, Redundancy
 from torch_ecrec.spec.settings import DOMAIN_LEVELS_MOST as LEVELS_MOST
+
+TRIED_MOST = 300  # sets of servers that are tried before a bound is told instead
 
 Domain = tuple[str, ...]
 
 
 def parse(server: str, text: str) -> Domain:
-    """A server's domain, of what it has said."""
+    """Returns a server's failure domain from the text that it has sent; a server that sent none is alone in one."""
     return tuple(level for level in text.split("/") if level)[:LEVELS_MOST] or (f"server {server}",)
 
 
 def shared(server: str, others: Iterable[str], domains: Mapping[str, Domain]) -> tuple[int, ...]:
-    """How many of the others are on that server, and share its domain, from the narrowest level to the widest."""
+    """Returns how many of the others are on that server, and share its domain, from the narrowest level to the
+    widest."""
     others, own = list(others), domains[server]
     widths = range(len(own), 0, -1)
     counts = [sum(domains.get(other, ())[:width] == own[:width] for other in others) for width in widths]
@@ -76,8 +82,88 @@ class Risks:
         return self._found
 
     def news(self, domains: Mapping[str, Domain]) -> list[str] | None:
-        """What is to be said of those that were found last, if it is not what was said before: where there are several
-        hosts, and still one holds too much. (A cluster on one host is no surprise.)"""
+        """Returns the risks that were found last, if they differ from those returned before; else None.
+
+        On one host alone there are none to report: it is no surprise that a cluster is lost with its only host.
+        """
         found = sorted(self._found) if len(set(domains.values())) > 1 else []
         before, self._said = self._said, found
         return found if found != before else None
+
+
+def losses(
+    hosted: Mapping[str, Sequence[int]], lacking: Collection[int], most: int, is_loss: Callable[[set[int]], bool]
+) -> int:
+    """Returns how many servers, whichever they are, could be lost together now.
+
+    Args:
+        hosted: the slots of each server that has some.
+        lacking: slots that lack a host or records: they count as lost already.
+        most: slots that the code repairs together, at least.
+        is_loss: whether something cannot be repaired if these slots are lost together.
+
+    Of many servers that is not tried out: then it is what any code of `most` repairs, which may be less than this one
+    does.
+    """
+    lacking = set(lacking)
+    if is_loss(lacking):
+        return 0
+    for count in range(1, most + 1):
+        if count > len(hosted):
+            return count - 1
+        if math.comb(len(hosted), count) > TRIED_MOST:
+            largest = sorted((len(slots) for slots in hosted.values()), reverse=True)
+            return max(count - 1, sum(total <= most - len(lacking) for total in itertools.accumulate(largest)))
+        for servers in itertools.combinations(hosted.values(), count):
+            if is_loss(lacking.union(*servers)):
+                return count - 1
+    return most
+
+
+class Redundancies:
+    """The redundancy of a placement, worked out once for each state of it."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._found: Redundancy | None = None
+
+    def look(
+        self,
+        hosted: Mapping[str, Sequence[int]],
+        domains: Mapping[str, Domain],
+        lacking: Collection[int],
+        spares: int,
+        elsewhere: bool,
+        most: int,
+        loss: Callable[[set[int]], str | None],
+    ) -> Redundancy:
+        """Finds how many servers could be lost now without losing data, and which hosts hold too much.
+
+        Args:
+            hosted: the slots of every server that is there; none of a spare.
+            domains: of them; see `domains.py`.
+            lacking: slots that lack a host or records.
+            spares, elsewhere: see `Redundancy`.
+            most: slots that the code repairs together, at least.
+            loss: what cannot be repaired if these slots are lost together, for people; None: nothing.
+        """
+        places = {server: tuple(slots) for server, slots in hosted.items()}
+        key = (places, dict(domains), frozenset(lacking), spares, elsewhere)
+        if key == self._key and self._found is not None:
+            return self._found
+        serving = {server: slots for server, slots in places.items() if slots}
+        hosts = []
+        for domain in sorted(set(domains.values())):
+            servers = [server for server, of in domains.items() if of == domain]
+            slots = sorted(slot for server in servers for slot in places.get(server, ()))
+            why = loss({*lacking, *slots}) if slots else None
+            hosts.append(HostStatus("/".join(domain), servers, slots, why is None, why or ""))
+        self._found = Redundancy(
+            losses=losses(serving, lacking, most, lambda slots: loss(slots) is not None),
+            of=most,
+            spares=spares,
+            elsewhere=elsewhere,
+            hosts=hosts,
+        )
+        self._key = key
+        return self._found

@@ -50,7 +50,8 @@ class EtcdPutBack(ClusterError):
 
 
 class Keys(Protocol):
-    """What etcd has of a cluster: `transport/etcd.py:EtcdKeys`, `tests/harness/etcd.py:VirtualEtcd`."""
+    """The keys of one cluster in etcd. Implemented by `transport/etcd.py:EtcdKeys`, and in memory by
+    `tests/harness/etcd.py:VirtualEtcd`."""
 
     def look(self) -> View: ...
 
@@ -112,7 +113,7 @@ Question = Look | Begin | Grant | Take | Renew
 
 
 class Standing(Enum):
-    """What a candidate is. It only goes forward."""
+    """The standing of a candidate. It only moves forward, in this order."""
 
     STANDBY = "standby"
     LEADING = "leading"
@@ -152,7 +153,7 @@ class Candidate:
         self._begins: tuple[Run | None, str] | None = None  # in the place of which run, and with what
 
     def holds(self, now_s: float) -> bool:
-        """Whether it may act at this time: it leads, and nobody else can."""
+        """Returns whether it may act at this time: it leads, and nobody else can."""
         return self.standing is Standing.LEADING and now_s < self._acts_until_s
 
     def ask(self, now_s: float) -> Question:
@@ -161,7 +162,7 @@ class Candidate:
         return self._question
 
     def fail(self) -> float:
-        """There was no answer. Returns in how many seconds to ask again."""
+        """Notes that etcd did not answer. Returns in how many seconds to ask again."""
         self._question = Look()
         return RETRY_S
 
@@ -185,7 +186,7 @@ class Candidate:
         return 0.0
 
     def resign(self) -> None:
-        """It acts no more. Whoever gives its lease back then lets another lead at once."""
+        """Ends its lead. Whoever then gives its lease back lets another lead at once."""
         if self.standing is Standing.LEADING:
             self.standing = Standing.FENCED
 

@@ -28,7 +28,7 @@ from torch_ecrec.protocol import messages
 
 @dataclass
 class GoingBack:
-    """What the slots have said since an era began.
+    """Collects what the slots have said since an era began, until training goes on.
 
     Attributes:
         reach: slot -> what it said.
@@ -48,12 +48,14 @@ class GoingBack:
 
 
 def common_steps(reach: Collection[messages.Reach]) -> tuple[int, int]:
-    """The first and the last step that all slots can go back to; there may be none between."""
+    """Returns the first and the last step that all slots can go back to; the first may be the later one: then there is
+    none."""
     return max(said.floor for said in reach), min(said.applied for said in reach)
 
 
 def choose_step(reach: Collection[messages.Reach], origin: int | None, trainers: int) -> int | None:
-    """The last step that all slots can go back to, and of which every trainer's part of the dense model is kept.
+    """Returns the last step that all slots can go back to, and of which every trainer's part of the dense model is
+    kept.
 
     Args:
         reach: what the slots said, of each one.
@@ -76,7 +78,7 @@ def choose_step(reach: Collection[messages.Reach], origin: int | None, trainers:
 
 
 def may_begin_anew(reach: Collection[messages.Reach], done_at_origin: int) -> bool:
-    """Whether all may make everything again from the beginning, as far as the slots know.
+    """Returns whether all may make everything again from the beginning, as far as the slots know.
 
     That is exact at any time, and costs what was trained. A trainer lets the logs go beyond the first step of training
     only once a dense snapshot is safe. So without one, all the steps of training are still in them: there are no more
@@ -87,7 +89,8 @@ def may_begin_anew(reach: Collection[messages.Reach], done_at_origin: int) -> bo
 
 
 def steps_of_training_before(reach: Collection[messages.Reach], without_loads: int) -> int:
-    """To be added to a step of the protocol to have that of training, as slots know it: loads are steps, too."""
+    """Returns what is to be added to a step of the protocol to have that of training, as slots know it: loads are
+    steps, too."""
     return max((said.done - said.applied for said in reach if said.done is not None), default=without_loads)
 
 
@@ -118,7 +121,8 @@ class Eras:
         self.going_back: GoingBack | None = None
 
     def begin(self, keeps: bool = False, first: bool = False) -> None:
-        """All servers stop, and say which steps they can go back to. `keeps`, `first`: nobody will have to."""
+        """Begins an era: all servers stop, and say which steps they can go back to. `keeps`, `first`: nobody will have
+        to."""
         self.number += 1
         self.going_back = GoingBack(keeps, first)
         if not keeps and not first:
@@ -141,7 +145,7 @@ class Eras:
             self._members.send(name, messages.Resume(self.number, self.resume_step, origin, self.done))
 
     def restart(self) -> None:
-        """The cluster begins with its checkpoint again: nothing that was trained since counts."""
+        """Begins with the cluster's checkpoint again: nothing that was trained since counts."""
         self.going_back, self.kept = None, True
         self.resume_step = self.floor = self._went_back_to = 0
         self.done = self._job.done_at_origin
@@ -158,7 +162,7 @@ class Eras:
             self.send_to(member.name)
 
     def on_reach(self, message: messages.Reach) -> bool:
-        """A slot says which steps it can go back to. When all have, the last that is common is chosen.
+        """Notes which steps a slot can go back to. When all slots have said it, chooses the last that is common.
 
         Returns:
             Whether there is none, and the cluster is to begin with its checkpoint again.
@@ -208,7 +212,8 @@ class Eras:
         return False
 
     def _go_on(self, back: GoingBack) -> None:
-        """All who keep their records have stopped: the others begin anew where these are, and training goes on."""
+        """Has slots that lost their records begin anew where the others are, and training go on. All who keep theirs
+        have stopped."""
         job, partial, before = self._job, self._partial, self._went_back_to
         first, step = common_steps(back.reach.values())
         # what is in records of the checkpoint is not to be made again: nobody goes back to before it
@@ -240,7 +245,7 @@ class Eras:
                 self.send_renewed(member.name)
 
     def on_durable(self, message: messages.Durable) -> bool:
-        """At a slot, the step where training goes on survives r losses.
+        """Notes that, at one slot, the step where training goes on survives r losses.
 
         Returns:
             Whether it does at all slots now: trainers were told to start.
@@ -260,7 +265,7 @@ class Eras:
         return True
 
     def learn(self, said: Iterable[messages.Rejoin]) -> None:
-        """The newest era that members of the coordinator before know; it never becomes less."""
+        """Takes over the newest era that members of the coordinator before know; the number never becomes less."""
         for one in said:
             self.number = max(self.number, one.known.era)
             self.resume_step, self.done = max((self.resume_step, self.done), (one.known.resume_step, one.known.done))

@@ -78,7 +78,7 @@ class RunningJob:
 
     @property
     def way_back(self) -> str:
-        """What somebody can do once this job cannot go on, in a clause."""
+        """Returns how to begin again once this job cannot go on: a clause for an error message."""
         if self._url:
             return f"begin again with a checkpoint: --checkpoint {self._url} --restore newest"
         if self.restored is not None:
@@ -89,12 +89,13 @@ class RunningJob:
         )
 
     def take(self, spec: JobSpec | None) -> None:
-        """A trainer, or a member of the coordinator before, brings a job: the first is everybody's."""
+        """Takes the job that a trainer, or a member of the coordinator before, brings: the first is everybody's."""
         if spec is not None and self.spec is None:
             self.spec = replace(spec, code=self.code)
 
     def refusal(self, spec: JobSpec | None, placed: bool = True) -> str | None:
-        """Why somebody who brings this job cannot take part, or None. Without `placed` its rows may lie elsewhere."""
+        """Returns why somebody who brings this job cannot take part, or None. Without `placed` its rows may lie
+        elsewhere."""
         ours, whose = self.spec, "this cluster trains another job"
         if ours is None and self.restored is not None:
             ours, whose = self._restored_job, f"the checkpoint {self.restored.folder} is of another job"
@@ -103,7 +104,7 @@ class RunningJob:
         return f"{whose}: {difference}" if difference else None
 
     def on_loaded(self, origin: int) -> None:
-        """Trainer 0 has loaded the initial values: training begins after that step."""
+        """Notes that trainer 0 has loaded the initial values: training begins after that step."""
         self.origin = origin
         self._members.tell(messages.Loaded(origin))
 
@@ -115,11 +116,13 @@ class RunningJob:
             self.on_inexact(self.restored.done, self.restored.inexact)
 
     def on_restored(self) -> None:
-        """They have them, and all parities: training begins after step 0 of the protocol."""
+        """Notes that all slots have their records of the checkpoint, and parities: training begins after step 0 of the
+        protocol."""
         self.restoring, self.origin = False, 0
 
     def on_inexact(self, step: int, what: str) -> None:
-        """From a step of training on this run is not exact. The same is noted once, and of many the first."""
+        """Notes that from a step of training on this run is not exact. The same is noted once, and of many the
+        first."""
         what = what[:TEXT_MOST]  # members take no longer one, and it may hold a member's word
         if (step, what) not in self.inexact and len(self.inexact) < INEXACT_MOST:
             self.inexact.append((step, what))
@@ -127,12 +130,12 @@ class RunningJob:
             self._members.tell(messages.KnownInexact(self.inexact))
 
     def tell_inexact(self, name: str) -> None:
-        """What a member may have missed of that."""
+        """Sends a member every note of inexact training so far, since it may have missed some."""
         if self.inexact:
             self._members.send(name, messages.KnownInexact(self.inexact))
 
     def learn(self, said: Collection[Rejoin], era: int, placement: messages.Placement | None) -> None:
-        """The job and where training begins, as members of the coordinator before know them.
+        """Takes over the job, and where training begins, from members of the coordinator before.
 
         Initial values that are loaded may have to be loaded again in a later era, so the newest era counts, and in that
         who knows already where it begins. `era`: the newest that this coordinator knows. Whether a checkpoint is being
@@ -153,7 +156,7 @@ class RunningJob:
             self.origin = None if self.restoring else 0
 
     def lose(self, reason: str, kind: str = "data_loss") -> None:
-        """More is lost than can be repaired, also in part: ends the job, or goes back to a checkpoint."""
+        """Ends the job, or has it go back to a checkpoint: more is lost than can be repaired, also in part."""
         if self._beyond == "stop":
             self.stop(reason, kind)
         else:

@@ -57,7 +57,7 @@ class Launches:
         self._dismissed = now_s, launch, named
 
     def dismiss_silent(self, member: MemberRecord, now_s: float) -> None:
-        """A trainer was given up that is only silent."""
+        """Notes that a trainer was given up that is only silent, and may live."""
         self.dismiss(member.launch, _named(member), now_s)
 
     def follow(self, before: Launches) -> None:
@@ -72,7 +72,7 @@ class Launches:
         return self._job.spec is not None and self._members.done >= set(range(self._job.spec.trainers))
 
     def refusal(self, join: Join) -> str | None:
-        """Why a job that has ended does not go on for this trainer, or None."""
+        """Returns why a job that has ended does not go on for this trainer, or None."""
         if join.role != "trainer" or not self.finished or join.again or self._is_next(join):
             return None
         return TRAIN_ON.format(step=self._job.step)
@@ -83,7 +83,7 @@ class Launches:
         return bool(join.launch) and join.relaunched and before == {join.launch}
 
     def hold(self, join: Join, now_s: float) -> Hold | None:
-        """Why a process that joins has to wait; None: it has not."""
+        """Returns why a process that joins has to wait; None: it has not."""
         if join.role != "trainer" or self._members.member_of_session(join.session_id) is not None:
             return None
         rivals = [member for member in self._members.present("trainer") if is_rival(member, join)]
@@ -103,14 +103,14 @@ class Launches:
 
 
 def is_rival(member: MemberRecord, join: Join) -> bool:
-    """A trainer that is there keeps another process from joining."""
+    """Returns whether a trainer that is there keeps another process from joining."""
     if member.rank == join.rank:
         return not (join.launch and member.launch == join.launch and join.relaunched)
     return member.launch != join.launch
 
 
 def _is_next_of(launch: str | None, join: Join) -> bool:
-    """A trainer is a new start of that launch, as far as anybody can tell."""
+    """Returns whether a trainer that joins is a new start of that launch, as far as anybody can tell."""
     return join.relaunched or not join.launch if launch is None else join.launch == launch
 
 

@@ -18,7 +18,7 @@ from torch_ecrec.protocol.build import bits_told
 from torch_ecrec.protocol.messages import Entering, FromCoordinator, Join
 from torch_ecrec.protocol.status import Report
 
-NAMES_OF_A_LIFE = 1000  # servers that one coordinator names: some of those before may be known to nobody any more
+NAMES_OF_A_LIFE = 1000  # numbers of one coordinator's servers begin at a multiple of it: no name is given twice
 TICK_MOST_S = 2.0  # between two calls of `Members.on_tick`, unless the coordinator itself was stopped
 AWAKE_S = 0.4  # after a call of it, others were heard until then
 HEARD_S = 1.0  # heard of within that: it is there
@@ -27,7 +27,7 @@ GONE_MOST = 100  # servers that are gone and still shown
 
 @dataclass
 class MemberRecord:
-    """What the coordinator keeps of a process that has joined.
+    """Holds what the coordinator knows of one process that has joined.
 
     Attributes:
         session_id: a word that only this process says (`messages.Entering`).
@@ -75,7 +75,7 @@ class MemberRecord:
         return self.alive and not self.left
 
     def silent_s(self, now_s: float) -> float:
-        """How long it was not heard of."""
+        """Returns how long it was not heard of."""
         return now_s - self.heard_s
 
 
@@ -102,7 +102,7 @@ class Members:
         self._ticked_s = math.inf
 
     def drain(self, what: str, undo: bool) -> str:
-        """The servers of this name, or in this failure domain, are to be without slots. Returns why not, or ""."""
+        """Marks the servers of this name, or in this failure domain, to be without slots. Returns why not, or ""."""
         here = self.present("server")
         found = [one for one in here if what == one.name or (one.domain and f"{one.domain}/".startswith(f"{what}/"))]
         for one in found:
@@ -111,7 +111,7 @@ class Members:
         return "" if found else f"no server is called {what!r} or is in such a failure domain; there are {servers}"
 
     def is_draining(self, name: str) -> bool:
-        """Whether a server's slots are to move away."""
+        """Returns whether a server's slots are to move away."""
         return name in self.by_name and self.by_name[name].draining
 
     def present(self, role: str | None = None) -> list[MemberRecord]:
@@ -119,7 +119,7 @@ class Members:
         return [member for member in self.by_name.values() if member.present and role in (None, member.role)]
 
     def domains(self) -> dict[str, domains.Domain]:
-        """Failure domains of the servers that are there, by name."""
+        """Returns the failure domains of the servers that are there, by name."""
         return {member.name: domains.parse(member.name, member.domain) for member in self.present("server")}
 
     @property
@@ -128,7 +128,7 @@ class Members:
         return [member for member in self.by_name.values() if member.role == "trainer"]
 
     def has_been(self, rank: int) -> bool:
-        """Whether there is a trainer of this rank, or was one that is done."""
+        """Returns whether there is a trainer of this rank, or was one that is done."""
         return rank in self.done or any(member.rank == rank for member in self.trainers)
 
     def tell(self, message: FromCoordinator, role: str | None = None) -> None:
@@ -139,7 +139,7 @@ class Members:
     # names --------------------------------------------------------------------------------------
 
     def name_for(self, join: Join) -> str:
-        """A name that nobody has had."""
+        """Returns a name that nobody has had."""
         if join.role == "trainer":
             life = max(self._lives.get(join.rank, 0), NAMES_OF_A_LIFE * self.life) + 1
             self._lives[join.rank] = life
@@ -148,18 +148,18 @@ class Members:
         return f"server-{self._names - 1}"
 
     def member_of_session(self, session_id: str) -> str | None:
-        """The name of the member that said this word when it joined, unless it is lost or has left."""
+        """Returns the name of the member with this session id, unless it is lost or has left."""
         return next((member.name for member in self.present() if member.session_id == session_id), None)
 
     def follow(self, life: int) -> None:
-        """There was a coordinator of this life before: names and lives begin after its own."""
+        """Notes the life of a coordinator before this one: names and lives begin after its own."""
         self.life = max(self.life, life + 1)
         self._names = max(self._names, NAMES_OF_A_LIFE * self.life)
 
     # coming and going ---------------------------------------------------------------------------
 
     def add(self, name: str, entering: Entering, now_s: float) -> None:
-        """A process has joined or rejoined under a name."""
+        """Adds a process that has joined or rejoined, under a name."""
         self.by_name[name] = MemberRecord(
             name,
             entering.role,
@@ -176,7 +176,7 @@ class Members:
         )
 
     def heard(self, name: str, now_s: float, report: Report | None = None) -> None:
-        """A sign of life, with figures for `status`."""
+        """Notes a heartbeat of a member, with its figures for `status`."""
         member = self.by_name[name]
         if now_s - member.heard_s > HEARD_S:
             member.back_s = now_s
@@ -185,7 +185,8 @@ class Members:
             member.report = member.report.followed_by(report)
 
     def on_tick(self, now_s: float) -> None:
-        """To be called about every `heartbeat_s`: time that this process stood still is no silence of members."""
+        """Takes time during which this process stood still out of members' silence. To be called about every
+        `heartbeat_s`."""
         slept_s = self.since_tick_s(now_s) - TICK_MOST_S
         self._ticked_s = now_s
         if slept_s > 0:  # this process hung itself: it was not the members who were silent
@@ -193,7 +194,8 @@ class Members:
                 member.heard_s += slept_s + TICK_MOST_S
 
     def since_tick_s(self, now_s: float) -> float:
-        """How long ago `on_tick` was called; negative before the first time. If long, this process stood still."""
+        """Returns how long ago `on_tick` was called; negative before the first time. If long, this process stood
+        still."""
         return now_s - self._ticked_s
 
     def is_awake(self, now_s: float) -> bool:

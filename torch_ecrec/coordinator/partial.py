@@ -28,7 +28,7 @@ from torch_ecrec.protocol.messages import PartialRestore
 
 
 def beyond_repair(layouts: Iterable[Layout], gone: Collection[int], lost: Collection[int]) -> set[int]:
-    """Which lost slots begin anew.
+    """Returns which lost slots begin anew.
 
     Args:
         gone: slots that cannot help to repair others.
@@ -70,12 +70,13 @@ def lost_steps(partial_restores: Sequence[PartialRestore], slots: int) -> list[i
 
 
 def portion(partial_restores: Sequence[PartialRestore], slots: int, done: int) -> float:
-    """The portion of lost samples, of all until now. `done`: steps of training."""
+    """Returns the portion of lost samples, of all until now. `done`: steps of training."""
     return sum(lost_steps(partial_restores, slots)) / slots / done if done else 0.0
 
 
 def trimmed(partial_restores: Sequence[PartialRestore], done: int) -> list[PartialRestore]:
-    """Training went back: steps after `done` are made again, and count in every slot that is there."""
+    """Returns partial restores after training went back: steps after `done` are made again, and count in every slot
+    that is there."""
 
     def earlier(at: int | None) -> int | None:
         return None if at is None else min(at, done)
@@ -86,7 +87,7 @@ def trimmed(partial_restores: Sequence[PartialRestore], done: int) -> list[Parti
 
 @dataclass
 class PartialRecovery:
-    """What the coordinator knows of it.
+    """Holds what the coordinator knows of partial recoveries: those that were, and the one under way.
 
     Attributes:
         wanted: it is what follows when more is lost than can be repaired.
@@ -116,7 +117,7 @@ class PartialRecovery:
             known.difference_update(slots)
 
     def begin(self, lost: Collection[int], reason: str) -> None:
-        """These are lost beyond repair, perhaps with others that were lost before."""
+        """Notes slots that are lost beyond repair, perhaps with others that were lost before."""
         self.pending |= set(lost)
         self.reason = self.reason or reason
 
@@ -138,12 +139,12 @@ class PartialRecovery:
         self._go_on({(slot, incarnation)}, at)
 
     def on_rebuilt(self, slot: int) -> None:
-        """Nothing of it is missing."""
+        """Notes that nothing of a slot is missing any more."""
         self.intact.discard(slot)
         self.dense.add(slot)
 
     def go_on(self, at: int) -> None:
-        """It is known where those that read will begin. `at`: steps of training."""
+        """Notes where the slots that read a checkpoint will begin. `at`: steps of training."""
         self._go_on({(s, life) for one in self.partial_restores for s, life, _ in one.lives if s in self.reading}, at)
 
     def _go_on(self, lives: Collection[tuple[int, int]], at: int | None) -> None:
@@ -155,12 +156,12 @@ class PartialRecovery:
         ]
 
     def go_back(self, done: int) -> None:
-        """Training goes on after so many steps of it, which is earlier than it was."""
+        """Notes that training goes on after so many steps of it, which is earlier than it was."""
         self.partial_restores = trimmed(self.partial_restores, done)
         self.go_on(done)
 
     def begin_again(self, slots: int) -> None:
-        """So many slots, which are all, begin with a checkpoint; nothing that was lost before counts."""
+        """Has all slots, so many, begin with a checkpoint; nothing that was lost before counts."""
         self.pending, self.reading, self.intact, self.dense = set(), set(), set(), set(range(slots))
         self.reason = ""
 
@@ -174,7 +175,7 @@ class PartialRecovery:
         ]
 
     def portion(self, slots: int, done: int) -> float:
-        """The portion of lost samples, of so many slots, after so many steps of training."""
+        """Returns the portion of lost samples, of so many slots, after so many steps of training."""
         return portion(self.partial_restores, slots, done)
 
     @property

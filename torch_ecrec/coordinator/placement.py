@@ -27,7 +27,6 @@ from torch_ecrec.coordinator.going_back import Eras
 from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.members import Members
 from torch_ecrec.coordinator.partial import PartialRecovery, beyond_repair
-from torch_ecrec.coordinator.redundancy import Redundancies
 from torch_ecrec.coordinator.roster import Roster
 from torch_ecrec.coordinator.silence import Silence
 from torch_ecrec.coordinator.suspicion import Suspicion
@@ -42,7 +41,8 @@ from torch_ecrec.spec.job import JobSpec
 
 
 def data_loss(job: JobSpec, gone: Collection[int]) -> str | None:
-    """What is lost with these slots that the code cannot repair, for people; None: nothing."""
+    """Returns a sentence about the rows that are lost for good with these slots; None if the code repairs all of
+    them."""
     lost: dict[str, int] = {}  # table -> rows; a stripe that nothing lies on is no loss
     for slab, layout in zip(job.slabs, job.layouts, strict=True):
         if repair.rows_lost(layout, gone):
@@ -93,7 +93,7 @@ class SlotTable:
             suspicion,
             announce,
         )
-        self._risks, self._redundancies = domains.Risks(), Redundancies()
+        self._risks, self._redundancies = domains.Risks(), domains.Redundancies()
         self.moves = Moves(self, members, eras, suspicion, announce)
         self.epoch = 0
         self.slots: list[SlotPlace] = []
@@ -112,7 +112,7 @@ class SlotTable:
         return [i for i, place in enumerate(self.slots) if place.server != NO_HOST and place.server not in servers]
 
     def load_of(self, server: str) -> int:
-        """How many slots it hosts."""
+        """Returns how many slots it hosts."""
         return len(self.hosted_by(server))
 
     def spares(self) -> list[str]:
@@ -125,7 +125,8 @@ class SlotTable:
         return [server for server in self._roster.servers() if server not in self._silence.quiet]
 
     def _choose_host(self, slot: int) -> str:
-        """A spare, else the survivor with the fewest slots (or nobody: wait for a process to come).
+        """Returns the host for a slot: a spare, else the survivor with the fewest slots (or nobody: wait for a process
+        to come).
 
         Who could lately not reach all that it needs comes after all who could, spare or not; then who shares a failure
         domain with slots of the same stripes comes after who does not.
@@ -144,7 +145,8 @@ class SlotTable:
         return min(servers, key=rank)
 
     def shared(self, slot: int, server: str, where: dict[str, domains.Domain]) -> tuple[int, ...]:
-        """What a slot would share on that server with those that it must not be lost with; see `domains.shared`."""
+        """Returns how close a slot on that server would be to slots that it must not be lost with; see
+        `domains.shared`."""
         code = self._job.code
         if not code.parities:
             return ()
@@ -155,7 +157,7 @@ class SlotTable:
         return domains.shared(server, others, where)
 
     def at_risk(self) -> dict[str, tuple[list[int], str]]:
-        """Failure domains whose loss could not be repaired; see `domains.at_risk`."""
+        """Returns the failure domains whose loss could not be repaired; see `domains.at_risk`."""
         job, spec = self._job, self._job.spec
         if not self.placed or spec is None or not job.code.parities:
             return {}
@@ -163,7 +165,8 @@ class SlotTable:
         return self._risks.look(self.epoch, servers, where, lambda slots: data_loss(spec, slots))
 
     def redundancy(self) -> Redundancy | None:
-        """What could be lost now; None: nothing is placed yet, or a checkpoint is restored, which may be again."""
+        """Returns how much could be lost now without losing data. None if nothing is placed yet, or while a checkpoint
+        is restored, which can be read again."""
         job, spec = self._job, self._job.spec
         if not self.placed or spec is None or job.restoring:
             return None
@@ -179,7 +182,7 @@ class SlotTable:
         )
 
     def troubles_of(self, server: str) -> int:
-        """How many of those that it needs it could lately not reach."""
+        """Returns how many of those that it needs it could lately not reach."""
         return self._suspicion.troubles(server, self.needed(), self._members.by_name)
 
     def needed(self) -> list[str]:
@@ -188,13 +191,15 @@ class SlotTable:
         return hosts + [member.name for member in self._members.present("trainer")]
 
     def may_lose(self, servers: Collection[str]) -> bool:
-        """Whether the slots of all of these, and of who is silent, could be repaired now, and would find hosts."""
+        """Returns whether the slots of all of these, and of who is silent, could be repaired now, and would find
+        hosts."""
         rest = set(self._heard()) - set(servers)
         hosts = rest & set(self.spares()) if self.without_spare == "wait" else rest
         return bool(hosts) and self.repairs({*servers, *self._silence.quiet})
 
     def repairs(self, servers: Collection[str]) -> bool:
-        """Whether the code could repair the slots of all of these together, with those that lack records already."""
+        """Returns whether the code could repair the slots of all of these together, with those that lack records
+        already."""
         if self._job.spec is None or self._job.restoring:  # who is lost then reads the checkpoint elsewhere
             return self._job.restoring
         slots = {slot for server in servers for slot in self.hosted_by(server)}
@@ -203,7 +208,7 @@ class SlotTable:
     # slots find a host --------------------------------------------------------------------------
 
     def place_all(self) -> None:
-        """Every slot gets a server of its own, for the first time."""
+        """Gives every slot a server of its own, for the first time."""
         servers, where = self._roster.servers(), self._members.domains()
         if len(servers) < self._job.code.slots:
             return
@@ -251,7 +256,8 @@ class SlotTable:
         return {i for i, place in enumerate(self.slots) if not place.healthy} | self._partial.pending
 
     def _stop_if_lost(self, gone: Collection[int], lost: Collection[int]) -> bool:
-        """Whether the code cannot repair these slots, `lost` the last of them: then follows what is to follow."""
+        """Returns whether the code cannot repair these slots, `lost` the last of them: then follows what is to
+        follow."""
         assert self._job.spec is not None
         if (reason := data_loss(self._job.spec, gone)) is not None:
             self._lose(lost, f"{reason}; {self._job.way_back}")
@@ -306,7 +312,7 @@ class SlotTable:
         self.new_epoch(events.PlacedAnew)
 
     def restore_again(self) -> None:
-        """All slots begin with their records of the checkpoint that the cluster began with, where they are."""
+        """Has all slots begin with their records of the checkpoint that the cluster began with, where they are."""
         self._job.restore()
         self._eras.restart()
         self.slots = [SlotPlace(place.server, place.incarnation + 1, False) for place in self.slots]
@@ -314,7 +320,7 @@ class SlotTable:
         self.new_epoch(events.PlacedAnew)
 
     def check_restored(self) -> None:
-        """Once all slots have their records of that checkpoint, and all parities of them, training begins."""
+        """Begins training once all slots have their records of that checkpoint, and all parities of them."""
         if self._job.restoring and self.placed and not self.unhealthy():
             self._job.on_restored()
             self._eras.begin(first=True)
@@ -331,7 +337,7 @@ class SlotTable:
             self.new_epoch(events.PlacedAnew)
 
     def take_back(self, epoch: int, slots: list[SlotPlace], kept: Mapping[tuple[int, int], bool]) -> None:
-        """The newest placement that members of the coordinator before know. Nobody is told yet.
+        """Takes over the newest placement that members of the coordinator before know. Nobody is told yet.
 
         Args:
             kept: (slot, incarnation) that have all their records -> whether they have dense snapshots.
@@ -347,7 +353,7 @@ class SlotTable:
     # words of it --------------------------------------------------------------------------------
 
     def new_epoch(self, event: type[events.NewEpoch]) -> None:
-        """What has changed becomes a version that everybody is told. `event`: what kind of change it is."""
+        """Makes the changed placement a new version, and sends it to everybody. `event`: the kind of change."""
         self.epoch += 1
         self._announce(event(self.epoch, [(place.server, place.incarnation) for place in self.slots]))
         if event in (events.PlacedAnew, events.Moved):
@@ -374,18 +380,19 @@ class SlotTable:
     # what hosts say -----------------------------------------------------------------------------
 
     def is_hosted(self, slot: int, incarnation: int, by: str) -> bool:
-        """Whether a member hosts this incarnation of a slot, and it is the present one."""
+        """Returns whether a member hosts this incarnation of a slot, and it is the present one."""
         place = self.slots[slot]
         return place.server == by and place.incarnation == incarnation
 
     def on_ready(self, slot: int, incarnation: int, at: int | None) -> None:
-        """A slot's new host serves. `at`: if it began anew, the steps of training after which it goes on."""
+        """Notes that a slot's new host serves. `at`: if it began anew, the steps of training after which it goes on."""
         self._partial.on_ready(slot, incarnation, at)
         event = events.Rehosted if incarnation else messages.Ready
         self._announce(event(slot, incarnation))
 
     def on_rebuilt(self, slot: int, incarnation: int, partial_restores: int) -> None:
-        """All records of a slot are there again, as its host said that knew of so many `partial_restores`."""
+        """Notes that all records of a slot are there again, as its host said, which knew of so many
+        `partial_restores`."""
         place = self.slots[slot]
         if place.healthy or partial_restores < len(self._partial.partial_restores):
             return
@@ -399,7 +406,8 @@ class SlotTable:
         self.moves.rebalance()
 
     def on_unrecoverable(self, slot: int, reason: str) -> None:
-        """A host found that nobody has what it needs; `reason`: not even a checkpoint, or records are damaged."""
+        """Handles what a host has found: nobody has what it needs. `reason`: not even a checkpoint, or records are
+        damaged."""
         if self._job.restoring:
             if self._job.fatal is None:
                 self._job.lose(f"the checkpoint to begin with cannot be read: {reason}", "checkpoint")
@@ -454,7 +462,8 @@ class Moves:
         return None if is_over else move
 
     def rebalance(self) -> None:
-        """Once all is whole, a spare takes a slot of a server that drains, or has several, or where less is shared."""
+        """Moves a slot to a spare, once all is whole: from a server that drains, or has several, or where more is
+        shared."""
         table = self._table
         if not table.slots or table.unhealthy() or self.current is not None:
             return
@@ -488,7 +497,7 @@ class Moves:
         return objection
 
     def stay(self) -> None:
-        """The slot that moves stays where it is, and perhaps another move begins."""
+        """Ends the move under way: the slot stays where it is, and perhaps another move begins."""
         if self.current is not None:
             self._table.new_epoch(events.Stayed)
             self.rebalance()
@@ -500,7 +509,7 @@ class Moves:
             self._members.send(name, messages.Move(move.slot, move.incarnation, move.epoch, move.era, move.now))
 
     def on_word(self, name: str, word: messages.OfMove) -> None:
-        """What is said where a slot moves to."""
+        """Handles a message from the server that a slot moves to."""
         move, table = self.current, self._table
         if move is None or (name, word.slot, word.incarnation) != (move.server, move.slot, move.incarnation):
             return
@@ -518,7 +527,7 @@ class Moves:
             self.send_to(name)
 
     def on_gone(self, name: str) -> None:
-        """A server without slots is gone. If one was to move there, it stays, or moves elsewhere."""
+        """Handles the loss of a server without slots. If a slot was to move there, it stays, or moves elsewhere."""
         move = self.current
         if move is not None and move.server == name:
             self.stay()

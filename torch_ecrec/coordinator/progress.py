@@ -23,7 +23,7 @@ _Look = TypeVar("_Look", tuple[float, int], tuple[float, float, int])
 
 
 class Progress:
-    """What was seen of late.
+    """Follows how training and repairs have advanced of late.
 
     Attributes:
         step: the last step of training that is known to be done; it falls when training goes back.
@@ -76,7 +76,7 @@ class Progress:
         return None if self._absent_s is None else now_s - self._absent_s
 
     def rate(self) -> Rate | None:
-        """How fast training goes; None: it is not known yet, or nothing was trained of late."""
+        """Returns how fast training goes; None if it is not known yet, or nothing was trained of late."""
         over_s, steps = _grown(self._steps)
         if over_s < LEAST_S or not steps:
             return None
@@ -85,7 +85,7 @@ class Progress:
         return Rate(round(over_s, 3), steps / over_s, samples_per_s)
 
     def filling(self, slot: int, incarnation: int) -> Filling | None:
-        """How this life of a slot gets what it lacks; None: its host has not said anything yet."""
+        """Returns how this incarnation of a slot gets what it lacks; None: its host has not said anything yet."""
         seen = self._filled.get((slot, incarnation))
         if not seen:
             return None
@@ -97,7 +97,7 @@ class Progress:
 
 
 def reports(members: Collection[MemberRecord], slots: list[SlotPlace]) -> dict[int, SlotReport]:
-    """What the present host of each slot says of its present life, by slot."""
+    """Returns the last report of each slot's present incarnation, by its present host; keyed by slot."""
     lives = {(i, place.server, place.incarnation) for i, place in enumerate(slots)}
     return {
         report.slot: report
@@ -117,5 +117,5 @@ def _note(seen: deque[_Look], now: _Look) -> None:
 
 
 def _grown(seen: deque[tuple[float, int]]) -> tuple[float, int]:
-    """Over how many seconds, and by how much."""
+    """Returns over how many seconds a counter has grown, and by how much."""
     return (seen[-1][0] - seen[0][0], seen[-1][1] - seen[0][1]) if seen else (0.0, 0)

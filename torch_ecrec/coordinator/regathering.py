@@ -27,7 +27,7 @@ LATE_MOST_S = 10.0  # for those who come one after the other
 
 @dataclass(frozen=True)
 class MemberReports:
-    """What members of the coordinator before know, taken together. `said`: by name."""
+    """Combines the knowledge of the members that a coordinator before had. `said`: what each told, by its name."""
 
     said: Mapping[str, Rejoin]
 
@@ -95,7 +95,7 @@ class MemberReports:
         return any(one.frozen for one in known) or len({one.era for one in known}) > 1 or len(restoring) > 1
 
     def slots(self) -> tuple[list[SlotPlace], set[int]]:
-        """The newest placement that is known, with what its hosts know better.
+        """Returns the newest placement that is known, with what its hosts know better.
 
         A slot may have been rebuilt since. And some may know a later life of it than the placement does, whose host did
         not come back: nobody listens to the life before any more.
@@ -151,20 +151,20 @@ class Regathering:
         self._last_s = now_s + max(min(lease_s, LATE_MOST_S), REGATHER_S)
 
     def add(self, rejoin: Rejoin, now_s: float) -> None:
-        """A member has told what it knows."""
+        """Adds what a member that is back has told."""
         self._until_s = max(self._until_s, min(now_s + LATE_S, self._last_s))
         self.said[rejoin.name] = rejoin
         self.dead.discard(rejoin.name)
         self._cannot_reach.pop(rejoin.name, None)
 
     def is_outnumbered(self, other: Rejoin, now_s: float) -> bool:
-        """Whether more members of another cluster look for their coordinator here than are back of this one."""
+        """Returns whether more members of another cluster look for their coordinator here than are back of this one."""
         self._others[other.session_id] = other.run, now_s
         recent = [run for run, at_s in self._others.values() if now_s - at_s <= AGAIN_S]
         return recent.count(other.run) > sum(one.known.placement is not None for one in self.said.values())
 
     def on_beat(self, name: str, unreachable: Iterable[str]) -> None:
-        """Whom a member cannot reach, though it tries."""
+        """Notes whom a member cannot reach, though it tries."""
         self._cannot_reach[name] = frozenset(unreachable)
 
     def missing(self) -> dict[str, Address]:
@@ -192,17 +192,17 @@ class Regathering:
         return found
 
     def forget(self, name: str) -> bool:
-        """A member is gone again, as if it had not come back; returns whether it had."""
+        """Forgets a member that is gone again, as if it had not come back; returns whether it had."""
         self._cannot_reach.pop(name, None)
         return self.said.pop(name, None) is not None
 
     def knows_better(self, rejoin: Rejoin) -> bool:
-        """Somebody else of that name is back already, and knows as much or more."""
+        """Returns whether somebody else of that name is back already, and knows as much or more."""
         said = self.said.get(rejoin.name)
         return said is not None and said.session_id != rejoin.session_id and _newest(rejoin) <= _newest(said)
 
     def is_over(self, now_s: float, job: JobSpec | None) -> bool:
-        """Whether everybody is back who is needed, or the time is up. `job`: where none of them knows it."""
+        """Returns whether everybody is back who is needed, or the time is up. `job`: where none of them knows it."""
         if not self.active or (not self.said and now_s < self._until_s):
             return False
         known = MemberReports(self.said)
@@ -216,12 +216,12 @@ class Regathering:
         return now_s >= self._until_s
 
     def end(self) -> MemberReports:
-        """It is over: what was said."""
+        """Ends the regathering, and returns what was told in it."""
         known = MemberReports(self.said)
         self.active, self.said = False, {}
         return known
 
 
 def _newest(rejoin: Rejoin) -> tuple[int, int]:
-    """How new what a member knows is: epoch, version of the roster."""
+    """Returns how new a member's knowledge is, to be compared: epoch, version of the roster."""
     return rejoin.known.placement.epoch if rejoin.known.placement is not None else -1, rejoin.roster

@@ -72,7 +72,7 @@ class Roster:
         return come or not placed
 
     def _waits(self, servers: list[MemberRecord], trainers: list[MemberRecord], now_s: float) -> bool:
-        """Before slots are placed: whether somebody is missing, or spares are on their way."""
+        """Returns whether somebody is missing, or spares are on their way, before slots are placed."""
         slots = self._job.code.slots
         if not trainers or len(servers) < slots:
             return True
@@ -83,7 +83,7 @@ class Roster:
         return [member for member in self._members.present(role) if member.endpoint]
 
     def drop(self, names: Iterable[str]) -> None:
-        """These are not there any more: the others are told."""
+        """Takes these out of the roster, since they are gone, and tells the others."""
         gone = set(names)
         if gone & set(self.names):
             self._tell([name for name in self.names if name not in gone])
@@ -103,8 +103,8 @@ class Roster:
         self._members.send(name, messages.Roster(self.version, endpoints, addresses))
 
     def learn(self, said: Iterable[Rejoin]) -> None:
-        """The newest roster that members of the coordinator before know, of those who are back; the number never
-        becomes less."""
+        """Takes over the newest roster that members of the coordinator before know, of those who are back; the number
+        never becomes less."""
         known = {member.name for member in self._members.present()}
         for one in said:
             if one.roster > 0 and one.roster >= self.version:

@@ -55,7 +55,8 @@ WHY_LOST = "its connection ended, and its process is gone"
 
 
 class Peer(Protocol):
-    """A connection: `transport/control.py:LineConnection`, `tests/harness/membership.py:VirtualConnection`."""
+    """A connection to the coordinator. Implemented by `transport/control.py:LineConnection`, and in memory by
+    `tests/harness/membership.py:VirtualConnection`."""
 
     @property
     def peer(self) -> str:
@@ -65,7 +66,7 @@ class Peer(Protocol):
         """Sends; nothing if it has ended."""
 
     def admit(self) -> None:
-        """It is a member's or a watcher's from now on: more may be sent on it, and it may be silent."""
+        """Lets more be sent on it, and silence: it is a member's or a watcher's from now on."""
 
     def close(self) -> None:
         """Ends it, after what was sent."""
@@ -151,7 +152,7 @@ class Router:
     # in -----------------------------------------------------------------------------------------
 
     def on_message(self, peer: Peer, message: Message, now_s: float) -> None:
-        """A JSON object has arrived."""
+        """Handles a JSON object that has arrived on a connection."""
         name = self._names.get(peer)
         try:
             word = messages.from_member(message)
@@ -222,11 +223,11 @@ class Router:
         return self.core.kill(name)
 
     def _is_of_before(self, word: ForLeader) -> bool:
-        """It was meant for another leader, which has led before."""
+        """Returns whether a message was meant for another leader, which has led before."""
         return word.led not in (0, self._led)
 
     def refuse(self, peer: Peer, reason: str, now_s: float, kind: str = "refused") -> None:
-        """What arrived counts for nothing: its sender is told why, and the log from time to time."""
+        """Ignores what arrived: tells its sender why, and writes to the log from time to time."""
         self._say_no(peer, reason, kind)
         self._count_refused(reason, peer, now_s)
 
@@ -236,7 +237,8 @@ class Router:
             peer.close()
 
     def _count_refused(self, reason: str, peer: Peer, now_s: float, late: bool = False) -> None:
-        """`late`: it comes so after a change of coordinators, and nobody has to look at it."""
+        """Counts a refusal, and shows it from time to time. `late`: it is usual after a change of coordinators, and
+        nobody has to look at it."""
         self.refused += 1
         self._refusals += 1
         who = self._names.get(peer, peer.peer)
@@ -247,7 +249,7 @@ class Router:
             self._tell_watchers(events.MessagesRefused(who, reason, count))
 
     def _look_beyond(self) -> None:
-        """More may be lost than can be repaired: then a checkpoint is looked for."""
+        """Looks for a checkpoint, if more is lost than can be repaired."""
         if self.core.goes_back and not self._looks_back:
             assert self._manifests is not None  # whoever wants to go back has checkpoints written
             self._looks_back = True
@@ -267,17 +269,18 @@ class Router:
             self._look_beyond()
 
     def begin_with(self, restore: Restorable | None, life: int, now_s: float) -> None:
-        """What the cluster begins with, if nobody comes back who knows what is trained; see `ClusterSettings`."""
+        """Says what the cluster begins with if no member comes back that knows the training; see `ClusterSettings`."""
         self._found = restore, life
         self._let_in(now_s)
 
     def cannot_begin(self, why: str, now_s: float) -> None:
-        """There is nothing to begin with: who joins is told so, until members of before, or `begin_with`, come."""
+        """Notes that there is nothing to begin with. Who joins is told so, until members of before, or `begin_with`,
+        come."""
         self._hindrance = why
         self._let_in(now_s)
 
     def cannot_look(self, why: str) -> None:
-        """It is still not known what the cluster begins with: who joins is told so, and waits."""
+        """Notes that it is still not known what the cluster begins with. Who joins is told so, and waits."""
         if why != self._trouble:
             self._trouble = why
             self._say_trouble(self._held)
@@ -293,7 +296,7 @@ class Router:
         return self._looks and self._found is None and self.core.job is None
 
     def _go_back(self, found: Restorable | None, why: str) -> None:
-        """To that checkpoint: everybody begins anew, as another member."""
+        """Goes back to that checkpoint: everybody begins anew, as another member."""
         self._looks_back, before = False, self.core
         reason = before.fatal or ""
         if found is None:
@@ -305,7 +308,7 @@ class Router:
         self._tell_watchers(events.WentBeyond(restored.folder, restored.done, reason))
 
     def _begin_anew(self, settings: ClusterSettings, why: str = WENT_BACK) -> None:
-        """Whoever is a member joins again, as another."""
+        """Replaces the coordinator's core: whoever is a member joins again, as another."""
         before = self.core
         self.core = Coordinator(settings, self._send, self._tell_watchers, self._manifests, before)
         for name, peer in self._connections.items():
@@ -333,7 +336,8 @@ class Router:
         self._let_in(now_s)
 
     def on_probed(self, name: str, number: int, found: str, now_s: float) -> None:
-        """The answer to a probe (`transport/liveness.py`). Nothing if the member is back, or was asked again."""
+        """Handles the answer to a probe (`transport/liveness.py`). Ignored if the member is back, or was asked
+        again."""
         away = self._asked.take_answer(name, number)
         if away is None:
             return
@@ -360,7 +364,7 @@ class Router:
         return (member := self.core.members.get(name)) is not None and member.alive
 
     def on_tick(self, now_s: float) -> None:
-        """Called about every quarter of a heartbeat."""
+        """Looks after what has a time. Called about every quarter of a heartbeat."""
         self.core.on_tick(now_s)
         missing = self.core.missing()
         asked = {**self._silent(now_s), **missing}
@@ -370,7 +374,7 @@ class Router:
     # joining ------------------------------------------------------------------------------------
 
     def _let_in(self, now_s: float) -> None:
-        """Those who wait to join, unless members of a coordinator before come first."""
+        """Lets those join who wait, unless members of a coordinator before come first."""
         self._look_beyond()
         for peer, join in list(self._held.items()):
             if self._joins_wait(now_s):
@@ -382,7 +386,8 @@ class Router:
             self._say(self._held.popitem()[0], messages.Refused("data_loss", f"{NOBODY_LEFT}: {self._hindrance}"))
 
     def _is_held_back(self, peer: Peer, join: Join, now_s: float) -> bool:
-        """Whether it has to wait for the end of others' trainers; who has waited in vain is told so, and refused."""
+        """Returns whether it has to wait for the end of others' trainers; who has waited in vain is told so, and
+        refused."""
         hold = None if self.core.refusal(join) is not None else self.core.hold(join, now_s)
         if hold is None:
             return False
@@ -454,7 +459,7 @@ class Router:
             self.told_fatal_s = now_s
 
     def _turn_away(self, peer: Peer, rejoin: Rejoin, why: str, now_s: float) -> None:
-        """A member of another cluster: it keeps what it has, and goes on looking."""
+        """Turns away a member of another cluster: it keeps what it has, and goes on looking."""
         refuses = self._refuses or self.core.refuses_to_lead(rejoin)
         self._say(peer, messages.OtherCluster(self.core.run, self._settings.code, why))
         peer.close()
@@ -467,7 +472,7 @@ class Router:
             self._refuse_to_lead(f"{who}: {why}", rejoin.code)
 
     def _lead_another(self, run: str) -> None:
-        """More members of another cluster are there: whoever was back of the first looks on."""
+        """Gives up the cluster of those who are back, for another of which more members are there."""
         why = f"more members of {run} look for their coordinator here"
         for peer in list(self._names):
             self._say(peer, messages.OtherCluster(run, self._settings.code, why))
@@ -483,7 +488,7 @@ class Router:
             members.clear()
 
     def _bind(self, name: str, peer: Peer) -> None:
-        """From now on this is the member's connection; one that it had before is closed."""
+        """Makes this the member's connection; one that it had before is closed."""
         before = self._connections.pop(name, None)
         if before is not None:
             del self._names[before]
@@ -496,7 +501,7 @@ class Router:
         peer.send(self._stamp(status.json_of(self.status(now_s))))
 
     def status(self, now_s: float) -> Status:
-        """Everything that `torch-ecrec status` shows, but for the time of day."""
+        """Returns everything that `torch-ecrec status` shows, but for the time of day."""
         looks = self._looks_back or (self._looks and self.core.job is None)  # also: found, and joins still wait
         why, trouble = (self._hindrance, self._trouble) if self.looks else ("", "")
         whose, reason, at_s = self._last_refused or ("", "", now_s)

@@ -56,7 +56,7 @@ class Saving:
     # when -----------------------------------------------------------------------------------------
 
     def is_due(self, now_s: float) -> bool:
-        """Whether one is to be written; asked from time to time."""
+        """Returns whether one is to be written; asked from time to time."""
         most = math.ceil(1 / self._settings.portion)
         if not self.wanted or not self.known.base or len(self.known.since) >= most:
             return False
@@ -72,7 +72,7 @@ class Saving:
     # which ----------------------------------------------------------------------------------------
 
     def on_checkpoint(self, folder: str, done: int, now_s: float) -> None:
-        """A checkpoint counts. `done`: steps of training until then."""
+        """Notes that a checkpoint counts. `done`: steps of training until then."""
         self.known = Saves(folder, done)
         self._wait(now_s)
 
@@ -81,7 +81,7 @@ class Saving:
         self._under_way = folder, done
 
     def on_written(self, now_s: float) -> bool:
-        """All of it is durable. Returns whether it counts: not if its step was taken back meanwhile."""
+        """Notes that all of a save is durable. Returns whether it counts: not if its step was taken back meanwhile."""
         if self._under_way is None:
             return False
         self.known = Saves(self.known.base, self.known.done, [*self.known.since, self._under_way])
@@ -97,13 +97,13 @@ class Saving:
         self._under_way, self.failing = None, reason
 
     def forget_after(self, done: int) -> None:
-        """Training goes on after so many steps, which is earlier than it was in some slots."""
+        """Forgets saves of later steps, since training goes on after so many: earlier than it was in some slots."""
         self.known = self.known.until(done)
         if self._under_way is not None and self._under_way[1] > done:
             self._under_way = None
 
     def on(self, base: str) -> list[tuple[str, int]]:
-        """Those on that checkpoint, oldest first."""
+        """Returns the saves on that checkpoint, oldest first."""
         return list(self.known.since) if self.known.base == base else []
 
     def status(self) -> SavesStatus:

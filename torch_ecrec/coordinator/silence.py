@@ -67,11 +67,12 @@ class Silence:
     # what is heard ------------------------------------------------------------------------------
 
     def on_unreachable(self, name: str, is_so: bool) -> None:
-        """The connection of a member has ended, and its host does not answer; or does again."""
+        """Notes whether a member's host answers, after its connection has ended."""
         (self._unreachable.add if is_so else self._unreachable.discard)(name)
 
     def on_heard(self, name: str, now_s: float) -> None:
-        """A member is heard of; called before that is noted. Others that were silent may be on their way back, too."""
+        """Notes that a member is heard of, before its record says so. Others that were silent may be on their way back,
+        too."""
         self._unreachable.discard(name)
         since_s = self._members.by_name[name].heard_s
         for other in self._members.present() if now_s - since_s > MOMENT_S else ():
@@ -129,7 +130,7 @@ class Silence:
         return bool(self._awaited)
 
     def stand(self, over: dict[str, str], now_s: float) -> bool:
-        """Training stands for these; returns whether that has lasted too long."""
+        """Has training stand for these; returns whether that has lasted too long."""
         news = over.keys() != self._awaited.keys()
         if self.hears_nobody:
             self._until_s = math.inf
@@ -146,7 +147,7 @@ class Silence:
         return False
 
     def end(self, now_s: float) -> None:
-        """Training stands for nobody any more."""
+        """Ends the standstill: training waits for nobody any more."""
         self._until_s = math.inf
         if not self._awaited:
             return
@@ -160,9 +161,9 @@ class Silence:
         self._members.send(name, messages.Stands(sorted(self._awaited), self._left_s(now_s)))
 
     def _left_s(self, now_s: float) -> float | None:
-        """None: until somebody is heard."""
+        """Returns for how long training will stand at most; None: until somebody is heard."""
         return None if math.isinf(self._until_s) else round(max(self._until_s - now_s, 0.0), 1)
 
     def status(self, now_s: float) -> Standstill | None:
-        """For whom training stands; None: for nobody."""
+        """Returns for whom training stands; None: for nobody."""
         return Standstill(dict(self._awaited), self._left_s(now_s)) if self._awaited else None

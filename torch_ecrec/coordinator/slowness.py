@@ -40,7 +40,7 @@ NOT_LATE = Late(0.0, 0.0, 0.0)
 
 
 def exceeds(late: Late, of_limits: float) -> bool:
-    """Whether all limits are reached, or so much of each."""
+    """Returns whether all limits are reached, or so much of each."""
     least_s = max(LEAST_S, RATIO * late.usual_s)
     return late.share >= of_limits * SHARE and late.late_s >= of_limits * least_s
 
@@ -54,7 +54,7 @@ class _Sums:
 
 
 class Slowness:
-    """What trainers have said in this window, and who has been named.
+    """Adds up what trainers have waited for in this window, and names the servers that were slow in many.
 
     Attributes:
         named: servers that limp, and how they were waited for in the last window that counted.
@@ -73,7 +73,7 @@ class Slowness:
         self._ticked_s = 0.0
 
     def on_report(self, name: str, trains: bool, waits: WaitedFor) -> None:
-        """What one trainer, or server, has waited for since it said so last."""
+        """Adds what one trainer or server has waited for since its last report."""
         sums = (self._trainers if trains else self._servers).setdefault(name, _Sums())
         sums.over_s += waits.over_s
         sums.lookups += waits.lookups
@@ -86,7 +86,7 @@ class Slowness:
     def on_tick(
         self, servers: Collection[str], excused: Collection[str], quiet: Collection[str], now_s: float
     ) -> tuple[list[str], list[str]]:
-        """Time passes.
+        """Ends a window when its time is up, and names servers that were slow in many. Called as time passes.
 
         Args:
             servers: those that host slots.
@@ -109,7 +109,7 @@ class Slowness:
         return found
 
     def forget(self, present: Collection[str]) -> None:
-        """Who is gone is nobody's trouble any more."""
+        """Forgets members that are gone."""
         for known in (self.named, self._against, self._calm):
             for server in [server for server in known if server not in present]:
                 del known[server]
@@ -140,7 +140,7 @@ class Slowness:
         return new, over
 
     def _look(self) -> dict[str, Late] | None:
-        """How each server was waited for in this window; None: nobody can say."""
+        """Returns how each server was waited for in this window; None: nobody can say."""
         witnesses = {
             name: sums
             for name, sums in self._trainers.items()

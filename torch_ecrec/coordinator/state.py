@@ -88,8 +88,8 @@ class ClusterState:
         self.roster.version, self.table.epoch = before.roster.version, before.table.epoch
 
     def take_in(self, now_s: float, anew: bool = False) -> None:
-        """Whoever may come in is in the roster from now on, unless members of before come first; slots get the hosts
-        that they waited for. `anew`: all are told the roster, also if nobody has come."""
+        """Takes whoever may come in into the roster, unless members of before come first; slots get the hosts that they
+        waited for. `anew`: all are told the roster, also if nobody has come."""
         if self.regathering.active or not self.roster.renew(now_s, self.table.placed, anew):
             return
         self.suspicion.on_arrival(now_s)
@@ -99,7 +99,8 @@ class ClusterState:
         self.table.moves.rebalance()
 
     def drop(self, *names: str) -> None:
-        """These are not there any more. While members of before come, that is told with all else that is found."""
+        """Takes members that are gone out of the roster. While members of before come, that is told with all else that
+        is found."""
         if not self.regathering.active:
             self.roster.drop(names)
 
@@ -111,7 +112,7 @@ class ClusterState:
         return healthy and trains and not self.regathering.active and not self.partial.pending
 
     def gathering(self) -> Gathering | None:
-        """How many servers and trainers the cluster lacks to begin; None: it has begun, or all are there."""
+        """Returns how many servers and trainers the cluster lacks to begin; None: it has begun, or all are there."""
         job, members = self.job, self.members
         if self.table.placed or self.regathering.active or job.fatal is not None:
             return None

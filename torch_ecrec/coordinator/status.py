@@ -31,7 +31,7 @@ from torch_ecrec.spec.spread import of_mean, spread_of
 
 
 def status_of(state: ClusterState, now_s: float) -> Status:
-    """All that the coordinator knows; what its `Router` knows is as if there was nothing to say."""
+    """Returns the status of the cluster. What the `Router` knows is left as if there was nothing to say."""
     job, eras, table = state.job, state.eras, state.table
     back, move = eras.going_back, table.moves.current
     complaints = state.suspicion.complaints(now_s)
@@ -99,7 +99,7 @@ def _experiment(experiment: Experiment) -> ExperimentStatus | None:
 
 
 def _rounded(state: ClusterState) -> bool:
-    """Whether a trainer says that its rows travel rounded: then slots do not pool."""
+    """Returns whether a trainer says that its rows travel rounded: then slots do not pool."""
     return any(one.report.wire not in (None, "float32") for one in state.members.present("trainer"))
 
 
@@ -143,7 +143,7 @@ def _member(state: ClusterState, one: MemberRecord, now_s: float) -> MemberStatu
 
 
 def _partial(state: ClusterState) -> PartialStatus | None:
-    """What was lost for good; None where nothing was."""
+    """Returns what partial recoveries have lost for good; None if there were none."""
     partial, slots = state.partial, state.job.code.slots
     if not partial.partial_restores:
         return None

@@ -18,7 +18,7 @@ UNKNOWN_HOST = "nobody"  # in the event of a loss: the slot's host is not known 
 
 
 def on_beat(state: ClusterState, name: str, word: messages.Beat, now_s: float) -> None:
-    """A member is there, and says whom it cannot reach: perhaps nobody else is to be waited for."""
+    """Notes a heartbeat, and whom its sender cannot reach: perhaps nobody else is to be waited for."""
     departures.on_beat(state, name, word, now_s)
     if state.regathering.active:
         state.regathering.on_beat(name, word.unreachable)
@@ -74,9 +74,9 @@ def _dismiss(state: ClusterState, known: MemberReports, dead: Set[str], now_s: f
 
 
 def _awaited(state: ClusterState, known: MemberReports) -> dict[str, str]:
-    """For whom training stands, and why: servers are missing that parity could not repair, together with those that
-    were back and are silent again; or nobody is heard any more, and this process is cut off itself. Nobody: it repairs
-    them; or those of them that are known to be dead are too many already."""
+    """Returns for whom training stands, and why: servers are missing that parity could not repair, together with those
+    that were back and are silent again; or nobody is heard any more, and this process is cut off itself. Nobody: it
+    repairs them; or those of them that are known to be dead are too many already."""
     if state.silence.hears_nobody:
         return dict.fromkeys(sorted(state.silence.quiet), "not heard of since it was back")
     job = known.job or state.job.spec
@@ -101,7 +101,8 @@ def _awaited(state: ClusterState, known: MemberReports) -> dict[str, str]:
 
 
 def _newest(state: ClusterState, known: MemberReports) -> MemberReports:
-    """Without members of before the cluster went back to a checkpoint, who had not heard of that."""
+    """Sends away members that had not heard that the cluster went back to a checkpoint without them; returns the
+    reports of the others."""
     most = max((one.times for one in known.said.values()), default=0)
     for name, one in known.said.items():
         if one.times < most:
@@ -112,7 +113,7 @@ def _newest(state: ClusterState, known: MemberReports) -> MemberReports:
 
 
 def _take_back(state: ClusterState, known: MemberReports, epoch: int, now_s: float) -> None:
-    """The newest placement goes on, without those who did not come back."""
+    """Goes on with the newest placement, without those who did not come back."""
     slots, lost = known.slots()
     state.table.take_back(epoch, slots, known.kept)
     job, said = state.job.spec, known.said

@@ -42,7 +42,7 @@ Pair = tuple[str, str]
 def smallest_cover(
     pairs: Collection[Pair], slots: Callable[[str], int], may: Callable[[Collection[str]], bool]
 ) -> set[str]:
-    """The fewest servers without which no pair is left.
+    """Returns the fewest servers without which no pair is left.
 
     Args:
         pairs: who cannot reach whom.
@@ -81,17 +81,17 @@ class Suspicion:
         self._learns_until_s = self._follows_until_s = 0.0
 
     def follow(self, now_s: float) -> None:
-        """The coordinator before is gone, with what it remembered."""
+        """Begins to learn anew, as the coordinator before is gone, with what it remembered."""
         self._follows_until_s = now_s + REMEMBERED_S
         self.on_arrival(now_s)
 
     def on_arrival(self, now_s: float) -> None:
-        """Somebody has come: some may try each other for the first time."""
+        """Notes that somebody has come: some members may try each other for the first time."""
         if now_s < self._follows_until_s:
             self.learns, self._learns_until_s = True, now_s + LEARNS_S
 
     def on_beat(self, who: str, unreachable: Iterable[str], known: dict[str, MemberRecord], now_s: float) -> None:
-        """A member says that it is there, and whom it cannot reach (not any more, if it does not say so)."""
+        """Notes a heartbeat, and whom its sender cannot reach; whom it does not name it reaches again."""
         last_s, usual = self._beats.get(who, (now_s, None))
         usual = usual or _usual()
         if last_s < now_s:
@@ -105,13 +105,15 @@ class Suspicion:
             self._troubles[_hosts(known[who], known[whom])] = now_s + REMEMBERED_S
 
     def on_computing(self, who: str, now_s: float) -> None:
-        """It is heard of, by no heartbeat: the time until the next one says nothing of how they come."""
+        """Notes that a member is heard of, by no heartbeat: the time until the next one says nothing of how they
+        come."""
         self._computed[who] = now_s
         if who in self._beats:
             self._beats[who] = now_s, self._beats[who][1]
 
     def forget_gone(self, known: dict[str, MemberRecord], now_s: float) -> bool:
-        """What is over. Returns whether two hosts are taken for good neighbours again, or nothing is to be learned."""
+        """Drops suspicions that are over. Returns whether two hosts are trusted to reach each other again, or the time
+        of learning has ended."""
         gone = [pair for pair in self._since if not all(name in known and known[name].present for name in pair)]
         for pair in gone:
             del self._since[pair]
@@ -125,7 +127,7 @@ class Suspicion:
         return len(self._troubles) < troubles or has_learned
 
     def on_tick(self, since_s: float) -> None:
-        """Time that this process stood still does not count: what was said meanwhile is not read yet.
+        """Leaves time out during which this process stood still: what was said meanwhile is not read yet.
 
         Args:
             since_s: since the last tick.
@@ -137,7 +139,7 @@ class Suspicion:
             self._troubles = {hosts: until_s + stood_still_s for hosts, until_s in self._troubles.items()}
 
     def complaints(self, now_s: float) -> list[tuple[str, str, float]]:
-        """Who cannot reach whom, and for how long the coordinator has known."""
+        """Returns who cannot reach whom, and for how long the coordinator has known."""
         return [(who, whom, now_s - since_s) for (who, whom), since_s in self._since.items()]
 
     def silent(self, known: dict[str, MemberRecord], now_s: float) -> dict[str, str]:
@@ -159,11 +161,11 @@ class Suspicion:
         return found
 
     def beats(self, who: str) -> bool:
-        """Whether heartbeats of this member have come."""
+        """Returns whether heartbeats of this member have come."""
         return who in self._beats
 
     def limit_s(self, who: str) -> float:
-        """How long a member may be silent, as it was heard of until now."""
+        """Returns how long a member may be silent, as it was heard of until now."""
         return self._beats[who][1].limit_s if who in self._beats else SILENT_S
 
     def cuts(self, known: dict[str, MemberRecord], now_s: float, for_s: float = CUT_S) -> list[Pair]:
@@ -183,12 +185,12 @@ class Suspicion:
         )
 
     def troubles(self, server: str, needed: Collection[str], known: dict[str, MemberRecord]) -> int:
-        """How many of those who are needed it could not reach lately, or could not reach it."""
+        """Returns how many of those who are needed it could not reach lately, or could not reach it."""
         others = [known[name] for name in needed if name != server and name in known]
         return sum(_hosts(known[server], other) in self._troubles for other in others)
 
     def may_fence(self, now_s: float) -> bool:
-        """Whether it is long enough ago that somebody was fenced for a cut."""
+        """Returns whether it is long enough ago that somebody was fenced for a cut."""
         if now_s > self._next_s + PAUSE_MOST_S:
             self._pause_s = PAUSE_LEAST_S
         return now_s >= self._next_s
@@ -207,7 +209,8 @@ def _host(one: MemberRecord) -> str:
 
 
 def _hosts(one: MemberRecord, other: MemberRecord) -> frozenset[str]:
-    """Their hosts, which outlive names; their names where nobody knows better."""
+    """Returns the hosts of two members, which outlive their names; their names if both are of one host, or none is
+    known."""
     if one.host and other.host and one.host != other.host:
         return frozenset((one.host, other.host))
     return frozenset((one.name, other.name))

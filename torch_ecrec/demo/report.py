@@ -150,7 +150,7 @@ class Kill:
 
     @property
     def lacks(self) -> str:
-        """What is still to follow it, for people; "": the cluster is as it was before."""
+        """Tells what the cluster still lacks after this kill, in words; "" once it is as it was before."""
         if self.repaired_s is not None:
             return ""
         who = f"{self.spec} of {self.member} at step {self.step}"

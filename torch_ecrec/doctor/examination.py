@@ -30,7 +30,7 @@ CLEAR = "\r\x1b[K"  # the line of a terminal
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be examined.
+    """Says what is to be examined, and for which cluster.
 
     Args:
         settings: of this process; without those that are wrong.

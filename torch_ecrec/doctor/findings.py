@@ -24,7 +24,7 @@ NAME_WIDTH, WIDTH = 16, 120
 
 
 class Finding(Struct, frozen=True, omit_defaults=True):
-    """What one check has found.
+    """Tells what one check has found, and how to mend it.
 
     Attributes:
         check: its name; a check may have several findings.

@@ -288,7 +288,7 @@ def listen(text: str, tell: Callable[[str], object], for_s: float = LISTEN_S) ->
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured between two hosts.
+    """Holds what was measured between two hosts.
 
     Args:
         connect_s, trip_s: the least time for a connection, and the median of a byte's there and back.

@@ -28,7 +28,7 @@ SHM = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Needs:
-    """What one process of a cluster takes.
+    """Says how much of the machine one process of a cluster takes.
 
     Args:
         files: beside connections: 256 segments of shared memory (`runtime/shared.py`), libraries, logs.

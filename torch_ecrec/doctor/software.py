@@ -61,7 +61,7 @@ def python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Finding:
 
 @dataclass
 class Trial:
-    """What a process that tries something has said, and how it ended.
+    """Keeps what a process that tries something has said, and how it ended.
 
     Attributes:
         said: in order.
@@ -79,7 +79,7 @@ class Trial:
 
     @property
     def died_at(self) -> str:
-        """What it was loading when it died, or hung; "": nothing."""
+        """The package that it was loading when it died or hung; "": none."""
         return str(self.said[-1]["loads"]) if self.said and "loads" in self.said[-1] else ""
 
     @property

@@ -79,7 +79,7 @@ class AcknowledgedWhenApplied(Parity):
         self._pass_over()
 
     def _pass_over(self) -> None:
-        """What is lost is lost: goes on after it."""
+        """Passes over steps that were acknowledged and are lost, so that the slot can go on after them."""
         through, applied = max(self._forgotten, self.host.resume_step), self.held.rule.applied
         if not self.slot.ready or self.host.frozen or through <= applied:
             return
@@ -103,7 +103,8 @@ class AcknowledgedWhenApplied(Parity):
         return super().take_over(floors, attached)
 
     def connect(self) -> None:
-        """All holders have what is before the log; after a cut, all that are caught up have what is before that."""
+        """Meets the other slots anew. All holders have what is before the log; after a cut, all that are caught up have
+        what is before that."""
         rule, self._adopted, adopted = self.held.rule, False, self._adopted
         self._on_all = max(self._on_all, rule.applied if adopted else self.held.log.floor)
         super().connect()
@@ -113,7 +114,7 @@ class AcknowledgedWhenApplied(Parity):
         self._pass_over()
 
     def stop(self) -> None:
-        """What trainers have told counts for the steps of their era only."""
+        """Stops, and forgets what trainers have said of lost steps: it counts in their era only."""
         super().stop()
         self._forgotten = 0
 

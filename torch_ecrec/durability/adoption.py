@@ -108,6 +108,6 @@ class Adoption:
         return {run.member for run in runs if run.first < run.end}
 
     def _of_slab(self, holder: int, slab: int) -> slice:
-        """Which parts of a fold to a holder are of one slab."""
+        """Returns which parts of a fold to a holder are of one slab."""
         runs = len(self.held.layouts[slab].runs(self.held.index, holder))
         return slice(slab * runs, (slab + 1) * runs)

@@ -133,7 +133,7 @@ class SlotContext(ABC):
         return self.held.index, self.held.incarnation
 
     def known_incarnations(self) -> list[int]:
-        """The incarnation of every slot that this one listens to."""
+        """Returns the incarnation of every slot that this one listens to."""
         held = self.held
         lives = {**held.rule.incarnations, held.index: held.incarnation}
         return [lives.get(i, 0) for i in range(held.job.code.slots)]
@@ -155,8 +155,8 @@ class SlotContext(ABC):
 
     @abstractmethod
     def expect(self, positions: list[np.ndarray], later: bool = False) -> bool:
-        """These data records (per slab, (U,) int64) are needed soon: those that are missing begin to be repaired, and
-        those on a disk to be read, if there is one.
+        """Prepares for these data records (per slab, (U,) int64) to be needed soon: those that are missing begin to be
+        repaired, and those on a disk to be read, if there is one.
 
         Args:
             positions: which.
@@ -176,7 +176,8 @@ class SlotContext(ABC):
 
     @abstractmethod
     def is_missing(self, positions: list[np.ndarray], looked: bool = False) -> bool:
-        """Whether any of these data records is missing (with `looked`, or damaged); if so, they are brought back next.
+        """Returns whether any of these data records is missing (with `looked`, or damaged); if so, they are brought
+        back next.
 
         Args:
             positions: of each slab, (U,) int64. They are used next, if none is.
@@ -191,11 +192,11 @@ class SlotContext(ABC):
 
     @abstractmethod
     def pass_over(self, through: int) -> None:
-        """The next steps up to `through` change nothing here: whatever trainers have sent of them is let go."""
+        """Lets the next steps up to `through` change nothing here: whatever trainers have sent of them is let go."""
 
     @abstractmethod
     def become_ready(self, cut: int, floor: int, log: DeltaLog) -> None:
-        """A lost slot goes on after step `cut`; its log holds the steps `floor + 1 .. cut`."""
+        """Goes on after step `cut`, as a lost slot; its log holds the steps `floor + 1 .. cut`."""
 
     @abstractmethod
     def begin_anew(self, cut: int, floor: int, log: DeltaLog, done: int) -> None:
@@ -208,11 +209,11 @@ class SlotContext(ABC):
 
     @abstractmethod
     def give_up(self, reason: str = "") -> None:
-        """More is lost than can be brought back."""
+        """Gives up the slot: more is lost than can be brought back."""
 
     @abstractmethod
     def progress(self) -> None:
-        """Something changed (records are there again): what waits is tried again."""
+        """Tries again what waits, since something changed (records are there again)."""
 
     @abstractmethod
     def check_rebuilt(self) -> None:
@@ -220,12 +221,12 @@ class SlotContext(ABC):
 
     @abstractmethod
     def meet(self, slot: int, incarnation: int) -> None:
-        """Another slot has this incarnation, perhaps a new one: the one before is not listened to any more."""
+        """Notes the incarnation of another slot, perhaps a new one: the one before is not listened to any more."""
 
     @abstractmethod
     def on_snapshot_kept(self, step: int, done: int) -> None:
-        """A trainer's part of the dense model after a step is here. `done`: steps of training until then."""
+        """Notes that a trainer's part of the dense model after a step is here. `done`: steps of training until then."""
 
     @abstractmethod
     def on_snapshots_copied(self) -> None:
-        """No dense snapshot is missing here that other slots may have."""
+        """Notes that no dense snapshot is missing here that other slots may have."""

@@ -45,7 +45,7 @@ class Folds:
         self.attached: dict[int, int] = {}  # source -> its incarnation that attached last; only grows
 
     def new_log(self, source: int, floor: int) -> DeltaLog:
-        """An empty log of a source's folds, after a step."""
+        """Returns an empty log of a source's folds, after a step."""
         held = self.held
         slabs = [slab for slab, runs in enumerate(self.runs[source]) for _ in runs]  # of each run
 
@@ -141,7 +141,8 @@ class Folds:
             self.drop_early(source)
 
     def forget(self, source: int) -> None:
-        """The records of a source begin anew: its next life attaches as to a holder that knows nothing."""
+        """Forgets a source whose records begin anew: its next incarnation attaches as to a holder that knows
+        nothing."""
         self.drop_early(source)
         self.logs.pop(source, None)
         self.held.rule.forget_source(source)
@@ -155,7 +156,7 @@ class Folds:
             rule.on_undone(source)
 
     def undo_all_after(self, step: int) -> None:
-        """Likewise of all sources: the trainers start again after `step`."""
+        """Takes back what was folded of all sources after `step`, where the trainers start again."""
         for source in self.logs:
             self.undo_after(source, step)
 
@@ -210,7 +211,8 @@ class Folds:
     # for readers ----------------------------------------------------------------------------------
 
     def parity_changes(self, slab: int, group: StripeGroup, other: dict[int, int]) -> list[Change] | None:
-        """What moves parities between what is folded now and the steps `other` (either direction: XOR).
+        """Returns the changes between parities as folded now and as of the steps `other`; by XOR they work in both
+        directions.
 
         Returns:
             None where the fold logs do not reach.

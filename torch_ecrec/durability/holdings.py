@@ -31,7 +31,7 @@ RUNS_AT_ONCE = 1 << 20  # positions
 
 
 def with_coefficient(part: tuple[np.ndarray, np.ndarray], coefficient: int) -> Change:
-    """A change that all goes with one coefficient; `part` is (M,) int64 indices and (M, B) uint8 deltas."""
+    """Returns a change that all goes with one coefficient; `part` is (M,) int64 indices and (M, B) uint8 deltas."""
     rows_M, deltas_MB = part
     return rows_M, deltas_MB, np.full(len(rows_M), coefficient, dtype=np.uint8)
 
@@ -75,19 +75,19 @@ class Missing:
         return 1.0 if self.total == 0 else 1.0 - self.remaining / self.total
 
     def of(self, slab: int, parity: bool) -> np.ndarray:
-        """(P,) bool, whether each record (or parity) is missing; only where anything ever was."""
+        """Returns (P,) bool, whether each record (or parity) is missing; only where anything ever was."""
         return self._flags[slab, parity]
 
     def lacks(self, slab: int, parity: bool, positions_U: np.ndarray) -> bool:
-        """Whether any of these is missing; (U,) int64."""
+        """Returns whether any of these is missing; (U,) int64."""
         return self.remaining > 0 and bool(self._flags[slab, parity][positions_U].any())
 
     def present(self, slab: int, parity: bool, positions_U: np.ndarray) -> np.ndarray | None:
-        """(U,) bool, whether each of these is there; None if nothing of the slot is missing."""
+        """Returns (U,) bool, whether each of these is there; None if nothing of the slot is missing."""
         return None if self.remaining == 0 else ~self._flags[slab, parity][positions_U]
 
     def on_installed(self, slab: int, parity: bool, positions_U: np.ndarray, count: int) -> int:
-        """These are there, so many of them since now; `Shard.install_` has cleared their flags.
+        """Notes that these are there, so many of them since now; `Shard.install_` has cleared their flags.
 
         Returns:
             How many of them had been damaged.
@@ -106,14 +106,14 @@ class Missing:
         return self._left[False] == 0
 
     def find(self) -> None:
-        """All data records are there, however they came."""
+        """Notes that all data records are there, however they came."""
         for (_, parity), flags_P in self._flags.items():
             if not parity:
                 flags_P[:] = False
         self._left[False] = 0
 
     def lose(self, slab: int, positions_U: np.ndarray, parity: bool = True) -> None:
-        """These parities (or records), (U,) int64 without duplicates, stand for nothing any more."""
+        """Notes that these parities (or records), (U,) int64 without duplicates, stand for nothing any more."""
         if not self._flags:
             self._count(False)
         flags_P = self._flags[slab, parity]
@@ -121,13 +121,13 @@ class Missing:
         flags_P[positions_U] = True
 
     def damage(self, slab: int, parity: bool, positions_U: np.ndarray) -> None:
-        """These records or parities, (U,) int64 without duplicates, are not what they should be."""
+        """Notes that these records or parities, (U,) int64 without duplicates, are not what they should be."""
         self.lose(slab, positions_U, parity)
         self.damaged.setdefault((slab, parity), set()).update(positions_U.tolist())
 
 
 class Holdings:
-    """What one life of a slot has.
+    """Holds all that one incarnation of a slot has: records, parities, log, and the step rule.
 
     Args:
         job: what is trained.
@@ -188,7 +188,7 @@ class Holdings:
             self._initialise_()
 
     def keep_last_(self, tables: Iterable[str]) -> None:
-        """The records of these tables, of the job, leave memory when no others are left to leave it."""
+        """Keeps the records of these tables in memory until no others are left to leave it."""
         runs: dict[int, list[tuple[int, int]]] = {}  # of each slab
         for slab, first, end in map(self.job.rows_of_table, tables):
             runs.setdefault(slab, []).extend(self._runs(slab, first, end))
@@ -212,7 +212,7 @@ class Holdings:
             shard.initialise_(partial(self._initial_parities, slab), parity=True)
 
     def _initial_parities(self, slab: int, positions_U: np.ndarray) -> np.ndarray:
-        """(U, B) uint8, the code of what the records of some stripes were before anything was loaded."""
+        """Returns (U, B) uint8, the code of what the records of some stripes were before anything was loaded."""
         layout, initial = self.layouts[slab], self.job.slabs[slab].initial(self.job.seed)
         parities_UB = np.zeros((len(positions_U), self.job.slabs[slab].schema.nbytes), np.uint8)
         for group in layout.group(self.index, True, positions_U):
@@ -226,11 +226,11 @@ class Holdings:
         return parities_UB
 
     def go_on(self, log: DeltaLog) -> None:
-        """The slot, which was lost, goes on after the last step of this log of its own."""
+        """Goes on after the last step of this log of its own, as a slot that was lost."""
         self.log = log
 
     def take_over(self, before: Handed, floor: int) -> None:
-        """The slot goes on as a life that has stopped; its log is still to be filled.
+        """Goes on as an incarnation that has stopped; the log is still to be filled.
 
         Args:
             before: what that life handed over; its records are here already.
@@ -241,7 +241,7 @@ class Holdings:
         self.rule.take_over(before, floor)
 
     def new_log(self, floor: int = 0) -> DeltaLog:
-        """An empty log of the slot's own deltas, after a step."""
+        """Returns an empty log of the slot's own deltas, after a step."""
 
         def name_of(slab: int, position: int) -> str:
             return self.name_of(self.index, slab, position)
@@ -249,7 +249,7 @@ class Holdings:
         return DeltaLog(len(self.job.slabs), floor, self.sealed, name_of, MemoryDamaged)
 
     def name_of(self, slot: int, slab: int, position: int) -> str:
-        """What a slot's record is called, for people."""
+        """Returns the name of a slot's record for messages: the row and table, or the place of padding."""
         spec, layout = self.job.slabs[slab], self.layouts[slab]
         row = int(layout.row_at(slot, np.array([position]))[0])
         if row < 0:
@@ -258,12 +258,12 @@ class Holdings:
         return f"row {row - spec.first_rows[table]} of table {spec.tables[table].name} (slot {slot})"
 
     def initial(self, slab: int, positions_U: np.ndarray) -> np.ndarray:
-        """(U, B) uint8, what some data records were before anything was loaded; positions (U,) int64."""
+        """Returns (U, B) uint8, what some data records were before anything was loaded; positions (U,) int64."""
         initial = self.job.slabs[slab].initial(self.job.seed)
         return initial.of(self.layouts[slab].row_at(self.index, positions_U))
 
     def records_as_of(self, slab: int, positions_U: np.ndarray, step: int) -> np.ndarray:
-        """Some data records as they were after a step.
+        """Returns some data records as they were after a step.
 
         Args:
             slab: index of the slab.
@@ -284,7 +284,8 @@ class Holdings:
         return records_UB
 
     def data_changes(self, slab: int, positions_U: np.ndarray, step: int) -> list[Change] | None:
-        """What moves data records between what is applied now and `step`; None where the log does not reach."""
+        """Returns the changes between data records as applied now and as of `step`; None if the log does not reach
+        back."""
         applied = self.rule.applied
         if step == applied:
             return []

@@ -36,7 +36,7 @@ class LockedRebuild(Rebuild):
         self.portions = deque()
 
     def _in_ranges(self) -> list[list[Portion]]:
-        """All portions, cut where a range ends."""
+        """Returns all portions, by the range that each is in, cut where a range ends."""
         ranges: list[list[Portion]] = [[] for _ in range(self.settings.experiment.ranges)]
         for slab, parity, first, end in self._portions():
             for number, portions in enumerate(ranges):
@@ -47,7 +47,7 @@ class LockedRebuild(Rebuild):
         return ranges
 
     def _end_of(self, ranges: int, slab: int, parity: bool) -> int:
-        """Where the first so many ranges end."""
+        """Returns where the first so many ranges end."""
         return len(self.missing.of(slab, parity)) * ranges // self.settings.experiment.ranges
 
     def is_missing(self, positions: list[np.ndarray]) -> bool:
@@ -71,7 +71,7 @@ class LockedRebuild(Rebuild):
         super()._on_portion()
 
     def _next_range(self) -> bool:
-        """The range that was decoded is whole: begins the next one, if there is one."""
+        """Begins the next range, if there is one: the one that was decoded is whole."""
         self._unlock()
         if not self._later:
             return False
@@ -80,7 +80,7 @@ class LockedRebuild(Rebuild):
         return True
 
     def _unlock(self) -> None:
-        """The first ranges are whole: who waited for them goes on."""
+        """Lets those go on who waited for the first ranges, which are whole."""
         if not self._locks:
             return
         ends = [self._end_of(self._number, slab, False) for slab in range(len(self.held.shards))]

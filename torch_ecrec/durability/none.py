@@ -42,7 +42,8 @@ class Unprotected(Durability):
         """Does nothing: what is lost is final."""
 
     def adopt(self) -> None:
-        """Nobody knows anything of a lost slot; the coordinator stops the cluster when one is lost."""
+        """Does nothing: nobody knows anything of a lost slot, and the coordinator stops the cluster when one is
+        lost."""
 
     def take_over(self, floors: Mapping[int, int], attached: Mapping[int, int]) -> Mapping[int, DeltaLog]:
         if floors:

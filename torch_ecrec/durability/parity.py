@@ -61,7 +61,7 @@ class Parity(Durability):
 
     @property
     def settled(self) -> int:
-        """What all holders have folded (rule 4)."""
+        """The last step that all holders have folded (rule 4)."""
         return self.held.rule.settled
 
     @property
@@ -96,7 +96,7 @@ class Parity(Durability):
         """Does nothing: what was acknowledged survives."""
 
     def on_folded(self, holder: int, before: int, through: int) -> None:
-        """A holder has folded the slot's own steps after `before`, up to `through`."""
+        """Notes that a holder has folded the slot's own steps after `before`, up to `through`."""
         settled = self.held.rule.settled
         for step in range(before + 1, through + 1):
             if (one := self._rounds.get(step)) is not None:
@@ -140,7 +140,7 @@ class Parity(Durability):
             self.audit.begin(slab, first, end)
 
     def stop(self) -> None:
-        """What waits for its turn will not get it: those steps may be taken back."""
+        """Stops sending folds, and drops those that wait for their turn: their steps may be undone."""
         if self.slot.dead:
             self.adoption.cancel()
         elif self.adoption.begun and not self.slot.ready and not self.slot.hopeless:
@@ -154,7 +154,7 @@ class Parity(Durability):
     # other slots ----------------------------------------------------------------------------------
 
     def meet(self, slot: int, incarnation: int) -> None:
-        """Another slot has a new incarnation: the old one is fenced, on both sides."""
+        """Learns the incarnation of another slot; one before it is fenced, on both sides."""
         if not self.held.rule.learn(slot, incarnation, self.held.log.floor):
             return
         self.folds.drop_early(slot)
@@ -164,7 +164,8 @@ class Parity(Durability):
                 self.streams[slot].attach()
 
     def meet_anew(self, slot: int, incarnation: int) -> bool:
-        """What is kept of the slot's records before goes: with it, every parity that they are in."""
+        """Forgets what was folded of a slot whose records begin anew: every parity that contains them counts as
+        missing."""
         rule = self.held.rule
         if slot not in rule.sources or incarnation <= rule.incarnations.get(slot, 0):
             self.meet(slot, incarnation)

@@ -32,7 +32,7 @@ PeerRequest = wire.Fold | wire.Attach | wire.Adopt | wire.Cut | wire.Versions | 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a slot keeps of other slots' recent steps.
+    """Describes what a slot keeps of other slots' recent steps.
 
     Attributes:
         logs: what was folded of each slot.
@@ -56,8 +56,8 @@ class Kept:
 
 
 class Durability(ABC):
-    """What makes the steps of one life of a slot survive: `parity.py:Parity`, `none.py:Unprotected`, and those of
-    experiments, which derive from `Parity`."""
+    """Makes the steps of one incarnation of a slot survive losses. Implemented by `parity.py:Parity`,
+    `none.py:Unprotected`, and the policies of experiments, which derive from `Parity`."""
 
     @property
     @abstractmethod
@@ -83,14 +83,14 @@ class Durability(ABC):
 
     @abstractmethod
     def kept(self) -> Kept:
-        """What is kept of other slots' recent steps, as it is now."""
+        """Returns what is kept of other slots' recent steps now."""
 
     # the slot's own steps -----------------------------------------------------------------------
 
     @abstractmethod
     def on_applied(self, step: int) -> None:
-        """The slot has applied a step; what it changed is the last entry of its log. Calls `SlotContext.on_settled`,
-        now or later."""
+        """Handles a step that the slot has applied; what it changed is the last entry of its log. Calls
+        `SlotContext.on_settled`, now or later."""
 
     @abstractmethod
     def on_forgotten(self, step: int) -> None:
@@ -117,15 +117,16 @@ class Durability(ABC):
 
     @abstractmethod
     def connect(self) -> None:
-        """The slot serves from now on, or has gone back: meets the other slots anew, and steps flow to them."""
+        """Meets the other slots anew, as the slot serves from now on, or has gone back; steps flow to them."""
 
     @abstractmethod
     def restore(self) -> None:
-        """The slot serves: brings back whatever is missing."""
+        """Brings back whatever is missing, as the slot serves."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Nothing is sent or taken any more: until `connect`, or for good if the slot is dead.
+        """Stops: nothing is sent or taken any more until `connect`, or for good if the slot is dead. A slot that does
+        not serve yet finds out anew where it stands.
 
         A slot that does not serve yet finds out anew where it stands.
         """
@@ -138,7 +139,7 @@ class Durability(ABC):
 
     @abstractmethod
     def is_missing(self, positions: list[np.ndarray]) -> bool:
-        """Whether any of these data records is missing; if so, they are brought back next.
+        """Returns whether any of these data records is missing; if so, they are brought back next.
 
         Args:
             positions: of each slab, (U,) int64.
@@ -146,7 +147,7 @@ class Durability(ABC):
 
     @abstractmethod
     def mend(self, slab: int, parity: bool, positions: np.ndarray) -> str:
-        """These records (or parities) are damaged: brings back what they were.
+        """Brings back what these damaged records (or parities) were.
 
         Args:
             slab: of which slab.
@@ -171,11 +172,12 @@ class Durability(ABC):
 
     @abstractmethod
     def meet(self, slot: int, incarnation: int) -> None:
-        """Another slot has this incarnation, perhaps a new one: the one before is not listened to any more."""
+        """Notes the incarnation of another slot, perhaps a new one: the one before is not listened to any more."""
 
     @abstractmethod
     def meet_anew(self, slot: int, incarnation: int) -> bool:
-        """Another slot begins anew with this incarnation, with other records than before: what is kept of them goes.
+        """Forgets what is kept of another slot, which begins anew with this incarnation, with other records than
+        before.
 
         Returns:
             Whether something is missing by that: `restore` brings it back.

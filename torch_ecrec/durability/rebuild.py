@@ -64,7 +64,7 @@ class Rebuild:
         self._folded: dict[int, tuple[tuple[int, bool], int, wire.VersionsAre]] = {}
 
     def is_missing(self, positions: list[np.ndarray]) -> bool:
-        """Whether any of these data records (per slab) is missing; if so, their repair starts now."""
+        """Returns whether any of these data records (per slab) is missing; if so, their repair starts now."""
         if self.missing.remaining == 0:
             return False
         missing = False
@@ -80,7 +80,7 @@ class Rebuild:
         return missing
 
     def begin_anew(self) -> None:
-        """More is missing than before: the background goes through all of it once more, when it is started."""
+        """Has the background go through everything once more when it is started, as more is missing than before."""
         self._note_kinds()
         self.portions = deque(self._portions())
 
@@ -89,7 +89,7 @@ class Rebuild:
             self.state.setdefault(kind, np.full(len(self.missing.of(*kind)), NOBODY, dtype=np.uint8))
 
     def mend(self, slab: int, parity: bool, positions: np.ndarray) -> None:
-        """These are damaged: from now on they are missing, and their repair starts at once.
+        """Repairs these, which are damaged: from now on they are missing, and their repair starts at once.
 
         Args:
             slab: of which slab.
@@ -107,11 +107,11 @@ class Rebuild:
     # repair -------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """The slot is ready: starts the background rebuild."""
+        """Starts the background rebuild, as the slot is ready."""
         self._next_portions()
 
     def _portions(self) -> Iterator[tuple[int, bool, int, int]]:
-        """Everything, in runs of positions that share a rank, so a base."""
+        """Yields everything in runs of positions that share a rank, so a base."""
         chunk = self.settings.rebuild_chunk_bytes
         for slab, parity in self.missing.kinds:
             layout, width = self.held.layouts[slab], self.held.shards[slab].schema.nbytes
@@ -157,7 +157,8 @@ class Rebuild:
         self._next_portions()
 
     def folded_by(self, holder: int) -> wire.VersionsAre | None:
-        """What a holder has folded, at least, as it said in this step or the one before; None: it must be asked.
+        """Returns what a holder has folded at least, by its answer in this step or the one before; None: it must be
+        asked.
 
         An older answer serves as well, as long as logs reach back so far: who reads is shown the steps that it names.
         """
@@ -166,15 +167,15 @@ class Rebuild:
         return answer if known else None
 
     def on_folded_by(self, holder: int, answer: wire.VersionsAre) -> None:
-        """A holder has said what it has folded."""
+        """Notes what a holder has said that it has folded."""
         self._folded[holder] = self.host.history, self.held.rule.applied, answer
 
     def on_read(self, count: int) -> None:
-        """So many bytes are read for a repair."""
+        """Notes that so many bytes are read for a repair."""
         self.unpaid_bytes += count
 
     def on_installed(self, slab: int, parity: bool, positions: np.ndarray, count: int) -> None:
-        """None of these is missing any more; `count` of them were."""
+        """Notes that none of these is missing any more; `count` of them were."""
         state = self.state[slab, parity]
         is_awaited = bool((state[positions] == AWAITED).any())
         state[positions] = NOBODY
@@ -231,7 +232,8 @@ class _Repair:
             host.ask_once(holder, partial(wire.Versions, holder), self._unless_over(partial(self._on_versions, holder)))
 
     def _unless_over(self, then: Callable[[A], None]) -> Callable[[A | None], None]:
-        """An answer counts only for the attempt that asked for it; a refusal ends the attempt."""
+        """Wraps what handles an answer: it counts only for the attempt that asked for it; a refusal ends the
+        attempt."""
         attempt, history = self.attempt, self.host.history
 
         def done(answer: A | None) -> None:
@@ -260,7 +262,8 @@ class _Repair:
             self._install()
 
     def _on_damaged(self, member: int, answer: wire.Damaged) -> None:
-        """A member is being repaired itself. With others that are, it may be more than the code repairs."""
+        """Handles a member that is being repaired itself. With others that are, it may be more than the code
+        repairs."""
         exists = np.flatnonzero(self.layout.exists(self.group.base, member, self.group.rotations))
         self.damaged[member] = np.isin(np.arange(len(self.positions)), exists[answer.places.numpy()])
         gone = np.sum(list(self.damaged.values()), axis=0) + 1 > self.layout.n - self.layout.k
@@ -272,7 +275,7 @@ class _Repair:
             self._again()
 
     def _again(self) -> None:
-        """What it read did not fit together or was not there: a new attempt, a little later."""
+        """Tries the repair again a little later, since what it read did not fit together or was not there."""
         self.attempt += 1
         self.failures += 1
         self.host.later(min(RETRY_S * self.failures, RETRY_MOST_S), self.begin)
@@ -321,7 +324,7 @@ class _Repair:
             self.then()
 
     def _values(self, member: int) -> np.ndarray:
-        """(U, B) a member of every stripe, zeros where the last stripe lacks it."""
+        """Returns (U, B) a member of every stripe, zeros where the last stripe lacks it."""
         records_UB = self.records[member].records.numpy()
         if len(records_UB) < len(self.positions):
             exists = self.layout.exists(self.group.base, member, self.group.rotations)
@@ -330,7 +333,8 @@ class _Repair:
         return records_UB
 
     def _roll_forward(self) -> list[Change] | None:
-        """From the steps it was read as of to where this slot stands, by its own logs; None if they do not reach."""
+        """Returns what leads from the steps it was read as of to where this slot stands, by its own logs; None if they
+        do not reach."""
         if self.parity:
             return self.rebuild.folds.parity_changes(self.slab, self.group, self.vector)
         # only steps up to the cut can have changed a record that is still missing

@@ -83,7 +83,8 @@ class Scrubber:
     # looking ------------------------------------------------------------------------------------
 
     def on_use(self, positions: list[Positions], looked: bool) -> None:
-        """Data records are about to be used by a step, or read as they are.
+        """Prepares for data records to be used by a step, or read as they are: looks at them, or keeps in mind that
+        they were used.
 
         Args:
             positions: of each slab, (U,) int64.
@@ -174,7 +175,8 @@ class Scrubber:
     # what is found ------------------------------------------------------------------------------
 
     def _on_found(self, slab: int, parity: bool, positions_M: Positions, what: str = "") -> None:
-        """These, ascending, do not fit their seals; of those that are missing anyway that says nothing.
+        """Handles records or parities, ascending, that do not fit their seals; of those that are missing anyway that
+        says nothing.
 
         `what`: as the coordinator is told; "": a record or a parity.
         """
@@ -191,22 +193,22 @@ class Scrubber:
             self._give_up(slab, parity, positions_M, reason)
 
     def on_mended(self, count: int) -> None:
-        """So many of what was damaged are what they should be."""
+        """Counts what was damaged and is what it should be again."""
         self.mended += count
         self._slot.tell(messages.Mended(*self._slot.life, count))
 
     def on_mismatch(self, slab: int, positions_M: Positions) -> None:
-        """These parities are not the code of their stripes, whose records fit their seals: they are encoded again."""
+        """Has parities encoded again that are not the code of their stripes, whose records fit their seals."""
         before = self.damaged
         self._on_found(slab, True, positions_M, "mismatch")
         self.mismatched += self.damaged - before
 
     def on_log(self, what: str) -> None:
-        """A delta log is damaged, and what follows from that."""
+        """Reports that a delta log is damaged, and what follows from that."""
         self._tell_damaged("delta log", what)
 
     def on_snapshot(self, step: int, trainer: int) -> None:
-        """A trainer's part of a dense snapshot is damaged; it is not kept any more."""
+        """Reports that a trainer's part of a dense snapshot is damaged; it is not kept any more."""
         self._tell_damaged("dense snapshot", f"the part of trainer {trainer} of step {step}: other holders have it")
 
     def _tell_damaged(self, what: str, reason: str) -> None:
@@ -215,7 +217,7 @@ class Scrubber:
         self._slot.tell(messages.Damaged(*self._slot.life, what, [], 1, 0, step, reason[:TEXT_MOST]))
 
     def on_beyond(self, slab: int, parity: bool, positions_M: Positions) -> None:
-        """Nobody can give these back, which were damaged, or lost."""
+        """Gives up the slot: nobody can give these back, which were damaged, or lost."""
         reason = "too much of their stripes is damaged or lost"
         if not self.beyond:
             self._say(slab, parity, positions_M, 0, reason)
@@ -243,7 +245,7 @@ class Scrubber:
         self._slot.tell(messages.Damaged(*self._slot.life, what, places, many, used, step, reason[:TEXT_MOST]))
 
     def places(self, slab: int, parity: bool, positions_U: Positions) -> list[Place]:
-        """The names of some records or parities, (U,) int64, for people."""
+        """Returns the names of some records or parities, (U,) int64, for people."""
         held, spec = self._held, self._held.job.slabs[slab]
         layout = held.layouts[slab]
         rows_U, members_U = np.full(len(positions_U), -1), np.empty(len(positions_U), np.int64)

@@ -90,7 +90,7 @@ class FoldStream:
         ]
 
     def stop(self) -> None:
-        """Nothing is sent any more until it is attached again."""
+        """Stops sending, until it is attached again."""
         self.attached = False
         for exchange in [*self.under_way.values(), self.attaching]:
             if exchange is not None:

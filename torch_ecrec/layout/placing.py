@@ -81,12 +81,13 @@ class Wanted:
 
     @property
     def load(self) -> float:
-        """What a sample costs the slots that have it."""
+        """The numbers that slots read of this table for one sample."""
         return self.weight * (self.bag if self.long else min(1.0, self.rows / BATCH))
 
 
 class _Slots:
-    """What is placed so far: the load of each slot, of all slabs, and how many rows of a slab it has room for."""
+    """Keeps what is placed so far: the load of each slot over all slabs, and for how many rows of the present slab it
+    has room."""
 
     def __init__(self, slots: int) -> None:
         self.load = [0.0] * slots
@@ -240,5 +241,5 @@ def _placed(state: _Slots, tables: Sequence[Wanted], dealt: Set[int]) -> list[tu
 
 
 def _fits(table: Wanted, share: int) -> bool:
-    """Whether a table may be whole: so small that it goes somewhere, or one that gains by it."""
+    """Returns whether a table may be whole: so small that it goes somewhere, or one that gains by it."""
     return table.rows <= (share if table.long else share // 2)

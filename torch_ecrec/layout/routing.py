@@ -256,7 +256,8 @@ def _split_bags(
 
 @kernel()
 def _add_bags(part_MD: Any, place_M: Any, seen_G: Any, out_GD: Any) -> None:
-    """out[place[m]] += part[m]. The first one of a bag is copied: 0 + (-0.0) would not be -0.0."""
+    """Adds bags at their places, in place: out[place[m]] += part[m]. The first one of a bag is copied: 0 + (-0.0) would
+    not be -0.0."""
     for m in range(place_M.shape[0]):
         g = place_M[m]
         if seen_G[g]:
@@ -270,7 +271,7 @@ def _add_bags(part_MD: Any, place_M: Any, seen_G: Any, out_GD: Any) -> None:
 
 @kernel()
 def _clear_rest(seen_G: Any, out_GD: Any) -> None:
-    """out[g] = 0 where nothing was added."""
+    """Clears out[g] = 0 where nothing was added."""
     for g in range(seen_G.shape[0]):
         if not seen_G[g]:
             for j in range(out_GD.shape[1]):
@@ -279,7 +280,7 @@ def _clear_rest(seen_G: Any, out_GD: Any) -> None:
 
 @kernel()
 def _take_bags(source_GD: Any, place_M: Any, out_MD: Any) -> None:
-    """out[m] = source[place[m]]."""
+    """Copies bags by their places, in place: out[m] = source[place[m]]."""
     for m in range(place_M.shape[0]):
         for j in range(source_GD.shape[1]):
             out_MD[m, j] = source_GD[place_M[m], j]

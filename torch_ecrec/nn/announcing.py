@@ -44,7 +44,7 @@ Path = tuple[tuple[str, Any], ...]
 
 @dataclass
 class _Known:
-    """What is known of one module.
+    """Keeps where one module's features were in the batches so far.
 
     Attributes:
         paths: where its features were in each batch so far; None: it was not called yet.

@@ -51,7 +51,7 @@ class EmbeddingBackend(Protocol):
         """
 
     def pools(self, evaluation: bool) -> bool:
-        """Whether bags that a slot pools are, bit for bit, those that a trainer pools of its rows."""
+        """Returns whether bags that a slot pools are, bit for bit, those that a trainer pools of its rows."""
 
     def lookup_bags(self, rows: list[Tensor], bags: list[BagRoute]) -> tuple[list[Parts], list[Tensor]]:
         """Returns what `lookup_parts` does, and per slab the sums (G, D) float32 of bags, which slots pool."""

@@ -15,12 +15,13 @@ is TorchRec's own, and a warning says that nothing of it is kept (`backend.py:No
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import logging
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Never
 
 import torch
@@ -53,19 +54,17 @@ from torch_ecrec.nn.attachment_checks import SCHEDULERS
 from torch_ecrec.nn.backend import NO_TABLES, EmbeddingBackend, NoTables
 from torch_ecrec.nn.coverage import Coverage, check_sharders, coverage_of, is_inside
 from torch_ecrec.nn.dense import DenseSnapshot
-from torch_ecrec.nn.digest import digest_of, parts_of_dense, parts_of_tables
 from torch_ecrec.nn.local_shards import LocalShards, data_parallel, shards_of
-from torch_ecrec.nn.lost_changes import check_lost_changes
-from torch_ecrec.nn.no_parameters import explain_empty_optimizers
-from torch_ecrec.nn.processed import watch_batches
 from torch_ecrec.nn.recorder import recorded, tell_unless_rehearsed
 from torch_ecrec.nn.reduce import OrderedMean
 from torch_ecrec.nn.repeats import samples_of
+from torch_ecrec.nn.script_checks import check_lost_changes, explain_empty_optimizers, watch_batches
 from torch_ecrec.nn.served import show_tables
 from torch_ecrec.nn.sharder import all_table_specs, columns_of, job_names, output_dtypes, sharders_for, types_in
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.resume.compiled import Compiled
 from torch_ecrec.resume.reader import Reader, Stateful
+from torch_ecrec.resume.tensor_bytes import TensorsOut, bytes_of
 from torch_ecrec.resume.trainer_state import TrainerState, check_optimizers
 from torch_ecrec.runtime.checks import plain_copy, take_bool, take_int, take_str
 from torch_ecrec.runtime.threads import Worker, log_error
@@ -76,6 +75,8 @@ from torch_ecrec.state_dicts.kinds import COLLECTIONS
 from torch_ecrec.state_dicts.unsharded import configs_of
 
 log = logging.getLogger(__name__)
+
+DIGEST_BYTES = 4 << 20  # of records, read at a time for `digest`
 
 NO_TRACKER = (
     "trackers of TorchRec (`model_tracker_configs`, `init_torchrec_delta_tracker`) look for tables in the trainers, and"
@@ -429,8 +430,8 @@ class DistributedModelParallel(ShardedAtAllPaths):
         """
         optimizers = [] if self._attached is None else self._attached.optimizers
         numbers = TrainerState(optimizers, {}, self.fused_optimizer).encoded()
-        dense = parts_of_dense(*self._dense.content())
-        return digest_of(itertools.chain(numbers.values(), dense, parts_of_tables(self.session) if tables else ()))
+        dense = _parts_of_dense(*self._dense.content())
+        return _digest_of(itertools.chain(numbers.values(), dense, _parts_of_tables(self.session) if tables else ()))
 
     def init_torchrec_delta_tracker(self, *_: Any, **__: Any) -> Never:
         """Raises ValueError: a delta tracker would see no change, since the rows are on the servers."""
@@ -575,3 +576,31 @@ def _connect(
 
     settings = settings or Settings.from_environment()
     return launch.connect(job, settings, trainer=trainer, code=code, snapshot_every=snapshot_every)
+
+
+def _digest_of(parts: Iterable[bytes]) -> str:
+    """Returns the SHA-256 of some byte strings, each preceded by its length."""
+    result = hashlib.sha256()
+    for part in parts:
+        result.update(len(part).to_bytes(8, "little"))
+        result.update(part)
+    return result.hexdigest()
+
+
+def _parts_of_tables(session: EmbeddingBackend) -> Iterator[bytes]:
+    """Yields every record of every table in row order, read in chunks."""
+    for table in session.job.tables:
+        slab, first = session.job.place_of_table[table.name]
+        yield table.name.encode()
+        portion = max(1, DIGEST_BYTES // session.job.slabs[slab].schema.nbytes)
+        for begin in range(0, table.rows, portion):
+            rows = torch.arange(begin, min(begin + portion, table.rows), dtype=torch.int64, device="cpu")
+            yield session.read(slab, first + rows).numpy().tobytes()
+
+
+def _parts_of_dense(index: bytes, tensors: TensorsOut, whole: bytes) -> Iterator[bytes]:
+    """Yields the bytes of the dense part that a snapshot keeps, from what `DenseSnapshot.content` returns."""
+    yield index
+    for tensor in tensors.tensors:
+        yield bytes_of(tensor).cpu().numpy().tobytes()
+    yield whole

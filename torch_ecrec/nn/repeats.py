@@ -128,7 +128,7 @@ def repeated(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def samples_of(batch: object, depth: int = 2) -> int:
-    """How many samples a model is given, as its features or its first dense tensor say; 0: neither is there.
+    """Returns how many samples a model is given, as its features or its first dense tensor say; 0: neither is there.
 
     Args:
         batch: the arguments of a forward, or what they are made of.

@@ -101,7 +101,7 @@ class _Coming:
 
 @dataclass(eq=False)
 class _Ready:
-    """What a batch looks up, found before `compute`: unique rows (U,) of each slab of the job, and its bags."""
+    """Holds what a batch looks up, found before `compute`: unique rows (U,) of each slab of the job, and its bags."""
 
     coming: _Coming
     rows: list[Tensor]

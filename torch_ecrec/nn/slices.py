@@ -112,7 +112,7 @@ class Slice:
         return rows_U, Bags(self.slab, self.dim, inverse, lengths_FB, per_id_N, *of_slice, pooled)
 
     def _is_long(self, lengths_FB: np.ndarray) -> bool:
-        """Whether one vector for each bag of the whole tables is clearly less than their rows."""
+        """Returns whether one vector for each bag of the whole tables is clearly less than their rows."""
         of_whole = lengths_FB[self.homes.feature_P]
         return bool(of_whole.sum() >= LONG_BAG * np.count_nonzero(of_whole)) and bool(of_whole.any())
 

@@ -38,7 +38,7 @@ def require_writable(path: Path) -> None:
 
 
 class _File(RotatingFileHandler):
-    """Raises what goes wrong."""
+    """A rotating log file that raises errors of writing, instead of printing them."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         raise  # it is called where the error is handled

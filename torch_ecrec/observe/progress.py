@@ -63,12 +63,12 @@ class Progress:
         self._under: contextlib.ExitStack = contextlib.ExitStack()
 
     def add(self, count: float) -> None:
-        """So much more is done."""
+        """Counts so much more as done."""
         with self._lock:
             self._done += count
 
     def at(self, done: float, total: float | None = None) -> None:
-        """So much is done in all. `total`: of so much, as is known by now."""
+        """Notes how much is done in all. `total`: of so much, as is known by now."""
         with self._lock:
             self._done = done
             self._total = self._total if total is None else total

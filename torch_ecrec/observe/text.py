@@ -226,7 +226,7 @@ def telling(event: Mapping[str, Any]) -> Telling:
 
 
 def _shown(value: Any) -> Any:
-    """A field of an event as it stands in a clause: of a list, what is in it."""
+    """Returns a field of an event as it stands in a clause: of a list, what is in it."""
     if not isinstance(value, (list, tuple)):
         return value
     return ", ".join(" and ".join(map(str, one)) if isinstance(one, (list, tuple)) else str(one) for one in value)

@@ -103,7 +103,7 @@ def _all_well(status: Status) -> str:
 
 
 def goes_on(status: Status) -> bool:
-    """Whether steps come, at about the pace that they had."""
+    """Returns whether steps come, at about the pace that they had."""
     if status.rate is None or status.still_s is None:
         return False
     return status.still_s < max(PACE_LEAST_S, PACES / status.rate.steps_per_s)
@@ -348,7 +348,7 @@ def _promises(status: Status) -> list[Finding]:
 
 
 def _memory(status: Status, join: str) -> list[Finding]:
-    """Of each host once: its processes share what is left."""
+    """Finds hosts whose memory is nearly full, each once: its processes share what is left."""
     found: dict[str, Finding] = {}
     for one in status.members:
         taken = one.report.process
@@ -425,7 +425,7 @@ def _were(of: Sequence[object]) -> str:
 
 
 def _where(status: Status, name: str) -> str:
-    """A member's host and process, for who has to look at it."""
+    """Returns a member's host and process, for who has to look at it."""
     found = [one for one in status.members if one.name == name]
     if not found:
         return name

@@ -19,18 +19,18 @@ from typing import Any
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.checkpointing import Finished, Restorable, attempt_of, run_of
 from torch_ecrec.errors import CheckpointError
-from torch_ecrec.processes.restoring import restored_of
+from torch_ecrec.processes.restore_source import restored_of
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.server.capture import Portion
 from torch_ecrec.spec.job import JobSpec, SlabSpec
 from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.chain_reader import check_rows
 from torch_ecrec.storage.location import Location
 from torch_ecrec.storage.manifest import Encoding, Manifest, PartEntry
 from torch_ecrec.storage.parts import PartWriter
 from torch_ecrec.storage.policy import next_kind
-from torch_ecrec.storage.restoring import check_rows
 from torch_ecrec.storage.saves import Saves
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class FileCheckpointWriter:
         done: Callable[[dict[str, Any]], None],
         failed: Callable[[str], None],
     ) -> FileWriting:
-        """See `CheckpointWriter`."""
+        """Writes a slot's part on a thread of its own, as `CheckpointWriter.write` says."""
         writing, before = FileWriting(self._run, next_portion, dense, done, failed), self._threads.get(slot)
         work = functools.partial(self._work, order, slot, slabs, before, writing)
         Worker(work, f"checkpoint of slot {slot}", log_error).start()
@@ -128,7 +128,7 @@ class FileCheckpointWriter:
 
 
 def default_bytes_per_s() -> float:
-    """What one process writes where nobody has said a limit: a share of the machine that steps hardly notice.
+    """Returns how fast one process writes unless a limit is set: a share of the machine that steps hardly notice.
 
     It counts bytes of records, before they are quantised or compressed. Writing one takes a quarter of a nanosecond of
     a core, one in 4 bits a whole one (`torch-ecrec bench storage`, with a load of 30): three servers on one host take
@@ -159,7 +159,7 @@ class FileWriting:
         self._dense.clear()
 
     def next_portion(self) -> Portion | None:
-        """See `CheckpointWriter`. Raises _Cancelled."""
+        """Returns the next records to write, taken inside the node; None: there are no more. Raises _Cancelled."""
         found: list[Portion | None] = []
         self._inside(lambda slot: found.append(slot.next_portion(PORTION_BYTES)))
         if not found:
@@ -167,7 +167,7 @@ class FileWriting:
         return found[0]
 
     def next_dense(self) -> tuple[Key, Part] | None:
-        """A part of the dense model that was not given yet."""
+        """Returns a part of the dense model that was not given yet; None: all were."""
         try:
             return self._dense.pop(0)
         except IndexError:
@@ -182,7 +182,7 @@ class FileWriting:
         self._inside(lambda slot: slot.failed(reason))
 
     def _inside(self, what: Callable[[_Slot], None]) -> None:
-        """Inside `Node.run`, unless it is cancelled, which happens there too."""
+        """Does something inside of `Node.run`, unless the writing is cancelled, which happens there too."""
         if (slot := self._slot) is not None:
             slot.run(lambda: None if self.cancelled.is_set() else what(slot))
 
@@ -203,7 +203,7 @@ class Pace:
         self._free_s = 0.0  # from when on the next may be written
 
     def spend(self, size: int, bytes_per_s: float, writing: FileWriting) -> None:
-        """So many bytes were written: waits until more may be. Raises _Cancelled."""
+        """Notes that so many bytes were written, and waits until more may be. Raises _Cancelled."""
         if bytes_per_s > 0:
             with self._lock:
                 now_s = time.monotonic()
@@ -241,7 +241,7 @@ class _Looking:
             self._end(found, why)
 
     def watch(self) -> None:
-        """On a thread of its own, until it has ended."""
+        """Ends the look when the store hangs. Runs on a thread of its own until the look has ended."""
         while not self._ended.wait(max(0.0, self._beat_s + LOOKS_S - time.monotonic())):
             if time.monotonic() >= self._beat_s + LOOKS_S:
                 self.end(None, f"{self._url} has given nothing for {LOOKS_S:g} s: it hangs")
@@ -278,7 +278,7 @@ class FileManifests:
                 log.exception("what was asked of the store of checkpoints")
 
     def commit(self, finished: Finished, done: Callable[[str | None, bool], None]) -> None:
-        """See `Manifests`."""
+        """Writes the manifest on this object's thread, as `Manifests.commit` says."""
         job = self._job()
         assert job is not None, "what has steps has a job"
         if finished.save:
@@ -310,7 +310,8 @@ class FileManifests:
             self._call(lambda: done(None, False))
 
     def discard(self, folder: str, save: bool = False) -> None:
-        """See `Manifests`. Where that fails, it is tried again when the next checkpoint counts."""
+        """Removes files as `Manifests.discard` says. Where that fails, it is tried again when the next checkpoint
+        counts."""
 
         def work() -> None:
             try:
@@ -349,7 +350,8 @@ class FileManifests:
         done: Callable[[Restorable | None, str], None],
         read: bool = True,
     ) -> None:
-        """See `Manifests`. If `read`, every file is read: one that is altered is passed over, as the log says."""
+        """Looks for a checkpoint as `Manifests.newest` says. If `read`, every file is read: one that is altered is
+        passed over, as the log says."""
 
         looking = _Looking(self._settings.url, lambda found, why: self._call(functools.partial(done, found, why)))
 
@@ -408,13 +410,14 @@ class FileManifests:
         return following.kind == "full"
 
     def _tidy(self, finished: Finished) -> None:
-        """What is not kept goes, and what attempts before this one left. If that fails, it is told, and tried again
-        with the next one."""
+        """Removes checkpoints that are not kept any more, and what earlier attempts left. A failure is logged; the next
+        checkpoint tries again."""
         try:
             runs, mine, last = self._lineage(finished), run_of(finished.folder), attempt_of(finished.folder)
 
             def may_run(folder: str) -> bool:
-                """Whether a folder is of another history, or of an attempt after this one, which may be under way."""
+                """Returns whether a folder is of another history, or of an attempt after this one, which may be under
+                way."""
                 return run_of(folder) not in runs or (run_of(folder) == mine and attempt_of(folder) > last)
 
             kept = self._catalog.keep(self._settings.keep, lambda folder: run_of(folder) in runs)
@@ -439,7 +442,7 @@ class FileManifests:
 
 
 def _reason(error: Exception, folder: str) -> str:
-    """Why nothing came of a checkpoint, for people."""
+    """Returns why nothing came of a checkpoint, for people."""
     if isinstance(error, CheckpointError):
         return str(error)
     log.error("checkpoint %s", folder, exc_info=error)
@@ -447,8 +450,8 @@ def _reason(error: Exception, folder: str) -> str:
 
 
 def _fault_of(catalog: Catalog, manifest: Manifest, on_block: Callable[[], None] | None) -> str:
-    """What is wrong with a checkpoint, or with what it builds on; "" if it is whole. `on_block`: all of it is read, and
-    it is called after each block; None: nothing is read but manifests."""
+    """Returns what is wrong with a checkpoint, or with what it builds on; "" if it is whole. `on_block`: all of it is
+    read, and this is called after each block; None: nothing is read but manifests."""
     try:
         if on_block is not None:
             check_rows(catalog, manifest, on_block)

@@ -29,7 +29,8 @@ FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL":
 
 
 def with_own_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which an interpreter (`python -P`) finds modules where this process does, in the same order.
+    """Returns an environment in which an interpreter (`python -P`) finds modules where this process does, in the same
+    order.
 
     Left to itself, `python -m` looks first in the folder where it is started: a user's `queue.py` there would take the
     place of Python's, which a script in another folder does not see.
@@ -49,7 +50,7 @@ class Child(Protocol):
 
     @property
     def returncode(self) -> int | Any:
-        """What `poll` has said last."""
+        """The exit code that `poll` has returned last."""
 
     @property
     def stdin(self) -> IO[Any] | None:
@@ -60,7 +61,7 @@ class Child(Protocol):
         """The reading end of a pipe from it, if there is one."""
 
     def poll(self) -> int | None:
-        """The exit code (of a signal: negative), or None while it lives."""
+        """Returns the exit code (of a signal: negative), or None while it lives."""
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits for its end. Raises subprocess.TimeoutExpired."""
@@ -152,20 +153,21 @@ def end_tree(process: subprocess.Popen[bytes]) -> None:
 
 
 def tail(path: Path) -> str:
-    """The end of a log; and the last exception in it that is not torchrun's own, which says no more than that a child
-    has failed."""
+    """Returns the end of a log; and the last exception in it that is not torchrun's own, which says no more than that a
+    child has failed."""
     text = path.read_text(errors="replace") if path.exists() else ""
     told, found = end_of(text, str(path)), reasons(text.splitlines())
     return told if not found or found[-1] in told else f"{told}\nthe last exception of a trainer:\n  {found[-1]}"
 
 
 def end_of(text: str, name: str) -> str:
-    """The last lines of a text, under its name."""
+    """Returns the last lines of a text, under its name."""
     return "\n".join([f"the end of {name}:", *(f"  {line}" for line in text.splitlines()[-TAIL_LINES:])])
 
 
 def reasons(lines: Sequence[str]) -> list[str]:
-    """The last line of each traceback in a log, in their order: the exceptions of trainers, torchrun's own left out."""
+    """Returns the last line of each traceback in a log, in their order: the exceptions of trainers, torchrun's own left
+    out."""
     found, within = [], False
     for line in (_RANK.sub("", line) for line in lines):
         if line.startswith(TRACEBACK):

@@ -25,8 +25,8 @@ from torch_ecrec.errors import CheckpointError, ClusterError, DataLoss, OtherClu
 from torch_ecrec.observe.event_log import EventLog
 from torch_ecrec.processes.checkpoint_files import FileManifests
 from torch_ecrec.processes.leadership import LeaderGate, LeaderLease
-from torch_ecrec.processes.restoring import NONE, find_again
-from torch_ecrec.processes.restoring import find as find_checkpoint
+from torch_ecrec.processes.restore_source import NONE, find_again
+from torch_ecrec.processes.restore_source import find as find_checkpoint
 from torch_ecrec.processes.supervisor import POLL_S, STAYS
 from torch_ecrec.protocol.bounds import TransportName
 from torch_ecrec.runtime.addresses import text_of
@@ -55,14 +55,14 @@ LOUD = "recovered_partly", "not_exact", "began_anew", "turned_away", "slow", "st
 
 @dataclass(frozen=True)
 class Coordination:
-    """What a coordinator is told.
+    """Holds the arguments that a coordinator is started with.
 
     Args:
         host, port: where it listens; port 0 takes any that is free.
         code, spares, without_spare, drain_slow, checkpoint: see `ClusterSettings`.
         settings: of the process.
-        restore: the checkpoint that the cluster begins with (`restoring.find`); "": none.
-        began_with: the folder that the run has begun with (`restoring.NONE`: with none); "": it begins now.
+        restore: the checkpoint that the cluster begins with (`restore_source.find`); "": none.
+        began_with: the folder that the run has begun with (`restore_source.NONE`: with none); "": it begins now.
         again: it takes the place of one that died. If everybody else died, too, it begins as `find_again` says.
         alone: nobody but a person, or an init system, starts it again, with the same words: that members of one before
             come back is possible, though `again` is not said.
@@ -121,7 +121,7 @@ def run_coordinator(told: Coordination, out: IO[str]) -> int:
 
 
 class _Watchers:
-    """What is told of all that happens in this process, whether it leads or stands by: its pages, and a file."""
+    """Passes on all that happens in this process, whether it leads or stands by, to its pages and to a file."""
 
     def __init__(self, told: Coordination) -> None:
         self._file = None if told.events is None else EventLog(told.events)
@@ -134,7 +134,7 @@ class _Watchers:
 
     @property
     def said(self) -> dict[str, Any]:
-        """What who has started this process is told of them."""
+        """The part of this process's ready line about its watchers: the address of its page, if it serves one."""
         return {} if self._web is None else {"http": list(self._web.address)}
 
     def lead(self, cluster: Cluster | None) -> None:
@@ -204,11 +204,11 @@ class _Coordinator:
 
     @property
     def known(self) -> View | None:
-        """What etcd has said last."""
+        """The last answer of etcd; None where no election is held."""
         return None if self._lease is None else self._lease.candidate.view
 
     def run(self) -> bool:
-        """Until its end; returns whether it has lost its lease of the lead, and is to stand by again."""
+        """Runs until its end; returns whether it has lost its lease of the lead, and is to stand by again."""
         checkpoint, again, began_with = self._told.checkpoint, self._told.again, self._told.began_with
         if self._lease is not None:
             if not self._stand(self._lease):
@@ -263,21 +263,24 @@ class _Coordinator:
             self._turned_away, self._told_s = 0, time.monotonic()
 
     def _first_begins_with(self) -> str:
-        """What the run begins with that this coordinator is the first to lead."""
+        """Returns the folder of the checkpoint with which a new run begins that this coordinator leads first, or
+        `NONE`."""
         told = self._told
         begins = self._find(told.checkpoint.url) if told.restore else None
         return NONE if begins is None else begins[0].folder
 
     def _find(self, url: str, began_with: str = "") -> Restorable | None:
-        """What the words name. A store that hangs is an error: nobody listens here meanwhile."""
+        """Returns the checkpoint that the arguments name. A store that hangs is an error: nobody listens here
+        meanwhile."""
         told = self._told
         where = url if told.restore == NEWEST else told.restore
         look = lambda: find_checkpoint(told.restore, url, began_with)  # noqa: E731
         return StoreProbe(look, where, min(told.checkpoint.timeout_s, LIMIT_S), log.warning).look()
 
     def _begins(self, url: str, began_with: str) -> Restorable | None:
-        """What a new run begins with. Where that is not to be had, it may be no new run: a coordinator that is started
-        again by hand has the same words as the one before, which may have removed what it began with."""
+        """Returns the checkpoint that a new run begins with. Where that is not to be had, it may be no new run: a
+        coordinator that is started again by hand has the same words as the one before, which may have removed what it
+        began with."""
         told = self._told
         try:
             return self._find(url, began_with) if told.restore else None
@@ -329,9 +332,9 @@ class _Coordinator:
             ).start()
 
     def _look_for(self, checkpoint: CheckpointSettings, began_with: str) -> None:
-        """A thread of one that takes the place of another: finds what the cluster begins with if nobody is left who
-        trains. What cannot be read is tried again: training does not need it. What is not there, too, since somebody
-        may bring it back; but who joins is told."""
+        """Finds what the cluster begins with if nobody is left who trains. Runs on a thread of its own, in a
+        coordinator that takes the place of another. What cannot be read is tried again: training does not need it. What
+        is not there, too, since somebody may bring it back; but who joins is told."""
         since_s, wanted = time.monotonic(), self._told.restore
         looks = StoreProbe(
             lambda: find_again(checkpoint.run, checkpoint.url, checkpoint.beyond, wanted, began_with),
@@ -354,7 +357,7 @@ class _Coordinator:
         self._do_soon(lambda: self._router.begin_with(begins, life, time.monotonic()))
 
     def _cannot_look_on(self, error: BaseException) -> None:
-        """Whoever joins would wait for ever for what is looked for."""
+        """Refuses those who join, as the look for a checkpoint has failed: they would wait for ever."""
         log.error("the look for a checkpoint ended: %r", error, exc_info=error)
         self._refuse(f"the look for a checkpoint to begin with ended: {error!r}")
 
@@ -363,11 +366,12 @@ class _Coordinator:
         self._do_soon(lambda: self._router.cannot_look(why))
 
     def _refuse(self, why: str) -> None:
-        """From any thread: there is nothing to begin with."""
+        """Notes that there is nothing to begin with. May be called from any thread."""
         self._do_soon(lambda: self._router.cannot_begin(why, time.monotonic()))
 
     def _as_watched(self, again: bool) -> Cluster | None:
-        """What watchers ask. The status is encoded on this thread: it shows what only this thread may look at."""
+        """Returns the cluster as watchers may ask it. The status is encoded on this thread, which alone may look at
+        it."""
         if self._told.http is None:
             return None
         from torch_ecrec.web.server import Cluster
@@ -398,13 +402,14 @@ class _Coordinator:
         self._server.probe(address, on_probed)
 
     def _hangs(self) -> bool:
-        """From any thread. It ticks four times in a heartbeat."""
+        """Returns whether the coordinator's thread hangs, which ticks four times in a heartbeat. May be called from any
+        thread."""
         return time.monotonic() - self._ticked_s > max(HANGS_S, self._told.settings.heartbeat_s)
 
     # its end ------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
-        """The cluster was told to."""
+        """Ends this process a little later, as the cluster was told to end."""
         self._over = True
         self._server.call_later(TOLD_END_S, self._server.close)
 
@@ -422,14 +427,15 @@ class _Coordinator:
         self._server.call_later(TOLD_END_S, self._server.close)
 
     def _announce(self, event: dict[str, Any]) -> None:
-        """To the log, and to the supervisor, which starts the next coordinator, whose members these are."""
+        """Tells an event to the log, the watchers, and the supervisor, which starts the next coordinator, whose members
+        these are."""
         log_event(event)
         self._watchers.happened(event)
         if event["event"] == "regathered" and not self._told.alone:
             print(json.dumps({"run": self._router.core.run}), file=self._out, flush=True)
 
     def _end_after_loss(self) -> None:
-        """Once whoever was started again has been told, as often as it was, nobody needs this process."""
+        """Ends this process after a loss of data, once whoever was started again has been told, as often as it was."""
         core, now_s = self._router.core, time.monotonic()
         lost = core.fatal is not None and core.fatal_kind == "data_loss" and not core.goes_back
         self._fatal_s = min(self._fatal_s, now_s) if lost else math.inf
@@ -438,18 +444,18 @@ class _Coordinator:
             self._server.close()
 
     def _give_way(self) -> None:
-        """It leads no more: whoever is still connected looks for who does."""
+        """Leads no more: whoever is still connected looks for who does."""
         self._fenced = True
         self._server.close()
 
     def _end_without(self) -> None:
-        """Nobody has come back, and there is nothing to begin with."""
+        """Ends this process if nobody has come back, and there is nothing to begin with."""
         if self._router.looks and not self._router.core.regathering:
             self._refuse(str(self._missing))
             self._server.call_later(TOLD_END_S, self._server.close)
 
     def _tidy(self) -> None:
-        """Nobody goes on with this run."""
+        """Removes what the run's manifests need no more: nobody goes on with it."""
         if self._manifests is not None:
             self._manifests.end(self._router.core.run)
 
@@ -464,13 +470,13 @@ class _Coordinator:
             self._end_now()
 
     def _trainers(self) -> list[str]:
-        """That are there, and may need the cluster."""
+        """Returns the trainers that are there, and may need the cluster."""
         core = self._router.core
         there = [one.name for one in core.members.values() if one.role == "trainer" and one.present]
         return there if core.fatal is None else []
 
     def _end_alone(self, until_s: float) -> None:
-        """Once no trainer is there; `until_s` at most."""
+        """Ends this process once no trainer is there; waits until `until_s` at most."""
         if self._trainers() and time.monotonic() < until_s:
             self._server.call_later(POLL_S, lambda: self._end_alone(until_s))
         else:
@@ -513,5 +519,5 @@ class _Coordinator:
 
 
 def log_event(event: dict[str, Any]) -> None:
-    """Louder what is not exact, what has lost all that was trained, and what training waits for."""
+    """Logs an event: louder what is not exact, what has lost all that was trained, and what training waits for."""
     log.log(logging.WARNING if event["event"] in LOUD else logging.INFO, "%s", json.dumps(event))

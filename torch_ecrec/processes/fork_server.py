@@ -60,7 +60,7 @@ _STARTED, _FAILED, _ENDED = b"s", b"f", b"e"
 
 
 def is_available() -> bool:
-    """Whether processes can be forked, and waited for, as it is done here."""
+    """Returns whether processes can be forked, and waited for, as it is done here."""
     if not (hasattr(os, "pidfd_open") and hasattr(os, "memfd_create")):
         return False
     try:
@@ -107,7 +107,7 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
     def is_gone(self) -> bool:
-        """Whether it has ended, and for so long that its exit code should have been told."""
+        """Returns whether it has ended, and for so long that its exit code should have been told."""
         if not _is_readable(self._pidfd, 0.0):
             return False
         self._gone_s = self._gone_s or time.monotonic()
@@ -272,7 +272,7 @@ class ForkServer:
         atexit.unregister(self._end)
 
     def on_forked(self) -> None:
-        """In a forked child: all this is its parent's."""
+        """Lets go of everything in a forked child: it is its parent's."""
         if self._sock is not None:
             self._sock.close()
         if self._words >= 0:
@@ -411,7 +411,7 @@ def _is_readable(file: int, limit_s: float) -> bool:
 
 
 def _file_of(spec: object) -> int:
-    """A file in memory, at its beginning: an environment may be longer than a message."""
+    """Returns a file in memory, at its beginning: an environment may be longer than a message."""
     file = os.memfd_create("torch-ecrec-start")
     try:
         with os.fdopen(file, "wb", closefd=False) as out:
@@ -488,7 +488,7 @@ def _tell_ends(sock: socket.socket) -> None:
 
 
 def _become(files: list[int]) -> NoReturn:
-    """In a child: is what `python -m` would be."""
+    """Becomes, in a child, what `python -m` would be."""
     os.setsid()
     with os.fdopen(files[0], "rb") as file:
         spec = json.loads(file.read())
@@ -515,7 +515,7 @@ def _show(words: Sequence[str]) -> None:
 
 
 def main() -> NoReturn:
-    """`python -m torch_ecrec.processes.fork_server FILE PRELOAD ... ROOM`: the fork server."""
+    """Runs the fork server: `python -m torch_ecrec.processes.fork_server FILE PRELOAD ... ROOM`."""
     for number in (*SIGNALS, *TO_SCRIPTS, signal.SIGHUP):  # sent to all of a job: it ends when whoever asks is gone
         signal.signal(number, signal.SIG_IGN)
     sock = socket.socket(fileno=int(sys.argv[1]))

@@ -57,7 +57,7 @@ class Pulse:
         return self._idle.seconds
 
     def beats(self) -> bool:
-        """Whether they do, or did a moment ago."""
+        """Returns whether heartbeats are sent, or were a moment ago."""
         self._idle.look()
         if self._back:
             self._idle.seconds, self._back = 0.0, False
@@ -91,7 +91,7 @@ class Heartbeats:
         figures: Callable[[], Report],
         sign: SignOfLife | None,
     ) -> None:
-        """From now on they are told, until `timers` are closed.
+        """Begins to send heartbeats, until `timers` are closed.
 
         Args:
             tell: says something to the coordinator.

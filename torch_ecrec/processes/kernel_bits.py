@@ -79,7 +79,7 @@ def _digest(parts: Iterator[Any]) -> str:
 
 
 def _integers(count: int, salt: int) -> NDArray[np.uint64]:
-    """So many well mixed ones: the multiplicative hash of Knuth, twice."""
+    """Returns so many well mixed integers: the multiplicative hash of Knuth, twice."""
     found = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(salt << 20)) * np.uint64(0x9E3779B97F4A7C15)
     return (found ^ (found >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
 

@@ -42,7 +42,7 @@ from torch_ecrec.processes.footprint import host_name, room
 from torch_ecrec.processes.kernel_bits import kernel_bits
 from torch_ecrec.processes.member import Member, exit_code_of
 from torch_ecrec.processes.part_reader import FileReader
-from torch_ecrec.processes.restoring import dense_model
+from torch_ecrec.processes.restore_source import dense_model
 from torch_ecrec.processes.supervisor import Supervisor, await_trainers
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.membership import join_of
@@ -255,7 +255,7 @@ def abandon(session: Session) -> None:
 
 
 def _wait(condition: Callable[[], bool], limit_s: float) -> bool:
-    """Whether it has come true in time. Looks again and again: a session has no word for this."""
+    """Returns whether it has come true in time. Looks again and again: a session has no word for this."""
     deadline_s = time.monotonic() + limit_s
     while not (found := condition()) and time.monotonic() < deadline_s:
         time.sleep(0.01)
@@ -302,7 +302,7 @@ class _Trainer:
         return self._sessions[0]
 
     def _join(self) -> messages.Join:
-        """What it says to join, with which start of the trainers this is; see `coordinator/launches.py`.
+        """Returns the message by which this trainer joins, with its launch; see `coordinator/launches.py`.
 
         A launch that the user has named has no count of its starts: whoever says its word again may take its place.
         """
@@ -403,7 +403,7 @@ def _exit_with_reason() -> _Ending:
 
 
 def _start_local(job: JobSpec, trainer: int, code: CodeSpec, settings: Settings) -> tuple[Supervisor | None, str]:
-    """Trainer 0 starts a local cluster, of its own settings, and tells the others its address."""
+    """Starts a local cluster in trainer 0, of its own settings, and tells the others its address."""
     import torch.distributed as dist
 
     if job.trainers > 1 and not dist.is_initialized():
@@ -426,7 +426,8 @@ def _start_local(job: JobSpec, trainer: int, code: CodeSpec, settings: Settings)
 
 
 def _logs_folder() -> Path:
-    """A new one. Trainers that were interrupted leave theirs, for who looks for a reason: the newest few stay."""
+    """Makes a new folder for logs. Trainers that were interrupted leave theirs, for who looks for a reason: the newest
+    few stay."""
     left = []
     for one in Path(tempfile.gettempdir()).glob(f"{LOGS}[0-9]*-*"):
         with contextlib.suppress(OSError):  # another process was first
@@ -440,7 +441,8 @@ def _logs_folder() -> Path:
 
 
 def _wait_for_trainers(cluster: Supervisor, limit_s: float) -> None:
-    """Until no trainer is left: another one may still evaluate. As long as they look rows up, and `limit_s` more."""
+    """Waits until no trainer is left: another one may still evaluate. It waits as long as they look rows up, and
+    `limit_s` more."""
     deadline_s, told = time.monotonic() + limit_s, time.monotonic() + WAITS_S
     seen: list[dict[str, int] | None] = []
     while time.monotonic() < deadline_s:

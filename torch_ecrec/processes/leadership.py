@@ -184,7 +184,7 @@ class LeaderLease:
         return wait_s
 
     def _tell(self, what: str, level: int = logging.INFO) -> None:
-        """To the log; the same thing once."""
+        """Logs something; the same thing once."""
         if what != self._told.get(level):
             if level > logging.INFO:  # that it is well is told once more
                 self._told.clear()
@@ -192,7 +192,7 @@ class LeaderLease:
             log.log(level, "%s", what)
 
     def close(self, over: bool) -> None:
-        """Another may lead at once, or (`over`) nobody any more: those who stand by end, too."""
+        """Gives up the lead, for another, or (`over`) for nobody any more: those who stand by end, too."""
         self._ends.set()
         if self._thread is not None:
             self._thread.join()
@@ -204,8 +204,8 @@ class LeaderLease:
                 self._keys.revoke(self.candidate.lease)
 
     def _end(self) -> None:
-        """The run is over, whoever leads it by now. One that stands by, and is not told so, leads on a run that nobody
-        trains."""
+        """Notes in etcd that the run is over, whoever leads it by now. One that stands by, and is not told so, leads on
+        a run that nobody trains."""
         deadline_s = time.monotonic() + ENDS_S
         while True:
             try:

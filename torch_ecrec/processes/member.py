@@ -245,7 +245,7 @@ class Member:
             control.close()
 
     def _listen(self, host: str) -> None:
-        """Where the coordinator can ask whether this process lives, once its connection has ended."""
+        """Listens where the coordinator can ask whether this process lives, once its connection has ended."""
         secret_at(host)  # where it is about to listen
         try:
             self._sign = SignOfLife(host)
@@ -335,7 +335,7 @@ class Member:
     # the end ------------------------------------------------------------------------------------
 
     def on_error(self, error: BaseException) -> None:
-        """Something went wrong where nobody could be told: it ends this process's membership."""
+        """Ends this process's membership with an error of the background, which nobody else could be told."""
         log.error("%s: %r", self.name, error, exc_info=error)
         self.end(error)
 
@@ -360,7 +360,7 @@ class Member:
 
 
 def figures_of(transport: Transport | None, report: Report | None = None) -> Report:
-    """What every member reports, beside figures of its own."""
+    """Returns a report with the figures that every member has; `report`: those of its own, which are added."""
     assert transport is not None
     refused = sum(transport.complaints.counts.values()) + sum(COMPLAINTS.counts.values())
     return replace(
@@ -381,5 +381,5 @@ def by_kind(bytes_sent: Mapping[str, int]) -> dict[str, int]:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """What a process returns that ended with `error`."""
+    """Returns the exit code of a process that ended with `error`."""
     return error.exit_code if isinstance(error, ClusterError) else 1

@@ -63,7 +63,7 @@ class Nodes:
         )
 
     def command(self, script: Sequence[str]) -> list[str]:
-        """The command line of torchrun. Raises OSError where the host to meet at cannot be reached."""
+        """Returns the command line of torchrun. Raises OSError where the host to meet at cannot be reached."""
         words = [sys.executable, "-P", "-m", "torch.distributed.run"]
         if not self.meet:
             words += STANDALONE
@@ -99,7 +99,7 @@ class Nodes:
 
 
 def address_towards(host: str) -> str:
-    """The address from which this host reaches another one (IPv4). Raises OSError if it does not."""
+    """Returns the address from which this host reaches another one (IPv4). Raises OSError if it does not."""
     (*_, where), *_ = socket.getaddrinfo(host, 9, socket.AF_INET, socket.SOCK_DGRAM)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(where)  # nothing is sent
@@ -107,7 +107,7 @@ def address_towards(host: str) -> str:
 
 
 def is_mine(host: str) -> bool:
-    """Whether a name or an address is this host's. Raises OSError for a name that nobody has."""
+    """Returns whether a name or an address is this host's. Raises OSError for a name that nobody has."""
     (*_, where), *_ = socket.getaddrinfo(host, None, socket.AF_INET)
     address = ipaddress.ip_address(str(where[0]))
     return address.is_loopback or str(address) in {own for _, own in interfaces()}
@@ -154,7 +154,7 @@ def run_torchrun(nodes: Nodes, join: str, script: Sequence[str], again: bool = F
 
 
 def _end_with_parent() -> None:
-    """In the child, before it is torchrun: Linux tells it to end when its parent has."""
+    """Has Linux tell this child to end when its parent has ended. Called in the child, before it is torchrun."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
 

@@ -1,4 +1,4 @@
-"""Who reads, in a server, a slot's records of a checkpoint, for one that begins with them (`server/restoring.py`)."""
+"""Reads a slot's records of a checkpoint, in a server, for a slot that begins with them (`server/slot_restore.py`)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch_ecrec.protocol.messages import PartialRestore
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.job import JobSpec
-from torch_ecrec.storage.ahead import read_ahead
 from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.chain_reader import records_of, require_same_model
 from torch_ecrec.storage.manifest import ADVICE
-from torch_ecrec.storage.restoring import records_of, require_same_model
 from torch_ecrec.storage.saves import Saves
+from torch_ecrec.storage.store_probe import read_ahead
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class FileReader:
         done: Callable[[], None],
         failed: Callable[[str, bool], None],
     ) -> FileReading:
-        """See `CheckpointReader`."""
+        """Reads one slot's records on a thread of its own, as `CheckpointReader.read` says."""
         reading = FileReading(self._run, take, done, failed)
         work = functools.partial(_work, partial_restore, job, slot, reading)
         Worker(work, f"slot {slot} of a checkpoint", log_error).start()
@@ -70,7 +70,7 @@ class FileReading:
         return self._calls is None
 
     def cancel(self) -> None:
-        """Nobody wants them any more; inside `Node.run`."""
+        """Stops the reading: nobody wants the records any more. Called inside of `Node.run`."""
         self._calls = None
 
     def take(self, slab: int, positions_N: Positions, records_NB: Bytes) -> None:
@@ -108,7 +108,7 @@ def _work(partial_restore: PartialRestore, job: JobSpec, slot: int, reading: Fil
 
 
 def slot_records(partial_restore: PartialRestore, job: JobSpec, slot: int) -> Iterator[tuple[int, Positions, Bytes]]:
-    """A slot's records of a checkpoint, with the prioritised saves on it that are named.
+    """Yields a slot's records of a checkpoint, with the prioritised saves on it that are named.
 
     Where all that it builds on was written by a cluster of the same layout, the slot's own parts are read, else all.
 

@@ -204,7 +204,7 @@ class Supervisor:
         return self._start("coordinator", arguments, stdout=subprocess.PIPE, quick=quick).child
 
     def _read_address(self) -> tuple[str, int]:
-        """The coordinator's address, or the reason why there is none."""
+        """Returns the coordinator's address, or the reason why there is none."""
         assert self.coordinator.stdout is not None
         out: IO[bytes] = self.coordinator.stdout
         said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -263,7 +263,7 @@ class Supervisor:
             self._start_due()
 
     def _on_error(self, error: BaseException) -> None:
-        """Nobody would start again what ends: so all ends, and is seen to."""
+        """Ends all processes after an error of the supervisor: nobody would start again what ends."""
         log.error("who ends is not started again any more: %r", error, exc_info=error)
         self.ended = ClusterError.exit_code
 
@@ -313,7 +313,7 @@ class Supervisor:
         self.ended = code
 
     def _forget(self, child: Child) -> None:
-        """It is not what it should be: ends it, and no longer counts it among the children."""
+        """Ends a child that is not what it should be, and no longer counts it among the children."""
         child.kill()
         child.wait()
         with self._lock:
@@ -322,7 +322,8 @@ class Supervisor:
     # the rest -----------------------------------------------------------------------------------
 
     def status(self) -> Status:
-        """What its coordinator says of the cluster. Raises ClusterUnavailable: nothing, within 10 s."""
+        """Returns the cluster's status, from its coordinator. Raises ClusterUnavailable: it did not answer within 10
+        s."""
         return ask_status(self.address)
 
     def close(self) -> None:
@@ -342,7 +343,7 @@ class Supervisor:
             forks.close()
 
     def on_forked(self) -> None:
-        """In a forked child: the processes are its parent's, and go with that, not with the child."""
+        """Lets go of the processes in a forked child: they are its parent's, and go with that."""
         lives, self._lives, self._lock = self._lives, [], threading.Lock()
         self._supervising = None
         for life in lives:

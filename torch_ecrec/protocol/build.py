@@ -46,7 +46,7 @@ _BOUNDS = ("gt", "ge", "lt", "le", "multiple_of", "pattern", "min_length", "max_
 
 @dataclass(frozen=True)
 class Build:
-    """What two builds must have alike: of this process, or of one that has told it.
+    """Describes what two builds must have alike, as this process has it or as another has told it.
 
     Attributes:
         version: of the package, for people. It may differ.
@@ -63,7 +63,7 @@ class Build:
         return hashlib.blake2b(said.encode(), digest_size=DIGEST_BYTES).digest()
 
     def difference(self, other: Build) -> str:
-        """What another build has otherwise, in words; "" if nothing."""
+        """Returns, in words, how another build differs from this one; "" if it does not."""
         names = sorted({name for name, _ in set(self.messages.items()) ^ set(other.messages.items())})
         if not names:
             return ""
@@ -114,7 +114,7 @@ def _word(kind: type[Any]) -> str:
 
 
 def specification(kind: type[Any]) -> str:
-    """The fields of a dataclass, and of all that are in them."""
+    """Returns the fields of a dataclass, and of all that are in them, as text."""
     hints = typing.get_type_hints(kind)
     hints = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
     fields = ", ".join(f"{name}: {_text(hint)}" for name, hint in hints.items())
@@ -125,7 +125,7 @@ def specification(kind: type[Any]) -> str:
 
 
 def declaration(kind: type[Any]) -> str:
-    """All that a message's bytes depend on, in one line."""
+    """Returns all that a message's bytes depend on, in one line."""
     hints = typing.get_type_hints(kind, include_extras=True)
     fields = ", ".join(f"{name}: {_text(hints[name])}" for name in kind.__struct_fields__)
     answers = answers_of(kind) if "__orig_bases__" in vars(kind) else ()
@@ -134,7 +134,7 @@ def declaration(kind: type[Any]) -> str:
 
 
 def _text(hint: Any) -> str:
-    """A type, the same in every version of Python and of msgspec."""
+    """Returns a type as text that is the same in every version of Python and of msgspec."""
     if isinstance(hint, TensorOf):
         return str(hint)
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
@@ -151,17 +151,19 @@ def _text(hint: Any) -> str:
 
 
 def is_declared(name: str) -> bool:
-    """Whether what a process tells under this name is of its declarations: neither bits, nor of an experiment."""
+    """Returns whether what a process tells under this name is of its declarations: neither bits, nor of an
+    experiment."""
     return not name.startswith((experiment.PREFIX, BITS))
 
 
 def bits_told(told: Mapping[str, str]) -> dict[str, str]:
-    """Of all that a process tells, what its kernels give on fixed vectors, by name."""
+    """Selects, of all that a process tells, the digests of what its kernels compute on fixed vectors; by name."""
     return {name: digest for name, digest in told.items() if name.startswith(BITS)}
 
 
 def refusal(own: Build, version: object, told: object) -> str:
-    """Why a process of that version, whose messages are `told`, may not be here; "": it may, as far as this goes."""
+    """Returns why a process of that version, whose messages are `told`, may not be here; "": it may, as far as this
+    goes."""
     if isinstance(told, dict) and told:
         declared = {str(name): str(digest) for name, digest in told.items() if is_declared(str(name))}
         if difference := own.difference(Build(str(version), declared)):
@@ -170,7 +172,8 @@ def refusal(own: Build, version: object, told: object) -> str:
 
 
 def other_bits(version: str, bits: Mapping[str, str], other_version: str, other: Mapping[str, str]) -> str:
-    """Why a process whose kernels give `bits` may not be where others give `other`; "": it may. Who tells none has not
+    """Returns why a process whose kernels give `bits` may not be where others give `other`; "": it may. Who tells none
+    has not
     computed them: it is a tool."""
     names = sorted({name for name, _ in set(bits.items()) ^ set(other.items())}) if bits and other else []
     if not names:

@@ -34,7 +34,7 @@ _AT_FIELD = re.compile(r"\$\[(\d+)\]")  # as msgspec says where in an array some
 
 
 def answers_of(kind: type[Request[Any]]) -> tuple[type[Answer], ...]:
-    """The classes that a request declares as its answers; `Refused` and `Malformed` may come instead of any."""
+    """Returns the classes that a request declares as its answers; `Refused` and `Malformed` may come instead of any."""
     (declared,) = (base for base in vars(kind)["__orig_bases__"] if typing.get_origin(base) is Request)
     (answers,) = typing.get_args(declared)
     return typing.get_args(answers) or (answers,)
@@ -57,7 +57,7 @@ class Vocabulary:
         self._readers = threading.local()
 
     def encode(self, message: Request[Any] | Answer) -> tuple[Encoded, int]:
-        """A message, and the number of bytes in its tensors.
+        """Returns a message as bytes and tensors, and the number of bytes in its tensors.
 
         Tensors are shared with the message, not copied, unless they are strided: leave them unchanged until the call
         has ended.
@@ -89,7 +89,7 @@ class Vocabulary:
         return request
 
     def decode_answer(self, encoded: Encoded, kind: type[Request[A]]) -> A | Refused:
-        """The answer to a request of that class. Raises ValueError if it is none that the class declares."""
+        """Returns the answer to a request of that class. Raises ValueError if it is none that the class declares."""
         answer: A | Refused = self._read(encoded, kind, self.answers)
         return answer
 
@@ -138,7 +138,7 @@ class _Reader:
 
 
 def _why(body: bytes, kind: type[Request[Any]] | None, known: _Kinds, error: Exception) -> str:
-    """What is wrong with a message, by its names."""
+    """Returns what is wrong with a message, with the names of its class and field instead of numbers."""
     try:
         fields = msgspec.msgpack.decode(body)
         name = fields[0]

@@ -283,7 +283,7 @@ class Membership:
         return self._sought_s is not None
 
     def take(self) -> list[Effect]:
-        """What is to be done since the last call, in this order."""
+        """Returns the effects that have become due since the last call, in order, and forgets them."""
         out, self._out = self._out, []
         return out
 
@@ -293,7 +293,8 @@ class Membership:
     # what is next -------------------------------------------------------------------------------
 
     def step(self, now_s: float) -> Connect | Wait:
-        """What is to be done next. To be asked after whatever has happened, and when the time has come."""
+        """Returns what is to be done next. Must be called after every event, and at the time that the last `Wait`
+        named."""
         if self.is_over or self._connecting:
             return NOTHING
         if not self.is_joined:
@@ -328,7 +329,8 @@ class Membership:
         return self._connect(max(self._deadline_s - now_s, 0.0) if self._gone else self.pace.give_up_s)
 
     def _ask_another(self, now_s: float) -> None:
-        """The coordinator is gone before it has answered; whoever listens there may end each connection at once."""
+        """Joins again a little later, as the coordinator is gone before it has answered; whoever listens there may end
+        each connection at once."""
         self._gone = self._why_cut
         if now_s + self._pause_s > self._deadline_s:
             self.end(ClusterUnavailable(f"{self._where} ended before it answered: {self._gone}"))
@@ -354,7 +356,7 @@ class Membership:
         self._since_s = self._sought_s  # a last word on the connection before may end that search, not this one
 
     def _judge(self, now_s: float, silent: bool) -> None:
-        """Whether it goes on looking, after an attempt."""
+        """Decides, after an attempt, whether it goes on looking."""
         for_s, give_up_s, stands_s = now_s - self._since_s, self.pace.give_up_s, self.pace.stands_s
         self._note_silence(silent and for_s < stands_s, stands_s - for_s)
         if self._hears_nothing:
@@ -364,8 +366,8 @@ class Membership:
             self.end(ClusterUnavailable(f"the coordinator is gone ({why}), and none came within {give_up_s:g} s"))
 
     def _note_silence(self, is_so: bool, left_s: float) -> None:
-        """Whether nothing comes back from where the coordinator was: perhaps it is this process that is cut off, and a
-        trainer has patience, as with members that the coordinator says are silent."""
+        """Notes whether nothing comes back from where the coordinator was: perhaps it is this process that is cut off,
+        and a trainer has patience, as with members that the coordinator says are silent."""
         if is_so == self._hears_nothing:
             return
         self._hears_nothing = is_so
@@ -379,11 +381,11 @@ class Membership:
     # what happens -------------------------------------------------------------------------------
 
     def listens_at(self, address: Address) -> None:
-        """The process listens there for as long as it lives. To be said before it is connected."""
+        """Notes where the process listens for as long as it lives. To be called before it is connected."""
         self.join = replace(self.join, address=address)
 
     def connected(self, now_s: float, led: int = 0, known: messages.Known | None = None) -> None:
-        """A connection with a coordinator is there.
+        """Handles a new connection with a coordinator: joins, or rejoins.
 
         Args:
             led: since when it leads; see `messages.ForLeader`.
@@ -425,7 +427,7 @@ class Membership:
         )
 
     def missed(self, now_s: float, error: ClusterUnavailable, silent: bool = False, stranger: bool = False) -> None:
-        """No connection came about.
+        """Handles an attempt to connect that has failed.
 
         Args:
             error: why.
@@ -452,18 +454,18 @@ class Membership:
         self._judge(now_s, silent)
 
     def closed(self, reason: str) -> None:
-        """The connection has ended, or was given up."""
+        """Notes that the connection has ended, or was given up."""
         self.is_connected = False
         self._cut, self._why_cut = True, reason
 
     def built(self, endpoint: str) -> None:
-        """The node is there, and can be called at `endpoint`."""
+        """Notes that the node is there, and can be called at `endpoint`; tells the coordinator."""
         if not self.is_over:
             self.is_joined, self._asks, self.endpoint = True, False, endpoint
             self._out.append(Say(messages.Listens(endpoint)))
 
     def heard(self, message: Mapping[str, Any]) -> None:
-        """The coordinator has said something."""
+        """Handles a message of the coordinator."""
         if not (self._asks or self.is_joined):
             return  # on a connection that was given up while this was on its way: nobody there knows it any more
         try:
@@ -472,11 +474,11 @@ class Membership:
             self.nonsense(f"the coordinator sent what cannot be: {error}")
 
     def nonsense(self, reason: str) -> None:
-        """What arrived is no message of this protocol: whoever sent it is not the coordinator of this cluster."""
+        """Ends the membership: what arrived is no message of this protocol, so its sender is not our coordinator."""
         self.end(ClusterUnavailable(reason))
 
     def end(self, error: BaseException) -> None:
-        """It is over. One that leaves need not know why."""
+        """Ends the membership with an error. One that leaves need not know why."""
         if self.is_over:
             return
         self.is_over = self.has_parted = True
@@ -511,7 +513,7 @@ class Membership:
             self._take_word(word)
 
     def _take_word(self, word: messages.FromCoordinator) -> None:
-        """One that the node hears, too."""
+        """Handles a message that the node hears, too."""
         if isinstance(word, messages.Job):
             self.run = word.run
         elif isinstance(word, messages.Rejoined):
@@ -549,7 +551,7 @@ class Membership:
             self._out.append(Follow(word))
 
     def _turn_away(self, word: messages.OtherCluster) -> None:
-        """Whoever leads there is not the coordinator of this member's cluster."""
+        """Leaves a coordinator that is not that of this member's cluster, and goes on looking."""
         theirs, ours = word.code, self.code
         stranger = f"{self._where} is of another cluster: {word.reason}"
         if stranger != self._stranger:
@@ -566,7 +568,7 @@ class Membership:
     # the end ------------------------------------------------------------------------------------
 
     def leave(self) -> float:
-        """It is done, and says so. Idempotent.
+        """Says that this member is done. Idempotent.
 
         The end of a trainer that is not known to be done is a loss: it stays until it is told that it was heard, on
         whichever connection and by whichever coordinator.
@@ -582,7 +584,7 @@ class Membership:
         return CLOSE_S if is_server else min(FAREWELL_S, self.pace.give_up_s)
 
     def part(self) -> None:
-        """It has stayed for that long, or was heard: now it is over."""
+        """Ends the membership after `leave`: it has stayed for long enough, or was heard."""
         if not self.has_parted and self.join.role == "trainer":
             limit = f"{min(FAREWELL_S, self.pace.give_up_s):g} s"
             self._note(logging.WARNING, f"{self.name}: no coordinator has heard within {limit} that it is done")

@@ -74,11 +74,11 @@ from torch_ecrec.spec.settings import CheckpointSaver
 
 
 class BadMessage(ValueError):
-    """What arrived is no message of this protocol; the text says which field, what was wanted and what came."""
+    """Raised for what is no message of this protocol; the text says which field, what was wanted and what came."""
 
 
 class OtherBuild(BadMessage):
-    """Who wants to join, or was a member, is of another build: it never can be one here."""
+    """The other process runs another build: it can never be a member of this cluster."""
 
 
 class Said(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
@@ -89,8 +89,8 @@ NO_HOST = ""  # of a slot that waits for one
 
 
 class SlotPlace(Struct, frozen=True, array_like=True):
-    """Where a slot lives: on a server, or `NO_HOST`. `healthy`: all its records are there; otherwise a rebuild is under
-    way."""
+    """Says where a slot is hosted: on a server, or `NO_HOST`. `healthy`: all its records are there; otherwise a rebuild
+    is under way."""
 
     server: Host
     incarnation: Version
@@ -98,7 +98,7 @@ class SlotPlace(Struct, frozen=True, array_like=True):
 
 
 class Placement(Struct, frozen=True, forbid_unknown_fields=True):
-    """Slot -> server, as of an epoch. Newer epochs replace older ones.
+    """Maps slots to servers, as of an epoch. Newer epochs replace older ones.
 
     Attributes:
         restoring: every slot that gets a host begins with its records of the checkpoint that the cluster begins with;
@@ -111,7 +111,7 @@ class Placement(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WantedCode(Struct, frozen=True, forbid_unknown_fields=True):
-    """Code parameters that a process insists on."""
+    """Names the code parameters that a process insists on."""
 
     k: Count | None = None
     r: Count | None = None
@@ -122,7 +122,7 @@ class WantedCode(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ForLeader(Said, frozen=True, kw_only=True):
-    """Base: what a coordinator does not hear that has begun to lead later than the one it is meant for.
+    """Base of messages for one leader: a coordinator that has begun to lead later than that one ignores them.
 
     Attributes:
         led: since which revision of etcd the coordinator led that this is meant for; 0: one that was named.
@@ -132,7 +132,7 @@ class ForLeader(Said, frozen=True, kw_only=True):
 
 
 class Entering(ForLeader, frozen=True, kw_only=True, omit_defaults=True):
-    """Base of `join` and `rejoin`: who is there.
+    """Base of `join` and `rejoin`: says who is there.
 
     Attributes:
         messages: of the data plane, as its build declares them: `Build.messages`; and, where it takes part in an
@@ -174,7 +174,7 @@ class Entering(ForLeader, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Join(Entering, frozen=True, kw_only=True, tag="join"):
-    """A process wants to be a member. `code`: what it insists on; `job`: of a trainer, what it trains."""
+    """Asks to make this process a member. `code`: what it insists on; `job`: of a trainer, what it trains."""
 
     code: WantedCode = WantedCode()
     job: JobSpec | None = None
@@ -185,7 +185,7 @@ class Join(Entering, frozen=True, kw_only=True, tag="join"):
 
 
 class Known(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the node of a member knows of its run, for a coordinator that was started again.
+    """Tells a coordinator that was started again what a member knows of the run.
 
     Attributes:
         job: None: it has not heard of one.
@@ -224,7 +224,7 @@ class Known(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
-    """A member tells a coordinator that it has not spoken to, or lost for a moment, what it knows.
+    """Tells what a member knows, to a coordinator that it has not spoken to yet, or that it had lost for a moment.
 
     Attributes:
         name, code, life, run: its own, and of its cluster, as it was told.
@@ -270,26 +270,26 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
 
 
 class AskStatus(Said, frozen=True, tag="status"):
-    """How are things? The answer is a `Status` (`status.py`)."""
+    """Asks how the cluster is. The answer is a `Status` (`status.py`)."""
 
 
 class Watch(Said, frozen=True, tag="watch"):
-    """As `status`, and from now on all that happens."""
+    """Asks as `status` does, and to be told from now on all that happens."""
 
 
 class Stop(ForLeader, frozen=True, kw_only=True, tag="stop"):
-    """The job is to end for everybody."""
+    """Asks the coordinator to end the job for everybody."""
 
 
 class Drain(ForLeader, frozen=True, kw_only=True, tag="drain"):
-    """A server, or all of a failure domain, is to be without slots. `undo`: it is not any more."""
+    """Asks that a server, or all of a failure domain, be without slots. `undo`: that it be so no more."""
 
     what: Text
     undo: bool = False
 
 
 class Compare(Said, frozen=True, tag="compare"):
-    """May a process of this build be a member? The answer is a `Status`, or a refusal with what differs.
+    """Asks whether a process of this build may be a member. The answer is a `Status`, or a refusal with what differs.
 
     `messages`: as of `Entering`.
     """
@@ -299,7 +299,7 @@ class Compare(Said, frozen=True, tag="compare"):
 
 
 class AskCheckpoint(ForLeader, frozen=True, kw_only=True, tag="checkpoint"):
-    """A checkpoint is to be written now, though none is due. The answer is a `Status`.
+    """Asks for a checkpoint to be written now, though none is due. The answer is a `Status`.
 
     `after`: of a later step of training than this one, so that it may be said again and again; None: than that of the
     last checkpoint, or of one that is being written.
@@ -312,7 +312,7 @@ class AskCheckpoint(ForLeader, frozen=True, kw_only=True, tag="checkpoint"):
 
 
 class Beat(Said, frozen=True, tag="beat"):
-    """`unreachable`: members of other hosts that this one cannot reach though it tries."""
+    """Says that a member is there. `unreachable`: members of other hosts that it cannot reach though it tries."""
 
     report: Report = Report()
     unreachable: Names = []
@@ -323,38 +323,40 @@ class Leave(Said, frozen=True, tag="leave"):
 
 
 class Listens(Said, frozen=True, tag="listens"):
-    """It can be called from now on. `endpoint`: how, for the transports of the others (`Transport.endpoint`)."""
+    """Says that a member can be called from now on. `endpoint`: how, for the transports of the others
+    (`Transport.endpoint`)."""
 
     endpoint: Endpoint
 
 
 class OfSlot(Said, frozen=True):
-    """Base: what the host of a slot says of one incarnation."""
+    """Base of what the host of a slot says about one incarnation of it."""
 
     slot: Annotated[int, Meta(ge=0, lt=SLOTS_MOST)]
     incarnation: Count
 
 
 class Ready(OfSlot, frozen=True, omit_defaults=True, tag="ready"):
-    """It serves. `at`: of a slot that begins anew, the steps of training after which it goes on."""
+    """Says that a slot serves. `at`: of one that begins anew, the steps of training after which it goes on."""
 
     at: Count | None = None
 
 
 class Rebuilt(OfSlot, frozen=True, tag="rebuilt"):
-    """Nothing is missing. `partial_restores`: how many its host knows of; after a later one, parity may be missing."""
+    """Says that nothing of a slot is missing. `partial_restores`: how many its host knows of; after a later one, parity
+    may be missing."""
 
     partial_restores: Count = 0
 
 
 class Unrecoverable(OfSlot, frozen=True, tag="unrecoverable"):
-    """Nobody has what this slot needs. `reason`: why a checkpoint could not give it, where it was to."""
+    """Says that nobody has what a slot needs. `reason`: why a checkpoint could not give it, where it was to."""
 
     reason: Text = ""
 
 
 class Damaged(OfSlot, frozen=True, tag="damaged"):
-    """Something that the slot keeps is not what it was.
+    """Says that something that a slot keeps is not what it was.
 
     Attributes:
         what: "record", "parity", "mismatch" (a parity that is not the code of its stripe, though all fit their seals),
@@ -375,13 +377,13 @@ class Damaged(OfSlot, frozen=True, tag="damaged"):
 
 
 class Mended(OfSlot, frozen=True, tag="mended"):
-    """So many of what was damaged are what they should be."""
+    """Says that so many damaged records or parities were repaired."""
 
     count: Count
 
 
 class Reach(OfSlot, frozen=True, tag="reach"):
-    """Which steps a slot can go back to. `done`: steps of training until `applied`; None: it does not know."""
+    """Says which steps a slot can go back to. `done`: steps of training until `applied`; None: it does not know."""
 
     era: Count
     applied: Count
@@ -395,28 +397,29 @@ class Durable(OfSlot, frozen=True, tag="durable"):
 
 
 class OfMove(OfSlot, frozen=True):
-    """Base: what is said where a slot moves to. `incarnation`: that begins there. Another epoch or era ends a move."""
+    """Base of what is said about a slot that moves, by the server that it moves to. `incarnation`: that begins there.
+    Another epoch or era ends a move."""
 
     epoch: Version
     era: Version
 
 
 class Level(OfMove, frozen=True, tag="level"):
-    """Nearly all of the slot is here: the rest can be had at once."""
+    """Says that nearly all of a slot was copied: the rest can be had at once."""
 
 
 class Arrived(OfMove, frozen=True, tag="arrived"):
-    """All of the slot is here, and where it was it has stopped."""
+    """Says that all of a slot was copied, and that it has stopped where it was."""
 
 
 class Due(OfSlot, frozen=True, tag="due"):
-    """The dense snapshot of a step that a checkpoint is wanted of is whole. `done`: steps of training until then."""
+    """Says that a checkpoint is due: the dense snapshot of its step is whole. `done`: steps of training until then."""
 
     done: Count
 
 
 class Shown(OfSlot, frozen=True, tag="shown"):
-    """Which steps a slot can show itself as of, from `floor` to `applied`; it keeps them."""
+    """Says as of which steps a slot can show itself, from `floor` to `applied`; it keeps them."""
 
     checkpoint: Count
     applied: Count
@@ -425,21 +428,21 @@ class Shown(OfSlot, frozen=True, tag="shown"):
 
 
 class Written(OfSlot, frozen=True, tag="written"):
-    """The slot's part of a checkpoint is durable. `part`: what the manifest says of it."""
+    """Says that a slot's part of a checkpoint is durable. `part`: what the manifest says of it."""
 
     checkpoint: Count
     part: dict[Text, Any]
 
 
 class Unwritten(OfSlot, frozen=True, tag="unwritten"):
-    """The slot's part of a checkpoint was given up."""
+    """Says that a slot's part of a checkpoint was given up."""
 
     checkpoint: Count
     reason: Text
 
 
 class Loaded(Said, frozen=True, tag="loaded"):
-    """Initial values are there: training begins after step `origin` of the protocol."""
+    """Says that initial values are there: training begins after step `origin` of the protocol."""
 
     origin: Count
 
@@ -457,7 +460,7 @@ class NotExact(Said, frozen=True, tag="not_exact"):
 
 
 class Progress(Struct, frozen=True, tag_field="type", tag="progress"):
-    """How training goes, for who watches.
+    """Says how training goes, for who watches.
 
     `figures`: of users, beside these in the same object of JSON: numbers or short texts, `FIGURES_MOST` at most.
     """
@@ -490,13 +493,13 @@ class Refused(Said, frozen=True, tag="refused"):
 
 
 class Waits(Said, frozen=True, tag="waits"):
-    """Who joins is not let in yet, for a reason that may last. A welcome or a refusal follows."""
+    """Says why a process that wants to join is not let in yet; the reason may last. A welcome or a refusal follows."""
 
     reason: str
 
 
 class Roster(Said, frozen=True, tag="roster"):
-    """Who is there, from now on: whoever is in it may call all others.
+    """Says who is in the cluster from now on: whoever is in it may call all others.
 
     Attributes:
         version: newer ones replace older ones.
@@ -510,7 +513,7 @@ class Roster(Said, frozen=True, tag="roster"):
 
 
 class Job(Said, frozen=True, tag="job"):
-    """What is trained.
+    """Tells a member which job is trained.
 
     Attributes:
         run: the identity of the cluster, which may be another than it was at the welcome: of a coordinator that was
@@ -528,7 +531,7 @@ class Placed(Said, frozen=True, tag="placement"):
 
 
 class Era(Said, frozen=True, tag="era"):
-    """All servers stop (no step yet), then go on.
+    """Has all servers stop (no step yet), then go on.
 
     Attributes:
         step: the protocol's, that they go back to. If `keeps`, nobody goes back: slots that begin anew do so there.
@@ -554,17 +557,19 @@ class Resume(Said, frozen=True, tag="resume"):
 
 
 class PartlyRestored(Said, frozen=True, tag="partly_restored"):
-    """Some slots begin anew, and trainers go on as they are, in another era: what is not complete is sent to these."""
+    """Says that some slots begin anew, and trainers go on as they are, in another era: what is not complete is sent to
+    these."""
 
     era: Version
     partial_restores: PartialRestores
 
 
 class Checkpointing(Said, frozen=True, tag="checkpointing"):
-    """What servers do for checkpoints to come. `every_steps`: they are due then; 0: when the coordinator asks.
-    `marks`: some hold only what has changed.
+    """Tells servers how to prepare for checkpoints to come.
 
     Attributes:
+        every_steps: of training, after which a checkpoint is due; 0: when the coordinator asks.
+        marks: some checkpoints hold only what has changed, so changed records are marked.
         saver: which rows prioritised saves have; "everything": there are none.
         portion: of each slot's rows, that one has. `saves_every`: steps of training, as `every_steps`.
     """
@@ -577,13 +582,13 @@ class Checkpointing(Said, frozen=True, tag="checkpointing"):
 
 
 class Survey(Said, frozen=True, tag="survey"):
-    """Which steps can the slots show? `checkpoint`: that is being prepared."""
+    """Asks slots which steps they can show, for a checkpoint that is being prepared."""
 
     checkpoint: Version
 
 
 class Capture(Said, frozen=True, tag="capture"):
-    """Every slot writes its records as of a step.
+    """Has every slot write its records as of a step.
 
     Attributes:
         checkpoint: its number.
@@ -619,13 +624,13 @@ class Release(Said, frozen=True, tag="release"):
 
 
 class Move(OfMove, frozen=True, tag="move"):
-    """A slot is to be copied to this server, where `incarnation` would begin. `now`: it is to stop where it is."""
+    """Has a server copy a slot, of which `incarnation` would begin there. `now`: the slot is to stop where it is."""
 
     now: bool = False
 
 
 class Stands(Said, frozen=True, tag="stands"):
-    """Training stands for members that are silent, and may be back: a trainer has patience with them.
+    """Says that training stands for members that are silent, and may be back: a trainer has patience with them.
 
     Attributes:
         names: who they are; nobody: it goes on.
@@ -637,7 +642,7 @@ class Stands(Said, frozen=True, tag="stands"):
 
 
 class KnownInexact(Said, frozen=True, tag="known_inexact"):
-    """All that has made this run inexact: members keep it for a coordinator that is started again."""
+    """Tells members all that has made this run inexact; they keep it for a coordinator that is started again."""
 
     known: Inexact
 
@@ -647,7 +652,7 @@ class Rejoined(Said, frozen=True, tag="rejoined"):
 
 
 class OtherCluster(Said, frozen=True, tag="other_cluster"):
-    """This coordinator is of another cluster than the member that rejoins, which is to go on looking for its own.
+    """Turns away a member of another cluster, which is to go on looking for its own coordinator.
 
     Attributes:
         run, code: of the coordinator's cluster.
@@ -660,13 +665,13 @@ class OtherCluster(Said, frozen=True, tag="other_cluster"):
 
 
 class Left(Said, frozen=True, tag="left"):
-    """These trainers are done: the one that leaves may end now, and all others tell the next coordinator."""
+    """Says which trainers are done: the one that leaves may end now, and all others tell the next coordinator."""
 
     trainers: Ranks
 
 
 class Fatal(Said, frozen=True, tag="fatal"):
-    """The job has ended for everybody, or only for whom it is said to.
+    """Says that the job has ended, for everybody or only for whom it is said to.
 
     Attributes:
         kind: "data_loss", "checkpoint" (that it begins with cannot be read) or "stopped"; to one, also "trainers_lost"
@@ -678,7 +683,7 @@ class Fatal(Said, frozen=True, tag="fatal"):
 
 
 class Die(Said, frozen=True, tag="die"):
-    """The member that hears it ends at once, as by SIGKILL: somebody wants to see what happens then."""
+    """Has a member end at once, as by SIGKILL: somebody wants to see what happens then."""
 
 
 OfCheckpoint = Due | Shown | Written | Unwritten
@@ -730,7 +735,8 @@ FromCoordinator = (
 
 
 def from_member(message: Mapping[str, Any]) -> FromMember:
-    """What arrived at the coordinator. Raises BadMessage if it is not exactly one of the messages above."""
+    """Returns, as a struct, a message that arrived at the coordinator. Raises BadMessage if it is none of those
+    above."""
     if message.get("type") in ("join", "rejoin", "compare"):
         _check_build(message)
     if message.get("type") == "progress":
@@ -750,7 +756,7 @@ def _progress(message: Mapping[str, Any]) -> Progress:
 
 
 def _check_build(message: Mapping[str, Any]) -> None:
-    """Before anything else of it is looked at, which another build may mean otherwise."""
+    """Refuses another build before anything else of its message is looked at, which it may mean otherwise."""
     if reason := refusal(whole_build(), message.get("version"), message.get("messages")):
         raise OtherBuild(reason)
 
@@ -764,7 +770,7 @@ def whole_build() -> Build:
 
 
 def from_coordinator(message: Mapping[str, Any]) -> FromCoordinator:
-    """What arrived at a member. Raises BadMessage likewise."""
+    """Returns, as a struct, a message that arrived at a member. Raises BadMessage if it is none of those above."""
     word: FromCoordinator = _convert(message, FromCoordinator)
     return word
 
@@ -778,7 +784,8 @@ def _convert(message: Mapping[str, Any], wanted: Any) -> Any:
 
 
 def json_of(message: Struct) -> dict[str, Any]:
-    """A message, or a part of one, as an object of JSON: the inverse of `from_member` and `from_coordinator`."""
+    """Returns a message, or a part of one, as an object of JSON: the inverse of `from_member` and
+    `from_coordinator`."""
     found: dict[str, Any] = msgspec.to_builtins(message)
     if isinstance(message, Progress):
         found |= found.pop("figures")

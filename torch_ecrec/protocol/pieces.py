@@ -31,7 +31,7 @@ Part = tuple[list[int], Tensor]  # header, payload (bytes,) uint8
 
 
 def cut(parts: Mapping[Key, Part], of: int, begin: list[int]) -> Snapshots:
-    """The next answer. Payloads are views of those in `parts`.
+    """Returns the next answer of a keeper. Payloads are views of those in `parts`.
 
     Args:
         parts: all that is kept.
@@ -60,7 +60,7 @@ def cut(parts: Mapping[Key, Part], of: int, begin: list[int]) -> Snapshots:
 
 @dataclass
 class Gathering:
-    """What the answers of one keeper have brought so far."""
+    """Collects the parts that one keeper sends, over as many answers as it takes."""
 
     of: int  # see `cut`
     parts: dict[Key, Part] = field(default_factory=dict)  # whole ones
@@ -70,7 +70,7 @@ class Gathering:
     _header: list[int] = field(default_factory=list)  # its header
 
     def begin(self, life: int) -> list[int]:
-        """What to ask for next. A keeper of another life than before is asked from the beginning."""
+        """Returns where the next answer is to begin. A keeper of another incarnation is asked from the beginning."""
         if self._life not in (None, life):
             self.parts, self.more, self._pieces = {}, [], []
         self._life = life
@@ -102,7 +102,7 @@ class Gathering:
         return not answer.more
 
     def all(self) -> Snapshots:
-        """All pieces together, as one answer."""
+        """Returns all pieces together, as one answer."""
         keys = sorted(self.parts)
         headers, payloads = [self.parts[key][0] for key in keys], [self.parts[key][1] for key in keys]
         return Snapshots([step for step, _ in keys], [trainer for _, trainer in keys], headers, payloads)

@@ -57,7 +57,7 @@ class Saves(Struct, frozen=True, forbid_unknown_fields=True):
         return self.since[-1][1] if self.since else self.done
 
     def until(self, done: int) -> Saves:
-        """Without those of later steps."""
+        """Returns the saves without those of later steps."""
         return msgspec.structs.replace(self, since=[save for save in self.since if save[1] <= done])
 
 
@@ -71,7 +71,7 @@ class PartialRestore(Struct, frozen=True, forbid_unknown_fields=True):
         done: steps of training until then.
         dense_lost: no slot was left that kept dense snapshots.
         saves: prioritised saves since that checkpoint, as in `Saves`. A life takes those of steps that nobody goes back
-            to before of: `Restoring`.
+            to before of: `SlotRestore`.
     """
 
     lives: Annotated[list[tuple[Count, Version, Count | None]], Meta(max_length=SLOTS_MOST)]

@@ -72,7 +72,7 @@ class WaitedFor(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Connections(Struct, frozen=True, forbid_unknown_fields=True):
-    """What carries a member's bytes to and from others, and what packing saves where it pays.
+    """Counts a member's connections to others by their kind, and the bytes that packing saves.
 
     Attributes:
         memory, tcp, rpc: connections in shared memory, over TCP, and those of torch RPC.
@@ -88,7 +88,7 @@ class Connections(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SlotReport(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the host of a slot reports of it.
+    """Reports the state of one slot, as its host sees it.
 
     Attributes:
         slot, incarnation: of which life of which slot.
@@ -147,7 +147,7 @@ class SlotReport(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class ProcessReport(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a member's process takes of its host.
+    """Reports how much memory a member's process takes of its host.
 
     Attributes:
         host: the host's name.
@@ -197,7 +197,7 @@ class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     trained: Trained | None = None
 
     def followed_by(self, later: Report) -> Report:
-        """What is known once a member has reported again."""
+        """Returns this report with the fields of a later one; a field that the later one lacks stays."""
         said = {name: getattr(later, name) for name in later.__struct_fields__}
         return replace(self, **{name: value for name, value in said.items() if value is not None})
 
@@ -372,7 +372,7 @@ class CheckpointsStatus(Struct, frozen=True):
 
 
 class PartialStatus(Struct, frozen=True, kw_only=True):
-    """What partial recoveries have lost for good.
+    """Tells what partial recoveries have lost for good.
 
     Attributes:
         exact: False: this run is not what an undisturbed one is.
@@ -452,7 +452,7 @@ class HostStatus(Struct, frozen=True):
 
 
 class Redundancy(Struct, frozen=True):
-    """What can be lost now without losing anything.
+    """Tells how many servers and hosts can be lost now without losing data.
 
     Attributes:
         losses: so many servers, whichever they are, could be lost together now. `of`: when all slots are whole.
@@ -645,14 +645,15 @@ class Status(Struct, frozen=True, kw_only=True, tag_field="type", tag="status"):
         return [one for one in self.members if one.role == "trainer" and one.present]
 
     def member(self, name: str) -> MemberStatus:
-        """The member of that name. Raises KeyError: there is none."""
+        """Returns the member of that name. Raises KeyError: there is none."""
         found = [one for one in self.members if one.name == name]
         if not found:
             raise KeyError(name)
         return found[0]
 
     def slot_reports(self) -> dict[int, SlotReport]:
-        """What the host of each slot reports, by slot, where it has; perhaps of an earlier life of the slot."""
+        """Returns the report of each slot by its present host, where there is one; it may be of an earlier
+        incarnation."""
         host = {place.slot: place.server for place in self.slots}
         return {
             report.slot: report
@@ -663,13 +664,13 @@ class Status(Struct, frozen=True, kw_only=True, tag_field="type", tag="status"):
 
 
 def json_of(status: Status) -> dict[str, Any]:
-    """A status as an object of JSON: the inverse of `of_message`."""
+    """Returns a status as an object of JSON: the inverse of `of_message`."""
     found: dict[str, Any] = msgspec.to_builtins(status)
     return found
 
 
 def of_message(message: Mapping[str, Any]) -> Status:
-    """The status in a coordinator's answer.
+    """Returns the status in a coordinator's answer.
 
     Raises:
         ValueError: it is none; the text says which field, what was wanted and what came, and if it came from another

@@ -27,7 +27,7 @@ from torch_ecrec.protocol.wire import Handed
 
 
 class FoldVerdict(enum.Enum):
-    """What a holder does with a fold."""
+    """The verdict of a holder on a fold that arrives; only `NEXT` is folded."""
 
     STALE = "from an incarnation that has been replaced"
     UNATTACHED = "from a source that has not attached yet"
@@ -62,7 +62,7 @@ class StepRule:
         return step == self.applied + 1
 
     def is_acknowledged(self, step: int) -> bool:
-        """A push of such a step is acknowledged again at once, by any incarnation [8]."""
+        """Returns whether a push of such a step is acknowledged again at once; it is so by any incarnation [8]."""
         return step <= self.acknowledged
 
     @property
@@ -83,7 +83,7 @@ class StepRule:
             self.confirmed[holder] = max(self.confirmed[holder], step)
 
     def on_resumable(self, trainer: int, step: int) -> None:
-        """A trainer says that it may go on from `step`: what it sent up to there survives. Late words do nothing."""
+        """Notes that a trainer may go on from `step`: what it sent up to there survives. Late messages do nothing."""
         self.resumable[trainer] = max(self.resumable.get(trainer, 0), step)
 
     def acknowledge(self, through: int) -> bool:
@@ -93,7 +93,8 @@ class StepRule:
         return self.acknowledged > before
 
     def adopt(self, cut: int, floor: int) -> None:
-        """The new host of a lost slot goes on after the cut; holders are known to have what is before its log [3]."""
+        """Goes on after the cut, as the new host of a lost slot; holders are known to have what is before its log
+        [3]."""
         self.applied = self.acknowledged = cut
         self.confirmed = dict.fromkeys(self.holders, floor)
 
@@ -129,18 +130,19 @@ class StepRule:
         return FoldVerdict.NEXT if step == self.folded[source] + 1 else FoldVerdict.EARLY
 
     def on_folded(self, source: int, step: int) -> None:
-        """The next step of a source is folded."""
+        """Notes that the next step of a source is folded."""
         self.folded[source] = step
 
     def on_undone(self, source: int) -> None:
-        """The last step of a source that was folded is taken back."""
+        """Notes that the last step of a source that was folded is taken back."""
         self.folded[source] -= 1
 
     def is_caught_up(self, source: int) -> bool:
         return source in self.catch_up and self.folded.get(source, -1) >= self.catch_up[source]
 
     def on_attached(self, source: int, base: int, acknowledged: int) -> bool:
-        """A source (or its new incarnation) meets this holder. True if the holder knew nothing: starts from `base`."""
+        """Notes that a source (or its new incarnation) has met this holder. True if the holder knew nothing: starts
+        from `base`."""
         fresh = source not in self.folded
         if fresh:
             self.folded[source] = base
@@ -148,7 +150,7 @@ class StepRule:
         return fresh
 
     def forget_source(self, source: int) -> None:
-        """The records of a source begin anew: what was folded of it is of none of its steps [11]."""
+        """Forgets a source whose records begin anew: what was folded of it is of none of its steps [11]."""
         self.folded.pop(source, None)
         self.catch_up.pop(source, None)
 
@@ -171,7 +173,7 @@ class StepRule:
 
 
 def choose_cut(reports: Iterable[tuple[int | None, bool]]) -> int | None:
-    """The cut of a lost slot: the last step that all holders who are caught up with it have folded [3].
+    """Returns the cut of a lost slot: the last step that all holders who are caught up with it have folded [3].
 
     A holder that is still catching up has folded less than the slot acknowledged, so it says nothing about the cut; it
     gets what it lacks from the new host.

@@ -47,7 +47,7 @@ class ServerWaits:
         self._held_s, self._held_since_s = 0.0, math.inf
 
     def asked(self, servers: Collection[str], now_s: float) -> Round:
-        """A round has gone out. `servers`: the host of each slot that is asked."""
+        """Notes that a round has gone out. `servers`: the host of each slot that is asked."""
         one = Round(servers, now_s)
         if one.others:  # of one alone nobody can say that it is late
             self._rounds[one] = None
@@ -55,7 +55,7 @@ class ServerWaits:
         return one
 
     def answered(self, one: Round, server: str, now_s: float) -> None:
-        """A slot of a server has answered."""
+        """Notes that a slot of a server has answered."""
         if one not in self._rounds or one.out[server] == 0:
             return
         one.out[server] -= 1
@@ -74,7 +74,7 @@ class ServerWaits:
             del self._rounds[one]
 
     def end(self, one: Round, now_s: float) -> None:
-        """Nobody waits for this round any more."""
+        """Ends a round for which nobody waits any more."""
         if self._rounds.pop(one, self) is None and one.usual:
             for server in one.out:
                 self._is_here(server, now_s)
@@ -85,7 +85,7 @@ class ServerWaits:
             self.end(one, now_s)
 
     def held(self, is_so: bool, now_s: float) -> None:
-        """A trainer may not go on, since earlier steps are not acknowledged; or may again."""
+        """Notes that a trainer may not go on, since earlier steps are not acknowledged; or may again."""
         if is_so:
             self._held_since_s = now_s
         elif not math.isinf(self._held_since_s):
@@ -99,7 +99,7 @@ class ServerWaits:
             self._late_s[server] += now_s - self._late_since_s.pop(server)
 
     def take(self, now_s: float) -> WaitedFor:
-        """What was waited for since it was taken last."""
+        """Returns what was waited for since the last call, and begins to count anew."""
         for server, since_s in self._late_since_s.items():
             self._late_s[server] += now_s - since_s
             self._late_since_s[server] = now_s
@@ -125,7 +125,7 @@ class SlotWaits:
         self._servers = ServerWaits(now_s())
 
     def begin(self, slots: Collection[int]) -> Round:
-        """All of these are asked at once."""
+        """Begins a round: all of these are asked at once."""
         return self._servers.asked([host for slot in slots if (host := self._host_of(slot))], self._now_s())
 
     def answered(self, one: Round, slot: int) -> None:
@@ -134,7 +134,7 @@ class SlotWaits:
             self._servers.answered(one, host, self._now_s())
 
     def end(self, one: Round) -> None:
-        """Nobody waits for this round any more."""
+        """Ends a round for which nobody waits any more."""
         self._servers.end(one, self._now_s())
 
     def end_all(self) -> None:
@@ -142,9 +142,9 @@ class SlotWaits:
         self._servers.end_all(self._now_s())
 
     def held(self, is_so: bool) -> None:
-        """See `ServerWaits.held`."""
+        """Notes that a trainer may not go on, or may again, as `ServerWaits.held` does."""
         self._servers.held(is_so, self._now_s())
 
     def take(self) -> WaitedFor:
-        """See `ServerWaits.take`."""
+        """Returns what was waited for since the last call, as `ServerWaits.take` does."""
         return self._servers.take(self._now_s())

@@ -69,7 +69,7 @@ class MessageValidator:
         ] = {}  # (source, holder) -> those of a fold; only grows
 
     def fault_of_request(self, request: Request[Any], applied: int | None, lives: Lives) -> str | None:
-        """Why a request cannot be answered by anybody, or None.
+        """Returns why a request cannot be answered by anybody, or None.
 
         Args:
             request: its slot is one of the job's.
@@ -86,7 +86,7 @@ class MessageValidator:
         return None
 
     def fault_of_answer(self, request: Request[Any], answer: Answer, lives: Lives) -> str | None:
-        """Why an answer cannot be one to this request, or None. `lives` as for requests."""
+        """Returns why an answer cannot be one to this request, or None. `lives` as for requests."""
         if isinstance(answer, Refused):
             return None
         try:
@@ -401,7 +401,8 @@ class MessageValidator:
             _check_shape("deltas", slab, deltas_UB, self._records(slab, positions_U))
 
     def _check_parts(self, source: int, holder: int, positions: Sequence[Tensor], deltas: Sequence[Tensor]) -> None:
-        """What one step changed in a source, for a holder: one part for each slab and run of the pair."""
+        """Checks the changes that one step made in a source, for a holder: one part for each slab and run of the
+        pair."""
         parts = self._parts.get((source, holder))
         if parts is None:
             parts = [(slab, run) for slab, layout in enumerate(self.layouts) for run in layout.runs(source, holder)]

@@ -40,7 +40,7 @@ Count = Annotated[int, Meta(ge=LEAST, le=MOST)]
 
 
 class TensorOf(type):
-    """What a message's tensor must be. A type for msgspec, which has none of its own with a rank and dtypes."""
+    """Declares rank and dtypes of a message's tensor, as a type: msgspec has none of its own with these."""
 
     rank: int
     dtypes: tuple[torch.dtype, ...]
@@ -81,7 +81,8 @@ else:
 
 
 class _Message(Struct, array_like=True, tag=True, forbid_unknown_fields=True, gc=False):
-    """Base: an array that begins with the name of its class. Not looked at by the garbage collector: no cycles."""
+    """Base of all messages: an array that begins with the name of its class. Not looked at by the garbage collector: no
+    cycles."""
 
 
 class Answer(_Message):
@@ -89,17 +90,19 @@ class Answer(_Message):
 
 
 class Refused(Answer):
-    """Not handled: stale or unknown incarnation, or a state that will pass. Ask again after the next placement."""
+    """Says that a request was not handled: stale or unknown incarnation, or a state that will pass. Ask again after the
+    next placement."""
 
     reason: str
 
 
 class Malformed(Refused):
-    """Not handled, as nobody could: a value is not what it must be. Asked again only if it was spoilt on its way."""
+    """Says that nobody could handle a request: a value is not what it must be. Asked again only if it was spoilt on its
+    way."""
 
 
 class Forgotten(Answer):
-    """Not to be had any more: the logs have let go of the step that was asked for. Asking again is of no use."""
+    """Says that a step is not to be had any more: the logs have let go of it. Asking again is of no use."""
 
     reason: str
 
@@ -131,7 +134,7 @@ class _OfEra(_Message, kw_only=True):
 
 
 class Request(_OfEra, Generic[A_co]):
-    """Base; its parameter says what answers it, `Refused` apart.
+    """Base of all requests; its parameter says what answers it, `Refused` apart.
 
     `slot` is the slot addressed, `incarnation` the host's incarnation as the caller knows it. `era` is set by the node
     that sends it.
@@ -145,7 +148,7 @@ class Request(_OfEra, Generic[A_co]):
 
 
 class Bags(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """The ids of some bags as positions at one slot: each bag has one at least."""
+    """Carries the ids of some bags as positions at one slot: each bag has one at least."""
 
     positions: Places  # (N,) int32, one bag behind the other, in any order, with repetitions
     lengths: Lengths  # (G,) int32
@@ -158,7 +161,7 @@ class Rows(Answer):
 
 
 class Lookup(Request[Rows | Forgotten]):
-    """The weights of some records as they are after step - 1, and sums of them, bag by bag."""
+    """Asks for the weights of some records as they are after step - 1, and for sums of them, bag by bag."""
 
     step: Count
     positions: list[Positions]  # (U,) int64 each
@@ -182,7 +185,8 @@ class Acknowledged(Answer):
 
 
 class Push(Request[Acknowledged]):
-    """One trainer's gradients of one step for one slot; answered once the step is applied and folded by all holders.
+    """Carries one trainer's gradients of one step for one slot; answered once the step is applied and folded by all
+    holders.
 
     With lookups of the next step (`then`) it is answered once the step is applied here, and their rows are there: with
     those, and with the last step that is acknowledged by then, which may be an earlier one. `WhenAcknowledged` asks for
@@ -206,7 +210,7 @@ class Announced(Answer):
 
 
 class Announce(Request[Announced]):
-    """Records that a trainer will look up in a later step, and that are not in the slot's memory perhaps.
+    """Names records that a trainer will look up in a later step, and that are perhaps not in the slot's memory.
 
     Those on a disk begin to be read, and stay in memory; those that are missing begin to be repaired. A hint: sent
     once, to slots that want it (`Acknowledged.wants_hints`). If it is lost, comes late or twice, or is wrong, that
@@ -218,8 +222,9 @@ class Announce(Request[Announced]):
 
 
 class WhenAcknowledged(Request[Acknowledged]):
-    """Answered once a step is acknowledged, as its push would be. Who asks sends the push to each life of the slot;
-    but in the experiment minus2PC, where a new life is asked for the last step that it will not be sent again."""
+    """Asks to be answered once a step is acknowledged, as its push would be. Who asks sends the push to each
+    incarnation of the slot; but in the experiment minus2PC, where a new one is asked for the last step that it will not
+    be sent again."""
 
     step: Count
 
@@ -230,7 +235,7 @@ class Stored(Answer):
 
 
 class Snapshot(Request[Stored]):
-    """One trainer's part of the dense model after a step."""
+    """Carries one trainer's part of the dense model after a step."""
 
     step: Count
     trainer: Count
@@ -239,7 +244,7 @@ class Snapshot(Request[Stored]):
 
 
 class Load(Request[Acknowledged]):
-    """A trainer's part of a step that overwrites records, or some bytes of each; answered as a push is.
+    """Carries a trainer's part of a step that overwrites records, or some bytes of each; answered as a push is.
 
     Like a push it goes to every slot, also to those of which it changes nothing. Initial values (`alone`) are those
     of trainer 0, and due when they are here; others, when every other trainer has sent its own, or `NoUpdate`. What
@@ -257,7 +262,7 @@ class Load(Request[Acknowledged]):
 
 
 class NoUpdate(Request[Acknowledged]):
-    """A trainer's part of a step in which others load: it changes nothing itself. Answered as a push is."""
+    """Says that a trainer changes nothing in a step in which others load. Answered as a push is."""
 
     step: Count
     trainer: Count
@@ -270,7 +275,7 @@ class Awaited(Answer):
 
 
 class WhoIsAwaited(Request[Awaited]):
-    """For which trainers does a slot wait? A trainer asks that has waited for long: who evaluates takes no part."""
+    """Asks for which trainers a slot waits. A trainer asks that has waited for long: who evaluates takes no part."""
 
 
 Part = Push | Load | NoUpdate  # of a step: what one trainer sends of it
@@ -281,7 +286,7 @@ class Records(Answer):
 
 
 class Export(Request[Records | Forgotten]):
-    """Whole records as of the end of a step, for state_dict and digests."""
+    """Asks for whole records as of the end of a step, for state_dict and digests."""
 
     slab: Count
     step: Count
@@ -297,7 +302,8 @@ class Folded(Answer):
 
 
 class Fold(Request[Folded]):
-    """What one step changed in the records of `source`, to be folded into the parities that the addressed slot has."""
+    """Carries what one step changed in the records of `source`, to be folded into the parities of the addressed
+    slot."""
 
     source: Count
     source_incarnation: Count
@@ -312,7 +318,7 @@ class Attached(Answer):
 
 
 class Attach(Request[Attached]):
-    """A source meets a holder's new incarnation (or the source is new itself)."""
+    """Has a source meet a holder's new incarnation (or the source is new itself)."""
 
     source: Count
     source_incarnation: Count
@@ -326,7 +332,7 @@ class Adopted(Answer):
 
 
 class Adopt(Request[Adopted]):
-    """The new host of a lost slot asks a holder what it has folded of it, and fences the old incarnation."""
+    """Asks a holder what it has folded of a lost slot, for its new host, and fences the old incarnation."""
 
     lost: Count
     lost_incarnation: Count  # the new one
@@ -342,7 +348,8 @@ class CutLog(Answer):
 
 
 class Cut(Request[CutLog]):
-    """The cut of a lost slot: holders undo what they folded after it and hand over their log of its earlier steps."""
+    """Tells holders the cut of a lost slot: they undo what they folded after it, and hand over their log of its earlier
+    steps."""
 
     lost: Count
     lost_incarnation: Count
@@ -358,17 +365,18 @@ class VersionsAre(Answer):
 
 
 class Versions(Request[VersionsAre]):
-    """Which step of each source the parities of the addressed slot stand for."""
+    """Asks which step of each source the parities of the addressed slot stand for."""
 
 
 class Damaged(Answer):
-    """Some of the records that were asked for are not what they should be, and are being repaired themselves."""
+    """Says that some of the records that were asked for are not what they should be, and are being repaired
+    themselves."""
 
     places: Positions  # (M,) int64, ascending: which of those asked for
 
 
 class Fetch(Request[Records | Damaged]):
-    """Records of a stripe's member as of given steps, to decode another member from."""
+    """Asks for records of a stripe's member as of given steps, to decode another member from."""
 
     slab: Count
     parity: bool
@@ -381,7 +389,7 @@ class Seals(Answer):
 
 
 class FetchSeals(Request[Seals]):
-    """The seals of some data records as of a step, to compare those of parities with."""
+    """Asks for the seals of some data records as of a step, to compare those of parities with."""
 
     slab: Count
     positions: Positions  # (U,) int64
@@ -397,7 +405,8 @@ class Snapshots(Answer):
 
 
 class FetchSnapshots(Request[Snapshots]):
-    """Dense snapshots that a slot holds, for the new host of another one, or for a trainer; in pieces (`pieces.py`)."""
+    """Asks for dense snapshots that a slot holds, for the new host of another one, or for a trainer; in pieces
+    (`pieces.py`)."""
 
     of: Count  # a step, or -1 for all; of a step, a holder that asks gets what there is, a trainer all parts
     holder: Count = -1  # which slot asks, and in which life; -1: a trainer
@@ -414,14 +423,14 @@ class Changed(Answer):
 
 
 class FetchChanged(Request[Changed]):
-    """Which records and parities have changed since the turn before. Turn 0: somebody begins to copy the slot."""
+    """Asks which records and parities have changed since the turn before. Turn 0: somebody begins to copy the slot."""
 
     epoch: Count  # of the placement: in another one, nobody copies
     turn: Count  # the same once more gets the same answer
 
 
 class Copy(Request[Records | Damaged]):
-    """Some records (or parities) as they are now: to be had again if they change."""
+    """Asks for some records (or parities) as they are now: to be had again if they change."""
 
     epoch: Count  # as in `FetchChanged`
     slab: Count
@@ -430,7 +439,7 @@ class Copy(Request[Records | Damaged]):
 
 
 class Handed(Answer):
-    """All that a slot is, but for the records that were copied already, and the dense model."""
+    """Carries all that a slot is, but for the records that were copied already, and the dense model."""
 
     applied: Count
     acknowledged: Count
@@ -453,7 +462,7 @@ class Handed(Answer):
 
 
 class HandOver(Request[Handed]):
-    """The slot stops: what it was goes on where it was copied to. It goes on itself if a placement leaves it there."""
+    """Has a slot stop, which goes on where it was copied to. It goes on itself if a placement leaves it there."""
 
     epoch: Count  # as in `FetchChanged`
 

@@ -72,7 +72,7 @@ class Everything:
         self._rows = rows
 
     def note(self, positions_U: Positions) -> None:
-        """Does nothing, see `Saver`."""
+        """Does nothing: this saver keeps no notes of rows."""
 
     def pick(self, most: int) -> Positions:
         """Picks all rows, see `Saver`."""
@@ -80,10 +80,10 @@ class Everything:
         return np.arange(self._rows, dtype=np.int64)
 
     def settle(self) -> None:
-        """Does nothing, see `Saver`."""
+        """Does nothing: this saver keeps no notes of rows."""
 
     def put_back(self) -> None:
-        """Does nothing, see `Saver`."""
+        """Does nothing: this saver keeps no notes of rows."""
 
 
 class MostFrequentlyUsed:

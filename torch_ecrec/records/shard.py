@@ -171,7 +171,7 @@ class Shard:
         return Captured(self._stores[False], marks_P)
 
     def tier_figures(self) -> list[Any]:
-        """What there is to say of its stores on disks, a `TierFigures` of each."""
+        """Returns the figures of its stores on disks, a `TierFigures` of each."""
         return [figures for store in self._stores if (figures := store.figures()) is not None]
 
     @property
@@ -180,11 +180,11 @@ class Shard:
         return self._stores[False].in_place
 
     def want(self, positions_U: Positions) -> tuple[Any, bool]:
-        """Some data records are needed soon; see `TieredStore.want`."""
+        """Prepares some data records that are needed soon; see `TieredStore.want`."""
         return self._stores[False].want(positions_U)
 
     def arrive(self, reading: Any) -> None:
-        """Data records were read that `want` has asked for."""
+        """Takes in data records that `want` has asked for, as they were read."""
         self._stores[False].arrive(reading)
 
     @property
@@ -193,7 +193,7 @@ class Shard:
         return self._stores[False].frames
 
     def pin(self, later: Sequence[Positions]) -> None:
-        """Some data records stay in memory once they are there; see `TieredStore.pin`."""
+        """Keeps some data records in memory once they are there; see `TieredStore.pin`."""
         self._stores[False].pin(later)
 
     def soon(self) -> list[tuple[Any, bool]]:
@@ -202,11 +202,11 @@ class Shard:
         return [(reading, bool(parity)) for reading, parity in found if reading is not None]
 
     def settle(self, reading: Any, parity: bool) -> None:
-        """What `soon` has asked for was read."""
+        """Takes in what `soon` has asked for, as it was read."""
         self._stores[parity].settle(reading)
 
     def keep_last_(self, runs: Sequence[tuple[int, int]]) -> None:
-        """Some data records leave memory when no others are left to leave it; see `TieredStore.keep_last_`."""
+        """Keeps some data records in memory until no others are left to leave it; see `TieredStore.keep_last_`."""
         self._stores[False].keep_last_(runs)
 
     def bring(self, positions_U: Positions) -> None:

@@ -35,7 +35,7 @@ First = Callable[[Positions], Bytes]
 
 
 class Use(Enum):
-    """What records are asked for to do with them."""
+    """Says for which purpose records are asked for."""
 
     READ = "read"  # to read them, as training does: they will soon be asked for again
     CHANGE = "change"  # to read and change them
@@ -106,25 +106,25 @@ class RecordStore(Protocol):
         """Returns which of these, (M,) int64, fit their seals, and which do not. Those that have moved are neither."""
 
     def keep_last_(self, runs: Sequence[tuple[int, int]]) -> None:
-        """Some records leave memory when no others are left to leave it: see `TieredStore.keep_last_`."""
+        """Keeps some records in memory until no others are left to leave it; see `TieredStore.keep_last_`."""
 
     def take_damaged(self) -> Positions:
         """Returns those that came from a disk since the last call and do not fit their seals: (M,) int64, ascending."""
 
     def want(self, positions_U: Positions) -> tuple[Any, bool]:
-        """Some records are needed soon: see `TieredStore.want`."""
+        """Prepares some records that are needed soon; see `TieredStore.want`."""
 
     def arrive(self, reading: Any) -> None:
-        """What `want` has asked for was read: see `TieredStore.arrive`."""
+        """Takes in what `want` has asked for, as it was read; see `TieredStore.arrive`."""
 
     def pin(self, later: Sequence[Positions]) -> None:
-        """Some records stay in memory once they are there, until others are named: see `TieredStore.pin`."""
+        """Keeps some records in memory once they are there, until others are named; see `TieredStore.pin`."""
 
     def soon(self) -> Any:
         """Returns what to read before frames are emptied the next time, a `Reading` for `settle`; None: nothing."""
 
     def settle(self, reading: Any) -> None:
-        """What `soon` has asked for was read."""
+        """Takes in what `soon` has asked for, as it was read."""
 
     def below(self) -> Positions:
         """Returns those that are on a disk and not in memory, (M,) int64: for tests and `chaos`."""
@@ -140,7 +140,7 @@ class RecordStore(Protocol):
         """Bytes of memory that it takes."""
 
     def figures(self) -> Any:
-        """What there is to say of its disk, a `TierFigures`; None: it has none."""
+        """Returns the figures of its disk, a `TierFigures`; None: it has none."""
 
 
 class MemoryStore:

@@ -27,7 +27,8 @@ def checksum_of(batch: object) -> int:
 
 
 def checksum_of_all(value: object, known: Collection[int]) -> int:
-    """Like `checksum_of`, with plain values beside tensors, and without objects whose ids are in `known`."""
+    """Returns the checksum as `checksum_of` does, with plain values beside tensors, and without objects whose ids are
+    in `known`."""
     return checksum_of_sums(sums_of((path, part) for path, part in _parts(value, "", 0) if id(part) not in known))
 
 

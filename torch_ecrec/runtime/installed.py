@@ -69,7 +69,7 @@ def require_torchrec() -> None:
 
 
 def _version(distribution: str) -> str:
-    """The version that is installed, "" where none is, or nobody says."""
+    """Returns the version that is installed, "" where none is, or nobody says."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

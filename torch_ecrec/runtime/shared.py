@@ -24,8 +24,8 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -36,6 +36,8 @@ LEAST_BYTES = 1 << 14  # less is copied faster than it is lent
 SEGMENTS_MOST = 256  # of a process; each is an open file, of which it may have 1024
 SPARE_MOST = 2  # a segment serves for what needs at least its half
 _GRAIN = 1 << 16  # sizes are multiples of it
+
+Forget = Callable[[int], object]  # a reader's: told, with the pool's lock held, which segment is not used again
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -103,13 +105,6 @@ def held(mapping: Mapping, size: int, token: Any, gone: deque[Any]) -> NDArray[n
     return np.asarray(_Held(mapping, size, token, gone))
 
 
-class Reader(Protocol):
-    """The connection over which a segment was shown to another process."""
-
-    def forget(self, segment: int) -> None:
-        """Called when the segment will not be used again, with the pool's lock held."""
-
-
 class Segment:
     """A file of shared memory, and who uses it. It is open for as long as this object lives."""
 
@@ -124,7 +119,7 @@ class Segment:
         self.lent = 0  # how often it was lent and not given back
         self.lost = False  # lent to somebody who will not say when it is given back
         self.dropped = False
-        self.readers: set[Reader] = set()
+        self.readers: set[Forget] = set()
 
     def __del__(self, close: Any = os.close) -> None:
         if hasattr(self, "fd"):
@@ -182,11 +177,11 @@ class Pool:
                     return segment, address - segment.mapping.address
         return None
 
-    def lend(self, segment: Segment, reader: Reader) -> None:
-        """Counts a loan of the segment to a reader. The segment must be in use here, or lent already."""
+    def lend(self, segment: Segment, forget: Forget) -> None:
+        """Counts a loan of the segment to the reader of `forget`. It must be in use here, or lent already."""
         with self._lock:
             segment.lent += 1
-            segment.readers.add(reader)
+            segment.readers.add(forget)
 
     def give_back(self, segment: Segment) -> None:
         with self._lock:
@@ -194,10 +189,10 @@ class Pool:
             if not segment.held and not segment.lost:
                 self._settle(segment)
 
-    def leave(self, segment: Segment, reader: Reader, times: int) -> None:
+    def leave(self, segment: Segment, forget: Forget, times: int) -> None:
         """Called when a reader is gone with `times` loans that it never returns: the segment is not used again."""
         with self._lock:
-            segment.readers.discard(reader)
+            segment.readers.discard(forget)
             segment.lent -= times
             segment.lost |= times > 0
             if not segment.held:
@@ -248,8 +243,8 @@ class Pool:
             segment.dropped = True
             self._bytes -= segment.size
             self._count -= 1
-            for reader in segment.readers:
-                reader.forget(segment.number)
+            for forget in segment.readers:
+                forget(segment.number)
             segment.readers.clear()
 
 

@@ -59,7 +59,7 @@ class Announcements:
         return sum(len(taken[slab]) for of_step in self._of_step.values() for taken in of_step)
 
     def on_applied(self, step: int) -> None:
-        """A step was applied: what was announced of it, and is of no other, need not stay."""
+        """Lets go of what was announced of an applied step, and of no other."""
         past = [other for other in self._of_step if other <= step]
         for other in past:
             del self._of_step[other]
@@ -67,7 +67,7 @@ class Announcements:
             self._pin()
 
     def forget(self) -> None:
-        """Nothing is announced any more: who announced it is lost, or begins anew."""
+        """Forgets all announcements: who announced is lost, or begins anew."""
         self._of_step.clear()
         self._pin()
 

@@ -35,7 +35,7 @@ class Applier:
         self._merged: tuple[int, list[merge.Merged]] | None = None  # of a step that waits for records
 
     def forget(self) -> None:
-        """The step that waits for records will come again with other pushes."""
+        """Forgets the step that waits for records: it will come again with other pushes."""
         self._merged = None
 
     def update_(self, step: int, pushes: Mapping[int, wire.Push]) -> Changed | None:
@@ -84,7 +84,7 @@ class Applier:
         return _changed(positions, changes)
 
     def _write_(self, values_UB: np.ndarray, positions_U: np.ndarray, load: wire.Load) -> None:
-        """What a load writes into the records (U, B) at these positions (U,), which are among them."""
+        """Writes a load into `values_UB`, the records at `positions_U`; the load's positions must be among these."""
         at = np.searchsorted(positions_U, load.positions.numpy())
         if load.records is None:
             values_UB[at] = self.held.initial(load.slab, load.positions.numpy())
@@ -97,14 +97,14 @@ class Applier:
 
 
 def with_bags(positions: Sequence[np.ndarray], bags: Sequence[wire.Bags]) -> list[np.ndarray]:
-    """All positions of each slab, those of bags among them, in no order: (N,) int64."""
+    """Returns all positions of each slab, those of bags among them, in no order: (N,) int64."""
     if not bags:
         return [*positions]
     return [np.concatenate([mine, one.positions.numpy()]) for mine, one in zip(positions, bags, strict=True)]
 
 
 def _parts(pushes: Mapping[int, wire.Push], slab: int) -> list[merge.Part]:
-    """The gradients that trainers have sent of one slab, in their order: of rows, then of bags."""
+    """Returns the gradients that trainers have sent of one slab, in their order: of rows, then of bags."""
     found: list[merge.Part] = []
     for trainer in sorted(pushes):
         push = pushes[trainer]
@@ -122,7 +122,7 @@ def _changed(positions: list[np.ndarray], changes: list[SealedDeltas]) -> Change
 
 
 def _union(of_loads: list[np.ndarray]) -> np.ndarray:
-    """Every position once, ascending, of loads that each have theirs ascending and once."""
+    """Returns every position once, ascending, of loads that each have theirs ascending and once."""
     if len(of_loads) == 1:
         return of_loads[0].copy()  # a log keeps it, and the message need not
     return np.unique(np.concatenate(of_loads)) if of_loads else np.empty(0, dtype=np.int64)

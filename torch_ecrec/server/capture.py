@@ -86,12 +86,13 @@ class Capture:
                     self._captured[slab].keep(wanted_U, deltas_UB)
 
     def before_forgetting(self, positions: Sequence[Positions], deltas: Sequence[Bytes]) -> None:
-        """A step was applied that changed these records (U,) of each slab by these deltas (U, B)."""
+        """Keeps the captured records as they were: a step was applied that changed these (U,) of each slab by these
+        deltas (U, B)."""
         for slab in range(self._slab, len(self._captured)):
             self._captured[slab].keep(positions[slab], deltas[slab])
 
     def next_portion(self, most_bytes: int) -> Portion | None:
-        """The next records, of at most so many bytes (at least one record); None: that was all.
+        """Returns the next records, of at most so many bytes (at least one record); None: that was all.
 
         A portion may have fewer, or none where nothing is marked.
         """

@@ -74,7 +74,7 @@ class SlotCheckpoints:
     def on_applied(
         self, step: int, positions: Sequence[Positions], deltas: Sequence[Bytes], iteration: int | None
     ) -> None:
-        """A step was applied, and logged.
+        """Marks what an applied step has changed, which is logged, and keeps captured records as they were.
 
         Args:
             step: which.
@@ -100,7 +100,7 @@ class SlotCheckpoints:
             self._pinned = None
 
     def _is_due(self, done: int) -> bool:
-        """Whether a checkpoint, or a prioritised save, is due after so many steps of training."""
+        """Returns whether a checkpoint, or a prioritised save, is due after so many steps of training."""
         told = self._host.checkpointing
         some = told.saves_every and done % told.saves_every == 0
         return bool(told.every_steps) and (done % told.every_steps == 0 or bool(some))
@@ -113,16 +113,17 @@ class SlotCheckpoints:
             self._savers.note(positions)
 
     def keeps(self, floor: int) -> int:
-        """The log may forget up to `floor`, as far as others go: how far it may with checkpoints."""
+        """Returns how far the log may forget with checkpoints, where without them it might up to `floor`."""
         return floor if self._pinned is None else min(floor, self._pinned)
 
     def on_snapshot(self, done: int, whole: bool) -> None:
-        """A trainer's part of a dense snapshot is here; `done`: steps of training; `whole`: all parts of it are."""
+        """Notes that a trainer's part of a dense snapshot is here; `done`: steps of training; `whole`: all parts of it
+        are."""
         if self._held.index == 0 and whole and done and self._is_due(done):
             self._slot.tell(messages.Due(*self._slot.life, done))
 
     def on_going_back(self, step: int) -> None:
-        """Every step after `step` is about to be taken back, here and everywhere."""
+        """Prepares for every step after `step` to be taken back, here and everywhere."""
         if self._marks is not None:
             mark_changed_(self._marks, self._held, step)
         if self._pinned is not None:
@@ -213,7 +214,7 @@ class SlotCheckpoints:
         return all_marked(held) if taken is None else taken
 
     def on_release(self, checkpoint: int, counts: str, rebase: bool) -> None:
-        """A checkpoint counts, or it does not.
+        """Ends a checkpoint, which counts or does not.
 
         Args:
             checkpoint: which.
@@ -243,7 +244,8 @@ class SlotCheckpoints:
         self.on_release(self._surveyed, "", rebase=False)
 
     def tell_again(self, same: bool) -> None:
-        """The connection to the coordinator had ended. `same`: it is the one that it was."""
+        """Tells the coordinator again what it may have missed, after its connection had ended; abandons the checkpoint
+        if it is another coordinator (not `same`)."""
         if not same:
             self.abandon()
         elif self._said is not None:
@@ -257,7 +259,8 @@ class SlotCheckpoints:
             self._say(messages.Written(*self._slot.life, checkpoint, part))
 
     def _on_broken(self, slab: int, positions_U: Positions) -> None:
-        """What the capture gave of these records does not fit their seals: as it was kept, or as they are."""
+        """Handles captured records that do not fit their seals: the records themselves are damaged, or the copies kept
+        of them; for damaged copies the checkpoint is given up."""
         self._scrubber.look(slab, False, positions_U)
         if self._capture is not None:  # they are whole: nobody was told
             name = self._held.name_of(self._held.index, slab, int(positions_U[0]))

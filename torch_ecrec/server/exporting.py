@@ -51,7 +51,7 @@ class SlotExport:
         self._changed = wire.Changed([], [])  # the answer of that turn
 
     def end(self) -> None:
-        """Nobody copies it any more; if it has stopped, it goes on."""
+        """Ends the export, as nobody copies the slot any more; if it has stopped, it goes on."""
         self._turn = -1
         for shard in self.held.shards:
             shard.touched = None
@@ -61,7 +61,7 @@ class SlotExport:
             self.slot.progress()
 
     def handle(self, request: wire.Request[Any], reply: Reply[wire.Answer]) -> None:
-        """A request of who copies it; or of anybody, while it has stopped."""
+        """Answers a request of who copies the slot; or of anybody, while it has stopped."""
         placement = self.host.placement
         if not isinstance(request, MoveRequest):
             if isinstance(request, wire.FetchSnapshots):

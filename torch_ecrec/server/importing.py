@@ -60,13 +60,13 @@ class SlotImport:
         self._next_turn()
 
     def cancel(self) -> None:
-        """Nothing of it counts any more."""
+        """Ends the import: nothing of it counts any more."""
         self._over = True
         for pending in self._under_way:
             pending.cancel()
 
     def on_word(self, word: messages.Move) -> None:
-        """The coordinator says it (once more)."""
+        """Handles the coordinator's order to copy the slot, which it may repeat."""
         if self.arrived:
             self._tell(messages.Arrived)
         elif self.level and not word.now:
@@ -170,7 +170,7 @@ class SlotImport:
         self._gather(Gathering(-1))
 
     def _gather(self, got: Gathering) -> None:
-        """The dense snapshots that the slot kept; it has stopped, so they do not change."""
+        """Copies the dense snapshots that the slot kept; it has stopped, so they do not change."""
 
         def make(life: int) -> wire.FetchSnapshots:
             return wire.FetchSnapshots(self.word.slot, life, of=-1, begin=got.begin(life))
@@ -191,7 +191,8 @@ class SlotImport:
         self._ask(make, done)
 
     def settle(self) -> Holdings:
-        """The slot is here from now on: what its next life has, at the step where the one before has stopped."""
+        """Returns what the slot's next incarnation has, at the step where the one before has stopped: it is here from
+        now on."""
         handed, held = self.handed, self.held
         assert handed is not None and self.arrived
         held.take_over(handed, handed.floors[0])

@@ -13,7 +13,7 @@ from torch_ecrec.protocol import wire
 
 
 class Inbox:
-    """What waits for its step at one slot.
+    """Keeps the parts of steps that have arrived at a slot and wait to be applied.
 
     Args:
         trainers: how many there are.
@@ -26,7 +26,7 @@ class Inbox:
         self.passes: dict[int, set[int]] = {}  # step -> the trainers that pass
 
     def __len__(self) -> int:
-        """For how many steps something waits."""
+        """Returns for how many steps something waits."""
         return len(self.pushes.keys() | self.loads.keys() | self.passes.keys())
 
     def put(self, request: wire.Part) -> None:
@@ -40,7 +40,7 @@ class Inbox:
                 self.pushes.setdefault(request.step, {})[request.trainer] = request
 
     def due(self, step: int) -> list[wire.Load] | dict[int, wire.Push] | None:
-        """All that a step needs; None while something is missing.
+        """Returns all that a step needs; None while something is missing.
 
         Returns:
             The loads of those who load, in trainer order; or the pushes of all trainers, by trainer.
@@ -52,12 +52,12 @@ class Inbox:
         return pushes if len(pushes) == self.trainers else None
 
     def lacking(self, step: int) -> list[int]:
-        """The trainers whose part of a step is not here."""
+        """Returns the trainers whose part of a step is not here."""
         here = self.pushes.get(step, {}).keys() | self.loads.get(step, {}).keys() | self.passes.get(step, set())
         return [trainer for trainer in range(self.trainers) if trainer not in here]
 
     def on_applied(self, step: int) -> None:
-        """A step that was due has been applied: lets go of what it needed."""
+        """Lets go of what an applied step needed."""
         for sent in (self.pushes, self.loads, self.passes):
             sent.pop(step, None)
 

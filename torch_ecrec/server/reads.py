@@ -42,7 +42,8 @@ class Reads:
         self.slot.park(attempt, reply)
 
     def on_push(self, request: wire.Push, reply: Reply[wire.Acknowledged]) -> None:
-        """What a push asks for: weights as they are after its step, and how far what it answers is acknowledged."""
+        """Answers a push that carries lookups, once its step is applied: with the weights after that step, and with the
+        last step up to it that is acknowledged."""
         rule, step = self.held.rule, request.step
         lookups = [self._lookup_of(ask, step, int8=False) for ask in request.then]
 
@@ -85,7 +86,7 @@ class Reads:
         return look_up
 
     def _pooled(self, slab: int, bags: wire.Bags, step: int, bfloat16: bool) -> torch.Tensor:
-        """The sums (G, D) of some bags as of a step that the log knows."""
+        """Returns the sums (G, D) of some bags as of a step that the log knows."""
         held = self.held
         positions_N, lengths_G = bags.positions.numpy(), bags.lengths.numpy()
         factors_N = None if bags.factors is None else bags.factors.numpy()
@@ -98,7 +99,8 @@ class Reads:
         return pooled_GD.bfloat16() if bfloat16 else pooled_GD
 
     def on_export(self, request: wire.Export, reply: Reply[wire.Records | wire.Forgotten]) -> None:
-        """Whole records as of a step; parities only when nothing is under way (they are for checks)."""
+        """Answers with whole records as of a step; with parities only when nothing is under way (they are for
+        checks)."""
         held, rule = self.held, self.held.rule
         positions = request.positions.numpy()
         asked = [positions if s == request.slab else positions[:0] for s in range(len(held.shards))]
@@ -122,6 +124,7 @@ class Reads:
         self.slot.park(attempt, reply)
 
     def _forgotten(self, step: int) -> wire.Forgotten:
-        """Nobody who takes part in training asks for a step before the watermark, but by a copy that comes late."""
+        """Returns the answer for a step that the log does not reach. Nobody who takes part in training asks for one
+        before the watermark, but by a copy that comes late."""
         index, floor = self.held.index, self.held.log.floor
         return wire.Forgotten(f"slot {index} cannot show step {step}: its log begins after step {floor}")

@@ -53,7 +53,7 @@ class SlotSavers:
         return sum(saver.memory_bytes for saver in self._savers)
 
     def _weights(self, slab: int, positions_N: Positions) -> Floats:
-        """(N, D) float32, as of the step that is saved."""
+        """Returns weights (N, D) float32, as of the step that is saved."""
         shard = self._held.shards[slab]
         if self._step == self._held.rule.applied:
             weights_ND: Floats = shard.gather_weights(positions_N)
@@ -63,12 +63,12 @@ class SlotSavers:
         return weights_ND
 
     def note(self, positions: Sequence[Positions]) -> None:
-        """A step has changed these records, (U,) int64 of each slab."""
+        """Notes that a step has changed these records, (U,) int64 of each slab."""
         for saver, positions_U in zip(self._savers, positions, strict=True):
             saver.note(positions_U)
 
     def pick(self, step: int, everything: bool = False) -> Marks:
-        """The rows of a save.
+        """Picks the rows of a save.
 
         Args:
             step: that it is of; the log reaches back to there.
@@ -89,11 +89,11 @@ class SlotSavers:
         return marks
 
     def settle(self) -> None:
-        """What was picked last is durable, and counts."""
+        """Confirms the last pick of each saver: the rows are durable."""
         for saver in self._savers:
             saver.settle()
 
     def put_back(self) -> None:
-        """What was picked last is not saved after all."""
+        """Takes back the last pick of each saver: the rows were not saved."""
         for saver in self._savers:
             saver.put_back()

@@ -85,7 +85,7 @@ class Host(ServerProcess):
     # from the coordinator -----------------------------------------------------------------------
 
     def on_control(self, word: messages.FromCoordinator) -> None:
-        """The coordinator says something; what is about membership is not for the data plane."""
+        """Handles a message of the coordinator; one about membership is not for the data plane, and ignored."""
         match word:
             case messages.Job():
                 self.run(self._take_job, word.job, word.restored)
@@ -105,7 +105,7 @@ class Host(ServerProcess):
                 self.run(self._on_checkpoint, word)
 
     def known(self) -> Known:
-        """What a coordinator that was started again must know."""
+        """Returns what this server knows of the run, for a coordinator that was started again."""
         found: list[Known] = []
 
         def look() -> None:
@@ -136,7 +136,7 @@ class Host(ServerProcess):
         return found[0]
 
     def _tell_again(self, life: int) -> None:
-        """What a coordinator may have missed, or never heard. `life`: which one it is."""
+        """Sends again what a coordinator may have missed or never heard. `life`: of that coordinator."""
         for slot in self.slots.values():
             slot.tell_again()
             slot.checkpoints.tell_again(same=life == self._life)
@@ -165,7 +165,7 @@ class Host(ServerProcess):
         self.run(abandon)
 
     def _on_move(self, word: messages.Move) -> None:
-        """A slot is to be copied here."""
+        """Begins to copy a slot here."""
         placement = self.placement
         if self.job is None or placement is None or (word.epoch, word.era) != (placement.epoch, self.era):
             return  # over
@@ -180,7 +180,7 @@ class Host(ServerProcess):
         arrival.on_word(word)
 
     def _let_go(self, held: Holdings) -> None:
-        """What a life of a slot had is not here any more: others have its share of a tier's memory."""
+        """Gives back what a stopped slot had of the tier's memory, for the others."""
         if self.tier is not None:
             self.tier.let_go(store for shard in held.shards for store in shard.stores)
             self.emit(_collect)
@@ -193,7 +193,8 @@ class Host(ServerProcess):
         self.arrivals = {}
 
     def _take_era(self, word: messages.Era) -> None:
-        """The trainers were lost, or slots beyond repair: all servers stop, and later go on."""
+        """Stops all slots in a new era, as trainers were lost, or slots beyond repair; and lets them go on once it is
+        known where."""
         era, step = word.era, word.step
         self.origin = word.origin  # `step` was chosen with it: before training no dense model is needed
         if era > self.era:
@@ -211,7 +212,8 @@ class Host(ServerProcess):
                     slot.go_back(step, word.done)
 
     def _learn(self, partial_restores: list[messages.PartialRestore]) -> None:
-        """Which slots have begun anew so far. Before anything else of that era is done or answered."""
+        """Applies partial restores that this server has not seen. Must run before anything else of that era is done or
+        answered."""
         news = partial_restores[len(self.partial_restores) :]
         if len(partial_restores) >= len(self.partial_restores):
             self.partial_restores = partial_restores
@@ -220,14 +222,14 @@ class Host(ServerProcess):
                 slot.on_partial_restore(partial_restore)
 
     def _restore_of(self, index: int, incarnation: int) -> messages.PartialRestore:
-        """What a life of a slot begins with while the whole cluster begins with a checkpoint."""
+        """Returns what a slot reads as the whole cluster begins with a checkpoint."""
         restored = self.restored
         assert restored is not None, "a placement that restores comes with the checkpoint"
         lives: list[tuple[int, int, int | None]] = [(index, incarnation, restored.done)]
         return messages.PartialRestore(lives, restored.url, restored.folder, restored.done, dense_lost=True)
 
     def _partial_restore_of(self, index: int, incarnation: int) -> messages.PartialRestore | None:
-        """What a life of a slot begins anew with; None: it does not."""
+        """Returns the partial restore by which this incarnation of a slot begins; None if it does not begin by one."""
         lives = {(slot, life): one for one in self.partial_restores for slot, life, _ in one.lives if life > 0}
         return lives.get((index, incarnation))
 
@@ -275,7 +277,7 @@ class Host(ServerProcess):
         self.ready_memory.prepare(sizes)
 
     def _host(self, job: JobSpec, index: int, incarnation: int, incarnations: list[int]) -> None:
-        """A life of a slot is here from now on."""
+        """Hosts an incarnation of a slot from now on."""
         restores = self.placement is not None and self.placement.restoring
         fresh, arrival = incarnation == 0 and not restores, self.arrivals.get(index)
         if arrival is not None and (not arrival.arrived or arrival.word.incarnation != incarnation):
@@ -377,12 +379,12 @@ class Host(ServerProcess):
     # looking for damage -------------------------------------------------------------------------
 
     def start_scrubbing(self) -> None:
-        """From now on records and parities are looked at in the background. For who has a real clock; once."""
+        """Begins to look at records and parities in the background. For who has a real clock; called once."""
         if self.settings.record_checks != "none" and self.settings.scrub_bytes_per_s > 0:
             self.run(self._scrub_later)
 
     def flip(self, parity: bool) -> None:
-        """A bit of a record, or of a parity, changes by itself: for `torch-ecrec chaos`, which waits until it is found.
+        """Flips a bit of a record or a parity behind its seal: for `torch-ecrec chaos`, which waits until it is found.
 
         Where no slot is whole just now, it does so once one is.
         """
@@ -394,7 +396,7 @@ class Host(ServerProcess):
         self.run(change)
 
     def flip_below(self) -> None:
-        """Likewise, of a record or parity that is on the disk of its tier; it is read a little later."""
+        """Flips a bit of a record or parity that is on the disk of its tier; it is read a little later."""
 
         def change() -> None:
             look = flip_below(list(self.slots.values()), random.Random())
@@ -416,7 +418,7 @@ class Host(ServerProcess):
         return min(max(SCRUB_BYTES / self.settings.scrub_bytes_per_s, SCRUB_LEAST_S), SCRUB_MOST_S)
 
     def _scrub(self) -> None:
-        """What is due since the last time: a share of it for each slot."""
+        """Scrubs as many bytes as are due since the last time, in equal shares for all slots."""
         due = self.settings.scrub_bytes_per_s * self._scrub_every_s
         for slot in list(self.slots.values()):
             slot.scrubber.scrub(max(1, int(due) // len(self.slots)))

@@ -11,7 +11,7 @@ A slot runs inside its node (`Node.run`), so nothing here locks. It has
     announced     what they will read in later steps (`announced.py`)
     snapshots     parts of the dense model (`snapshots.py`)
     checkpoints   its part in checkpoints (`checkpoints.py`)
-    restoring     how it begins with its records of one, if it does (`restoring.py`)
+    restoring     how it begins with its records of one, if it does (`slot_restore.py`)
     slot_export   gives the slot to another server that copies it (`exporting.py`)
 
 Each of these is given the slot as a `SlotContext` (`durability/context.py`), and the parts above it that it needs. The
@@ -52,7 +52,7 @@ from torch_ecrec.server.importing import SlotImport
 from torch_ecrec.server.inbox import Inbox
 from torch_ecrec.server.process import ServerProcess
 from torch_ecrec.server.reads import Reads
-from torch_ecrec.server.restoring import Restoring
+from torch_ecrec.server.slot_restore import SlotRestore
 from torch_ecrec.server.snapshots import SnapshotStore
 from torch_ecrec.server.spoiling import SpoilingApplier
 from torch_ecrec.spec.settings import Settings
@@ -103,7 +103,7 @@ class Slot(SlotContext):
         self.announced = Announcements(self)
         most_bytes = settings.checkpoint_memory_bytes
         self.checkpoints = SlotCheckpoints(self, host, self.snapshots, self.scrubber, most_bytes)
-        self.restoring = Restoring(self, host, partial_restore) if partial_restore is not None else None
+        self.restoring = SlotRestore(self, host, partial_restore) if partial_restore is not None else None
         self.slot_export = SlotExport(self, host, self.scrubber, self.durability, self.snapshots)
         if arrival is not None:
             self._take_over(arrival)
@@ -217,7 +217,7 @@ class Slot(SlotContext):
             self.progress()
 
     def _mend(self, slab: int, parity: bool, positions_M: Positions) -> str:
-        """These, (M,) int64 ascending, are damaged; see `Durability.mend`."""
+        """Has these damaged records or parities, (M,) int64 ascending, repaired; see `Durability.mend`."""
         if not parity:
             self.checkpoints.on_damage()
         return self.durability.mend(slab, parity, positions_M)
@@ -315,7 +315,7 @@ class Slot(SlotContext):
     # its life -----------------------------------------------------------------------------------
 
     def become_ready(self, cut: int, floor: int, log: DeltaLog) -> None:
-        """The new host of a lost slot knows the cut and the slot's own log before it: it serves from now on."""
+        """Serves from now on: the new host of a lost slot knows the cut, and the slot's own log before it."""
         self.held.go_on(log)
         self.rule.adopt(cut, floor)
         self.ready = True
@@ -345,12 +345,13 @@ class Slot(SlotContext):
         self.durability.connect()
 
     def give_up(self, reason: str = "") -> None:
-        """No holder that has caught up knows this slot: more is lost than the code repairs."""
+        """Gives up: no holder that has caught up knows this slot, so more is lost than the code repairs."""
         self.hopeless = True
         self.tell(messages.Unrecoverable(*self.life, reason))
 
     def check_rebuilt(self) -> None:
-        """Rebuilt: nothing missing, and caught up with all that the sources have acknowledged (rule 5)."""
+        """Reports the slot as rebuilt, once nothing is missing, and it has caught up with all that the sources have
+        acknowledged (rule 5)."""
         due = self.whole and not (self.reported or self.dead or self.snapshots.lacks_all)
         if due and self.durability.caught_up:
             self.reported = True
@@ -371,7 +372,7 @@ class Slot(SlotContext):
         self.durability.meet(slot, incarnation)
 
     def on_partial_restore(self, partial_restore: PartialRestore) -> None:
-        """Some slots begin anew: parities that had their records are missing, until they are encoded again."""
+        """Notes slots that begin anew: parities that had their records are missing, until they are encoded again."""
         lives = [(other, life) for other, life, _ in partial_restore.lives if other != self.index]
         if any([self.durability.meet_anew(other, life) for other, life in lives]):
             self.reported = False
@@ -391,7 +392,8 @@ class Slot(SlotContext):
     # going back ---------------------------------------------------------------------------------
 
     def freeze(self) -> None:
-        """The trainers are lost: nothing of theirs counts from now on, until it is known where they start again."""
+        """Stops, as the trainers are lost: nothing of theirs counts from now on, until it is known where they start
+        again."""
         self.going_back_to = None
         self.slot_export.end()
         self.inbox.clear()
@@ -420,7 +422,7 @@ class Slot(SlotContext):
         self.check_durable()
 
     def go_on(self) -> None:
-        """All servers have stopped, and go on: steps flow again, and what is missing is brought back."""
+        """Goes on after all servers have stopped: steps flow again, and what is missing is brought back."""
         if self.ready:
             self.durability.connect()
             self.durability.restore()
@@ -429,7 +431,8 @@ class Slot(SlotContext):
             self.restoring.proceed()
 
     def check_durable(self) -> None:
-        """The step that the trainers start again after survives r losses, of records and of the dense model."""
+        """Reports once the step that the trainers start again after survives r losses, of records and of the dense
+        model."""
         step = self.going_back_to
         if step is None or self.host.frozen or self.durability.settled < step or not self.snapshots.complete:
             return
@@ -442,11 +445,11 @@ class Slot(SlotContext):
         self.tell(messages.Ready(*self.life, None if self.restoring is None else self.restoring.at))
 
     def _tell_rebuilt(self) -> None:
-        """Nothing is missing, as far as this host knows of slots that began anew."""
+        """Reports that nothing is missing, as far as this host knows of slots that began anew."""
         self.tell(messages.Rebuilt(*self.life, len(self.host.partial_restores)))
 
     def tell_reach(self) -> None:
-        """Which steps it can go back to, if that is asked for."""
+        """Reports which steps the slot can go back to, if that is asked for."""
         if self.host.frozen and self.ready:
             kept = [(step, *found) for step, found in self.snapshots.found().items()]
             done = None if self.not_trained is None else self.rule.applied - self.not_trained
@@ -454,7 +457,7 @@ class Slot(SlotContext):
             self.tell(messages.Reach(*self.life, self.host.era, *reach, kept, done))
 
     def tell_again(self) -> None:
-        """Everything the coordinator should know of this incarnation: it may have missed some of it."""
+        """Reports everything that the coordinator should know of this incarnation: it may have missed some of it."""
         self.scrubber.tell_beyond()
         if self.ready:
             self._tell_ready()
@@ -467,7 +470,7 @@ class Slot(SlotContext):
             self.give_up(self.restoring.failed if self.restoring is not None else "")
 
     def figures(self) -> SlotReport:
-        """What `torch-ecrec status` shows of the slot."""
+        """Returns the figures that `torch-ecrec status` shows of the slot."""
         rule = self.rule
         return SlotReport(
             slot=self.index,
@@ -494,7 +497,7 @@ class Slot(SlotContext):
         )
 
     def _tier_figures(self) -> dict[str, Any]:
-        """The fields of `SlotReport` about the tier."""
+        """Returns the fields of `SlotReport` about the tier."""
         figures = [found for shard in self.shards for found in shard.tier_figures()]
         if self.host.tier is None or not figures:
             return {}
@@ -503,7 +506,8 @@ class Slot(SlotContext):
 
 
 def _not_trained(before: int | None, step: int, iteration: int | None) -> int | None:
-    """How many steps up to `step` are none of training. `iteration`: which one it is of training; None: it loads."""
+    """Returns how many steps up to `step` are none of training. `iteration`: which one it is of training; None: it
+    loads."""
     if iteration is not None:
         return step - iteration
     return None if before is None else before + 1

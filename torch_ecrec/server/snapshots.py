@@ -27,7 +27,7 @@ from torch_ecrec.transport.node import RETRY_S
 
 
 class SnapshotStore:
-    """What one incarnation of a slot keeps of the dense model.
+    """Keeps one incarnation of a slot's copies of the dense model, in parts.
 
     Args:
         slot: whose it is. Where its records are sealed, sums of the parts are kept.
@@ -51,14 +51,15 @@ class SnapshotStore:
         return sum(payload.numel() for _, payload in self.parts.values())
 
     def found(self) -> dict[int, tuple[int, list[int]]]:
-        """Step -> the steps of training that are done then, and the trainers whose parts are here."""
+        """Returns, by step, the steps of training that are done then, and the trainers whose parts are here."""
         found: dict[int, tuple[int, list[int]]] = {}
         for (step, trainer), (header, _) in sorted(self.parts.items()):
             found.setdefault(step, (header[0], []))[1].append(trainer)
         return found
 
     def is_whole(self, step: int) -> bool:
-        """Whether every trainer's part is here. Nobody needs any before training: that is the model as it was made."""
+        """Returns whether every trainer's part is here. Nobody needs any before training: that is the model as it was
+        made."""
         before_training = self.host.origin is None or step <= self.host.origin
         return before_training or all((step, trainer) in self.parts for trainer in range(self.trainers))
 
@@ -74,11 +75,12 @@ class SnapshotStore:
             self._put(key, part)
 
     def begin_anew(self) -> None:
-        """The dense model is lost everywhere: nobody has anything to copy from."""
+        """Copies nothing more: the dense model is lost everywhere."""
         self.lacks_all = False
 
     def go_back(self, step: int) -> None:
-        """Training starts again after `step`: drops what came later, gets what is missing of that step."""
+        """Drops snapshots of steps after `step`, since training starts again there; gets what is missing of that
+        step."""
         self.most = step if self.host.origin is not None else 0  # all begin anew: none counts
         self.parts = {key: part for key, part in self.parts.items() if key[0] <= self.most}
         if not self.complete:
@@ -125,7 +127,7 @@ class SnapshotStore:
     # copies ---------------------------------------------------------------------------------------
 
     def copy_all(self) -> None:
-        """The new host of a lost slot: asks the other holders in turn for all they have."""
+        """Asks the other holders in turn for all they have, as the new host of a lost slot."""
         if self._is_holder and len(self.host.snapshot_slots) > 1:
             self.lacks_all = True
             self._copy()
@@ -140,7 +142,7 @@ class SnapshotStore:
         return self.index in self.host.snapshot_slots
 
     def _copy(self) -> None:
-        """One of the others has everything, as long as at most r are lost."""
+        """Asks the other holders for what is missing. One of them has everything, as long as at most r are lost."""
         others = [h for h in self.host.snapshot_slots if h != self.index]
         if others and not self._asking:
             self._asking = True

@@ -68,7 +68,8 @@ class SpoilingApplier(Applier):
         return change
 
     def _figures(self, change: Changed) -> dict[str, Any]:
-        """How many records the step has, and how many have changed: in any bit, in weights, in optimizer state."""
+        """Returns how many records the step has, and how many have changed: in any bit, in weights, in optimizer
+        state."""
         figures = dict.fromkeys(("records", "changed", "weights", "state"), 0)
         for shard, deltas_UB in zip(self.held.shards, change[1], strict=True):
             end = shard.schema.bytes_of(WEIGHT)[1]
@@ -79,7 +80,7 @@ class SpoilingApplier(Applier):
         return figures
 
     def _add_(self, change: Changed, again: Changed) -> None:
-        """What has changed by both: deltas and their seals are linear."""
+        """Adds a second change to the first, in place. Deltas and seals are linear, so XOR combines both."""
         for mine, other in zip(change[1], again[1], strict=True):
             mine ^= other
         for seals_U, others_U in zip(change[2], again[2], strict=True):
@@ -87,7 +88,7 @@ class SpoilingApplier(Applier):
                 seals_U ^= others_U
 
     def _put_back_(self, change: Changed) -> None:
-        """The record that has changed least, and what is said of it."""
+        """Takes back the change of the record that has changed least, and what its deltas and seals say of it."""
         positions, deltas, seals = change
         bytes_changed = [np.count_nonzero(deltas_UB, axis=1) for deltas_UB in deltas]
         slab = min((i for i, counts in enumerate(bytes_changed) if len(counts)), key=lambda i: bytes_changed[i].min())
@@ -99,7 +100,7 @@ class SpoilingApplier(Applier):
 
 
 def _nothing_of(push: wire.Push) -> wire.Push:
-    """The push, as of a trainer whose batch has no record of this slot."""
+    """Returns the push as of a trainer whose batch has no record of this slot."""
     return msgspec.structs.replace(
         push, positions=[part[:0] for part in push.positions], gradients=[part[:0] for part in push.gradients]
     )

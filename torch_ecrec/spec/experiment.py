@@ -24,7 +24,7 @@ RANGES_MOST = 1 << 20
 
 @dataclass(frozen=True)
 class Experiment:
-    """What a cluster leaves out, or does otherwise, for the sake of an experiment.
+    """Says what a cluster leaves out, or does otherwise, for the sake of an experiment.
 
     Args:
         mode: one of `MODES`; "": none.

@@ -354,7 +354,7 @@ class Settings:
 
     @property
     def experiment(self) -> Experiment:
-        """What this process leaves out, or does otherwise, for the sake of an experiment."""
+        """The experiment that this process takes part in; an empty one if it takes part in none."""
         return Experiment(self.experiment_mode, self.experiment_ranges)
 
     @staticmethod

@@ -80,7 +80,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Found:
-    """What a checkpoint tells of the order of one collection's columns.
+    """Holds what a checkpoint tells of the order of one collection's columns.
 
     Args:
         said: the order that was recorded with it; None: none was.

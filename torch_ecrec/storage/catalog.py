@@ -45,7 +45,7 @@ class Broken:
 
 @dataclass
 class Listing:
-    """What is at a URL.
+    """Lists what is at a URL of checkpoints.
 
     Attributes:
         whole: checkpoints with a manifest that can be read, newest first.
@@ -102,12 +102,12 @@ class Catalog:
     # writing --------------------------------------------------------------------------------------
 
     def new_folder(self, done: int) -> str:
-        """A name for an attempt at a checkpoint after `done` steps of training: no other attempt has it."""
+        """Returns a name for an attempt at a checkpoint after `done` steps of training: no other attempt has it."""
         require_int("done", done, 0, 10**12 - 1)
         return f"{done:012d}-{secrets.token_hex(6)}"
 
     def folder(self, name: str) -> Location:
-        """Where the files of one checkpoint are."""
+        """Returns where the files of one checkpoint are."""
         if not _FOLDER.match(name):
             raise CheckpointError(f"{name!r} is no name of a checkpoint: wanted is STEP-WORD, as `new_folder` makes it")
         return self.location.below(name)
@@ -159,15 +159,16 @@ class Catalog:
         return listing
 
     def read(self, name: str) -> Manifest:
-        """One checkpoint's manifest. Raises CheckpointError: it is not there, was altered, or is another's."""
+        """Returns one checkpoint's manifest. Raises CheckpointError: it is not there, was altered, or is another's."""
         return read(self.folder(name), name, MANIFEST)
 
     def checkpoints(self) -> list[Manifest]:
-        """Those that can be read, newest first: in the order in which they were committed, whatever their steps."""
+        """Returns the manifests that can be read, newest first: in the order in which they were committed, whatever
+        their steps."""
         return self.listing().whole
 
     def newest(self) -> Manifest:
-        """The last that was committed. Raises CheckpointError if there is none."""
+        """Returns the checkpoint that was committed last. Raises CheckpointError if there is none."""
         listing = self.listing()
         if not listing.whole:
             broken = "".join(f"; {one.reason}" for one in listing.broken)
@@ -175,11 +176,11 @@ class Catalog:
         return listing.whole[0]
 
     def wanted(self, step: int | None) -> Manifest:
-        """That of a step, or, without one, the newest. Raises CheckpointError if there is none."""
+        """Returns the checkpoint of a step, or, without one, the newest. Raises CheckpointError if there is none."""
         return self.newest() if step is None else self.at(step)
 
     def at(self, step: int) -> Manifest:
-        """The newest after so many steps of training. Raises CheckpointError if there is none."""
+        """Returns the newest checkpoint after so many steps of training. Raises CheckpointError if there is none."""
         listing = self.listing()
         for manifest in listing.whole:
             if manifest.done == step:
@@ -189,7 +190,7 @@ class Catalog:
         raise CheckpointError(f"there is no checkpoint of step {step} at {self.url}{broken}; there are: {steps}")
 
     def chain(self, manifest: Manifest) -> list[Manifest]:
-        """What a checkpoint builds on, from the full one, and itself last.
+        """Returns the checkpoints that one builds on, the full one first, and that one itself last.
 
         Raises:
             CheckpointError: one of them is missing or cannot be read, or is of another model.
@@ -279,7 +280,7 @@ class Catalog:
 
         Yields:
             After each file, what was found; faults do not end it. That every row is there is for
-            `restoring.check_rows` to say.
+            `chain_reader.check_rows` to say.
 
         Raises:
             CheckpointError: the chain is not whole.

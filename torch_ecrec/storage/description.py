@@ -36,7 +36,7 @@ Place = tuple[str, str]  # a table's name in the job, a field of its records
 
 @dataclass(frozen=True)
 class Description:
-    """What an import has to know.
+    """Describes the job that tables are imported for, and what a model calls its tables.
 
     Args:
         job: tables, optimizers, trainers, seed, code.
@@ -53,7 +53,7 @@ class Description:
     beside: tuple[str, ...] = ()
 
     def encoded(self) -> bytes:
-        """The description as bytes of JSON."""
+        """Returns the description as bytes of JSON."""
         said = _File(
             FORMAT,
             self.job.to_json(),
@@ -66,7 +66,7 @@ class Description:
 
     @staticmethod
     def decoded(data: bytes, name: str) -> Description:
-        """The inverse of `encoded`.
+        """Returns the description of which `encoded` gave these bytes.
 
         Args:
             name: where it comes from, for errors.
@@ -174,7 +174,7 @@ def _state_of(job: JobSpec) -> Iterator[Place]:
 
 
 def _before_keys(there: set[str], description: Description, where: str, model: str | None) -> str:
-    """What stands before the model's keys: the one thing with which all are there."""
+    """Returns the one prefix with which all of the model's keys are there."""
     if not description.tables:
         lacks = [f"{table.name}.{WEIGHT}" for table in description.job.tables]
         raise CheckpointError(
@@ -246,7 +246,7 @@ def _check_others(
 
 
 def is_below(key: str, paths: Collection[str]) -> bool:
-    """Whether a key of a state dict is of a module at one of these paths, or below one."""
+    """Returns whether a key of a state dict is of a module at one of these paths, or below one."""
     return any(not path or key.startswith(f"{path}.") for path in paths)
 
 

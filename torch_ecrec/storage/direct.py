@@ -86,7 +86,7 @@ class DirectFile:
         self._held, self._broken = 0, False
 
     def sync(self) -> None:
-        """All of it survives the loss of power, but for its name. Raises as `write`."""
+        """Makes all of the file survive the loss of power, but for its name. Raises as `write`."""
         self._check()
         self._flush()
         os.fsync(self._handle)

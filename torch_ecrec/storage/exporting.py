@@ -27,10 +27,10 @@ from torch_ecrec.records.positions import Bytes
 from torch_ecrec.records.schema import ITEM_BYTES, Field
 from torch_ecrec.spec.job import JobSpec, TableSpec
 from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.chain_reader import records_of
 from torch_ecrec.storage.description import Description
 from torch_ecrec.storage.location import sync_folder
 from torch_ecrec.storage.manifest import Manifest
-from torch_ecrec.storage.restoring import records_of
 from torch_ecrec.storage.tensor_file import DTYPES, SUFFIX
 
 DESCRIPTION = "torch_ecrec.describes"  # of the metadata: what an import of the file has to know

@@ -110,11 +110,11 @@ class FrameReader:
         return self._digest.hexdigest()
 
     def fault(self, reason: str) -> CheckpointError:
-        """An error that says where."""
+        """Returns an error that says where."""
         return CheckpointError(f"{self._name}, block {self.number} at byte {self.offset}: {reason}; {ADVICE}")
 
     def read(self, kind: Callable[[bytes], T], seed: int | None = None) -> tuple[T, Bytes]:
-        """The next frame: its header, and its body, (bytes,) uint8 in memory of its own that begins aligned.
+        """Returns the next frame: its header, and its body, (bytes,) uint8 in memory of its own that begins aligned.
 
         Args:
             kind: decodes the header.

@@ -70,7 +70,7 @@ class TensorSource:
             self._rows[table.name, field.name] = file.rows_of(name)
 
     def rows(self, table: str, field: Field, first: int, last: int) -> Bytes | None:
-        """See `Source`."""
+        """Returns rows of one field from the file, as `Source.rows` says."""
         rows_RB = self._rows.get((table, field.name))
         return None if rows_RB is None else rows_RB[first:last]
 
@@ -144,7 +144,7 @@ def _write_records(job: JobSpec, source: Source, parts: Sequence[PartWriter], sl
 
 
 def _records(source: Source, table: str, schema: Schema, first: int, last: int) -> Bytes:
-    """(N, B) uint8: rows [first, last) of a table, all fields."""
+    """Returns (N, B) uint8: rows [first, last) of a table, all fields."""
     records_NB = np.zeros((last - first, schema.nbytes), np.uint8)
     for field in schema.fields:
         begin, end = schema.bytes_of(field.name)

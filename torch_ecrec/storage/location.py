@@ -118,7 +118,7 @@ class Location:
             self._store = _Remote(url)
 
     def below(self, folder: str) -> Location:
-        """A folder of this one."""
+        """Returns a folder of this one."""
         inner = object.__new__(Location)
         inner.url, inner._store = f"{self.url}/{folder}", self._store.below(folder)
         inner.on_bytes = self.on_bytes
@@ -130,17 +130,17 @@ class Location:
             return self._store.read(name)
 
     def read_range(self, name: str, offset: int, count: int) -> bytes:
-        """`count` bytes of a file from `offset`; fewer where it ends before."""
+        """Returns `count` bytes of a file from `offset`; fewer where it ends before."""
         with self._named(name, "read"):
             return self._store.read_range(name, offset, count)
 
     def open_read(self, name: str) -> OpenFile:
-        """A file, to be read from its beginning."""
+        """Opens a file, to be read from its beginning."""
         with self._named(name, "read"):
             return OpenFile(self, name, self._store.open_read(name))
 
     def open_write(self, name: str) -> OpenFile:
-        """A new file, or one that takes the place of the one of that name once it is closed."""
+        """Opens a new file, or one that takes the place of the one of that name once it is closed."""
         with self._named(name, "write"):
             return OpenFile(self, name, self._store.open_write(name))
 
@@ -164,7 +164,7 @@ class Location:
             return self._store.size(name)
 
     def exists(self, name: str) -> bool:
-        """Whether a file or folder of that name is there."""
+        """Returns whether a file or folder of that name is there."""
         with self._named(name, "look for"):
             return self._store.exists(name)
 
@@ -174,11 +174,11 @@ class Location:
             self._store.remove(name)
 
     def gone(self, error: CheckpointError, name: str) -> bool:
-        """Whether reading a file that was there has failed since somebody has removed it meanwhile."""
+        """Returns whether reading a file that was there has failed since somebody has removed it meanwhile."""
         return isinstance(error.__cause__, FileNotFoundError) and not self.exists(name)
 
     def is_link(self, name: str) -> bool:
-        """Whether a name stands for what lies elsewhere: a symbolic link of this machine."""
+        """Returns whether a name stands for what lies elsewhere: a symbolic link of this machine."""
         with self._named(name, "look at"):
             return self._store.is_link(name)
 
@@ -217,7 +217,7 @@ class OpenFile:
             return view.nbytes
 
     def read_into(self, memory: Any) -> int:
-        """See `Reader`."""
+        """Fills memory from the file, as `Reader.read_into` says, and counts the bytes."""
         with self._location._named(self._name, "read"):
             view, got = bytes_of(memory), 0
             while got < view.nbytes:
@@ -240,7 +240,7 @@ class OpenFile:
 
 
 class _Store(Protocol):
-    """What a kind of file system does (`_Local`, `_Remote`). Its methods raise any error."""
+    """A kind of file system, implemented by `_Local` and `_Remote`. Its methods may raise any error."""
 
     def below(self, folder: str) -> _Store: ...
 
@@ -279,7 +279,7 @@ class _Local:
         return self._file(name).read_bytes()
 
     def _file(self, name: str) -> Path:
-        """The path of a file. A pipe, say, would be read for ever."""
+        """Returns the path of a file. Refuses what is none: a pipe, say, would be read for ever."""
         path = self.folder / name
         mode = os.stat(path).st_mode
         if not stat.S_ISREG(mode):

@@ -65,7 +65,7 @@ class Encoding(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TableError(Struct, frozen=True, forbid_unknown_fields=True):
-    """What quantisation did to the weights of a table in one part.
+    """Tells the error that quantisation made in the weights of a table in one part.
 
     Attributes:
         table: its name, or "slab N" of a writer that knows none.
@@ -135,7 +135,7 @@ class PartEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint, or a prioritised save, is.
+    """Describes a checkpoint, or a prioritised save: the file that makes it one.
 
     Attributes:
         id: of this one: its folder.
@@ -211,7 +211,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def errors(self) -> dict[str, TableError]:
-        """What quantisation did, by table."""
+        """Returns the errors of quantisation over all parts, by table."""
         found: dict[str, TableError] = {}
         for error in (error for part in self.parts for error in part.errors):
             one = found.get(error.table, TableError(error.table, 0.0, 0.0, 0))
@@ -233,7 +233,7 @@ class _Version(Struct):
 
 
 def encode(manifest: Manifest) -> bytes:
-    """A manifest as the bytes of its file."""
+    """Returns a manifest as the bytes of its file."""
     body = msgspec.json.encode(manifest)
     return msgspec.json.encode(_Envelope(FORMAT, xxhash.xxh3_128_hexdigest(body), msgspec.Raw(body)))
 
@@ -247,7 +247,7 @@ def require_parts(at: Location, manifest: Manifest) -> None:
 
 
 def read(at: Location, name: str, file: str) -> Manifest:
-    """The manifest in a folder.
+    """Returns the manifest in a folder.
 
     Args:
         at: the folder.
@@ -269,7 +269,7 @@ def read(at: Location, name: str, file: str) -> Manifest:
 
 
 def decode(data: bytes, name: str) -> Manifest:
-    """The inverse of `encode`.
+    """Returns the manifest of which `encode` gave these bytes.
 
     Args:
         data: the bytes of a manifest's file.

@@ -196,7 +196,7 @@ class PartWriter:
         self._frames.write(Rows(slab, len(rows_N), ids, bits, packed), pieces)
 
     def _packed(self, pieces: list[Any]) -> tuple[list[Any], int]:
-        """The body as it is written, and its size before zstd."""
+        """Returns the body as it is written, and its size before zstd."""
         if self._zstd is None:
             return pieces, 0
         whole = b"".join(memoryview(piece).cast("B") for piece in pieces if memoryview(piece).nbytes)
@@ -247,7 +247,7 @@ class PartWriter:
 
 
 class _Errors:
-    """What quantisation does to the tables of one slab."""
+    """Adds up the errors that quantisation makes in the tables of one slab."""
 
     def __init__(self, tables: Sequence[tuple[str, int]]) -> None:
         self._names = [name for name, _ in tables]
@@ -340,7 +340,7 @@ class PartReader:
             raise frames.fault("its records have other fields than the tables of this job: it is of another model")
 
     def _decode(self, header: Rows, body: Bytes, wanted: Wanted | None) -> Block | None:
-        """The records of a block; None: none is wanted. Raises ValueError for what no writer has written."""
+        """Returns the records of a block; None: none is wanted. Raises ValueError for what no writer has written."""
         require(header.slab < len(self._schemas), f"there is no slab {header.slab}")
         schema, count = self._schemas[header.slab], header.count
         size = schema.nbytes if not header.bits else _quantised_bytes(schema, header.bits)
@@ -363,7 +363,8 @@ class PartReader:
         return header.slab, rows_N, records_NB
 
     def dense(self) -> dict[int, tuple[list[int], bytes]]:
-        """Trainer -> header and payload of its part of the dense model, read without the rest of the file.
+        """Returns header and payload of each trainer's part of the dense model, by trainer, read without the rest of
+        the file.
 
         Raises:
             CheckpointError: as for `blocks`.
@@ -384,7 +385,8 @@ class PartReader:
         return found
 
     def check_size(self) -> None:
-        """Before memory for it is made. Raises CheckpointError: the file has not the bytes that the manifest says."""
+        """Checks, before memory for the file is made, that it has the bytes that the manifest says. Raises
+        CheckpointError."""
         size, said = self._location.size(self._entry.name), self._entry.bytes
         if size != said:
             raise CheckpointError(f"{self._where} was cut off or altered: it has {size:,} bytes, {said:,} were written")
@@ -414,7 +416,7 @@ class _Memory:
 
 
 def _unpacked(body: Bytes, size: int) -> Bytes:
-    """A body without zstd, writable."""
+    """Returns a body without zstd, writable."""
     if not size:
         return body
     whole = bytearray()

@@ -31,7 +31,7 @@ POLICIES: tuple[str, ...] = get_args(CheckpointPolicy)
 
 
 class Next(NamedTuple):
-    """What comes next.
+    """Says of which kind the next checkpoint is.
 
     Attributes:
         kind: "full" or "incremental".
@@ -45,7 +45,7 @@ class Next(NamedTuple):
 
 
 def next_kind(policy: str, sizes: Sequence[int]) -> Next:
-    """Which checkpoint comes next.
+    """Returns which checkpoint comes next.
 
     Args:
         policy: one of `POLICIES`.

@@ -54,7 +54,8 @@ def _aligned(size: int) -> int:
 
 @kernel()
 def _survey(rows_N: Any) -> Any:
-    """The least and largest row, the least and largest difference, and how many runs there are, of two rows or more."""
+    """Returns the least and largest row, the least and largest difference, and how many runs there are, of two rows or
+    more."""
     low = high = rows_N[0]
     least = most = before = rows_N[1] - rows_N[0]
     runs = 1
@@ -94,7 +95,7 @@ def _write_steps(rows_N: Any, least: Any, width: Any, into: Any) -> None:
 
 
 def encode(rows_N: Positions) -> tuple[RowIds, Bytes]:
-    """Row numbers as bytes.
+    """Returns row numbers as bytes.
 
     Args:
         rows_N: (N,) int64, N >= 1, 0 to `ROW_MOST` - 1, in any order.
@@ -122,7 +123,7 @@ def encode(rows_N: Positions) -> tuple[RowIds, Bytes]:
 
 
 def decode(ids: RowIds, count: int, data: Bytes) -> Positions:
-    """The inverse of `encode`.
+    """Returns the row numbers of which `encode` gave these bytes.
 
     Args:
         ids: how they are written.

@@ -5,8 +5,8 @@
     URL/saves/000000000125-a1-3/slot-00000                     interrupted
 
 A slot that was lost beyond repair takes each row from the newest of them that has it, else from the checkpoint
-(`restoring.records_of`). Nothing else reads them: they have another place and another name than what `Catalog` lists,
-and are of a kind that it refuses, without the dense model. So no restore takes one for a step of the job.
+(`chain_reader.records_of`). Nothing else reads them: they have another place and another name than what `Catalog`
+lists, and are of a kind that it refuses, without the dense model. So no restore takes one for a step of the job.
 
 Durable, hashed and written last as a checkpoint's manifest is. Which of them count, the cluster knows
 (`coordinator/saving.py`); what lies here may be of steps that were taken back. When the cluster has ended nobody knows
@@ -30,7 +30,7 @@ _FOLDER = re.compile(FOLDER)
 
 @dataclass
 class SavesListing:
-    """What lies there.
+    """Lists the prioritised saves of a checkpoint.
 
     Attributes:
         whole: saves with a manifest that can be read, in the order of their names.
@@ -59,7 +59,7 @@ class Saves:
         return self._place.is_link(SAVES)
 
     def folder(self, name: str) -> Location:
-        """Where the files of one are."""
+        """Returns where the files of one are."""
         if not _FOLDER.match(name):
             raise CheckpointError(f"{name!r} is no name of a prioritised save")
         return self.location.below(name)
@@ -108,7 +108,7 @@ class Saves:
         return found
 
     def on(self, base: str, names: list[str]) -> list[Manifest]:
-        """Some, in the order of their names; all must be on that checkpoint and of its model.
+        """Returns some saves, in the order of their names; all must be on that checkpoint and of its model.
 
         Raises:
             CheckpointError: one is not, or cannot be read.

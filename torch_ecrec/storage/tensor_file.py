@@ -44,7 +44,7 @@ class FileTensor(Struct, frozen=True):
 
 
 class TensorFile:
-    """What a file of safetensors has.
+    """Reads a file of safetensors: its header at once, tensors when they are asked for.
 
     Args:
         path: of the file.
@@ -84,7 +84,7 @@ class TensorFile:
         return CheckpointError(f"{self._path} was cut off, or is no file of safetensors: {reason}")
 
     def _check(self) -> None:
-        """Every tensor lies in the file, and no two over each other: only their dtypes are anybody's."""
+        """Checks that every tensor lies in the file, and no two over each other: only their dtypes are anybody's."""
         end = 0
         for name, tensor in sorted(self.tensors.items(), key=lambda item: item[1].data_offsets):
             first, last = tensor.data_offsets
@@ -98,7 +98,7 @@ class TensorFile:
             raise self._fault(f"its tensors have {end} bytes, behind the header there are {self._bytes}")
 
     def rows_of(self, name: str) -> Bytes:
-        """The rows of a tensor: (rows, bytes of a row) uint8, mapped."""
+        """Returns the rows of a tensor: (rows, bytes of a row) uint8, mapped."""
         tensor = self.tensors[name]
         first, last = tensor.data_offsets
         rows = tensor.shape[0] if tensor.shape else 1

@@ -43,7 +43,7 @@ def kill_all(network: int, but: int = 0) -> int:
 
 
 def _runs(pid: int) -> bool:
-    """It is no zombie, which nobody can kill."""
+    """Returns whether a process runs, and is no zombie, which nobody can kill."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

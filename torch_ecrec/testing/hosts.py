@@ -52,12 +52,12 @@ class HostsError(RuntimeError):
 
 
 def _found(command: str) -> str | None:
-    """Where a command is: in PATH, or where those of root are; None: nowhere."""
+    """Returns where a command is: in PATH, or where those of root are; None: nowhere."""
     return shutil.which(command) or shutil.which(command, path=os.pathsep.join(SYSTEM_FOLDERS))
 
 
 def unavailable() -> str:
-    """Why hosts cannot be made here; "": they can."""
+    """Returns why hosts cannot be made here; "": they can."""
     lacking = [name for name in ("ip", "tc", "nsenter") if _found(name) is None]
     if not sys.platform.startswith("linux") or lacking:
         return f"hosts need Linux and the commands ip, tc, nsenter; not here: {', '.join(lacking) or sys.platform}"
@@ -69,7 +69,7 @@ def unavailable() -> str:
 
 
 def _network_of(pid: int) -> int | None:
-    """The number (inode) of a process's network; None: it has ended."""
+    """Returns the number (inode) of a process's network; None: it has ended."""
     try:
         return os.stat(f"/proc/{pid}/ns/net").st_ino
     except OSError:
@@ -102,12 +102,12 @@ class _Namespace:
         return self._init.pid
 
     def enter(self, words: Sequence[str]) -> list[str]:
-        """The command line that runs another one in here."""
+        """Returns the command line that runs another one in here."""
         found = _found("nsenter") or "nsenter"
         return [found, "-t", str(self.pid), "--net", "--uts", "--ipc", "--", *words]
 
     def within(self, action: Callable[[], T]) -> T:
-        """See `Host.within`."""
+        """Runs an action inside of this network, as `Host.within` says."""
 
         def there() -> T:
             with open(f"/proc/{self.pid}/ns/net") as network:
@@ -210,7 +210,8 @@ class Host:
         return self._space.within(action)
 
     def bytes_sent(self) -> int:
-        """What has left by its link so far, headers of Ethernet included, as the kernel hands it on (GSO)."""
+        """Returns the bytes that have left by its link so far, headers of Ethernet included, as the kernel hands them
+        on (GSO)."""
         for line in Path(f"/proc/{self._space.pid}/net/dev").read_text().splitlines():
             interface, _, counts = line.partition(":")
             if interface.strip() == "eth0":
@@ -239,7 +240,7 @@ class Host:
         return killed
 
     def come_back(self) -> None:
-        """An empty host, with the same address."""
+        """Makes an empty host with the same address."""
         require(not self.alive, f"{self.name} is not dead")
         self.alive = True
         self.plug_in()
@@ -261,7 +262,7 @@ class Host:
         loss: float = 0.0,
         seed: int = 0,
     ) -> None:
-        """What its link is like from now on, in both directions.
+        """Sets rate, delay and loss of its link from now on, in both directions.
 
         Args:
             bits_per_s: at most so many; 0: as many as the machine can carry.
@@ -295,11 +296,11 @@ class Host:
         return met
 
     def drop_to(self, other: Host) -> None:
-        """What is sent from here to another host is lost, without a word."""
+        """Makes what is sent from here to another host get lost, without an error."""
         self._space.run(*f"ip neigh replace {other.address} lladdr {NOWHERE} nud permanent dev eth0".split())
 
     def reach(self, other: Host) -> None:
-        """The opposite of `drop_to`. Nothing if nothing was cut."""
+        """Undoes `drop_to`. Does nothing if nothing was cut."""
         cut = self._space.run("ip", "neigh", "show", other.address, "nud", "permanent")
         if NOWHERE in cut:
             self._space.run("ip", "neigh", "del", other.address, "dev", "eth0")
@@ -397,26 +398,26 @@ class Hosts:
         return iter(self.hosts)
 
     def host_of(self, pid: int) -> int | None:
-        """On which host a process runs; None: on none of these, or it has ended."""
+        """Returns on which host a process runs; None: on none of these, or it has ended."""
         network = _network_of(pid)
         return next((host.number for host in self if host.network == network), None)
 
     def cut(self, one: int, other: int) -> None:
-        """Nothing passes between two hosts any more, in neither direction."""
+        """Lets nothing pass between two hosts any more, in neither direction."""
         self.cut_one_way(one, other)
         self.cut_one_way(other, one)
 
     def cut_one_way(self, sender: int, receiver: int) -> None:
-        """Nothing of one host arrives at another."""
+        """Lets nothing of one host arrive at another."""
         require(sender != receiver, f"host {sender} cannot be cut off from itself")
         self[sender].drop_to(self[receiver])
 
     def isolate(self, number: int) -> None:
-        """A host reaches nobody, and nobody reaches it; its processes live on."""
+        """Cuts a host from all others, in both directions; its processes live on."""
         self[number].unplug()
 
     def mend(self) -> None:
-        """No more cuts; hosts that are alive are plugged in. Links stay as slow as they are."""
+        """Ends all cuts, and plugs in hosts that are alive. Links stay as slow as they are."""
         for one in self:
             for other in self:
                 if one is not other:

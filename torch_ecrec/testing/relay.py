@@ -21,7 +21,7 @@ WAITING_MOST = 100_000  # packets; more are lost
 
 
 def opened(interface: str) -> socket.socket:
-    """What arrives at an interface, and what is sent by it."""
+    """Opens a raw socket for the packets that arrive at an interface or leave by it."""
     found = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
     found.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 26)
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def arrived(source: socket.socket) -> list[bytes]:
-    """Some packets, without those that this machine itself has sent by the interface."""
+    """Returns packets that have arrived, without those that this machine itself has sent by the interface."""
     found = []
     for _ in range(64):
         try:

@@ -505,7 +505,7 @@ def raise_descriptors() -> None:
 
 
 def _what_to_do(error: OSError, host: str, port: int) -> str:
-    """What whoever asked there in vain should look at."""
+    """Returns advice for somebody who could not connect there."""
     if isinstance(error, socket.gaierror):
         return f"is {host} spelt right, and known to this host (`getent hosts {host}`)?"
     if isinstance(error, ConnectionRefusedError):

@@ -110,7 +110,7 @@ class Lending:
                 self._shown[number] = segment
                 shown.append(segment)
             self._lent[number] += 1
-            self.pool.lend(segment, self)
+            self.pool.lend(segment, self.forget)
             return True
 
     def forget(self, segment: int) -> None:
@@ -164,7 +164,7 @@ class Lending:
         return {numbers[at]: (numbers[at + 1], numbers[at + 2]) for at in range(begin, many, 3)}
 
     def _take_back(self, returned: Sequence[int]) -> None:
-        """The other end does not look at these segments any more, once for each time that one is named."""
+        """Takes back segments that the other end does not look at any more, once for each time that one is named."""
         with self._lock:
             for number in returned:
                 segment = self._shown.get(number)
@@ -214,5 +214,5 @@ class Lending:
         with self._lock:
             self._ended = True
             for number, segment in self._shown.items():
-                self.pool.leave(segment, self, self._lent[number])
+                self.pool.leave(segment, self.forget, self._lent[number])
             self._shown, self._lent = {}, Counter()

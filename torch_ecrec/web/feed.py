@@ -30,7 +30,7 @@ class Kept:
 
 
 class Feed:
-    """What is kept for pages.
+    """Keeps the latest events, and the progress of training, for pages.
 
     Args:
         life: a word that no other process has; see above.
@@ -58,20 +58,20 @@ class Feed:
             self._points.append((time_s, step))
 
     def history(self) -> bytes:
-        """The steps of the last minutes, as JSON: [[time_s, step], ...]."""
+        """Returns the steps of the last minutes, as JSON: [[time_s, step], ...]."""
         return json.dumps([[round(time_s, 2), step] for time_s, step in self._points], separators=(",", ":")).encode()
 
     def id_of(self, number: int) -> str:
-        """The id of an event."""
+        """Returns the id of an event."""
         return f"{self.life}-{number}"
 
     def number_of(self, last_id: str) -> int:
-        """The number of the last event that a page has, by its id; 0: none of this life."""
+        """Returns the number of the last event that a page has, by its id; 0: none of this life."""
         life, _, number = last_id.rpartition("-")
         known = life == self.life and number.isascii() and number.isdecimal() and len(number) < 20
         return min(int(number), self.number) if known else 0
 
     def since(self, number: int) -> list[Kept]:
-        """The events after that one, oldest first, as far as they are still there."""
+        """Returns the events after that one, oldest first, as far as they are still there."""
         missed = min(self.number - number, len(self._events))  # mostly 0, and every page asks again and again
         return [self._events[at] for at in range(-missed, 0)]

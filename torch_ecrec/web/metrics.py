@@ -68,7 +68,7 @@ class Totals:
         self._step: int | None = None
 
     def of(self, counter: str) -> Mapping[Labels, float]:
-        """The values of a counter, by labels."""
+        """Returns the values of a counter, by labels."""
         return self._sums.get(counter, {})
 
     def follow(self, status: Status) -> None:
@@ -128,18 +128,18 @@ class _Families:
         self.made: list[Metric] = []
 
     def gauge(self, name: str, says: str, value: float | None) -> None:
-        """One value; None: there is none now."""
+        """Adds a gauge of one value; None: there is none now."""
         self.gauges(name, says, (), [] if value is None else [((), value)])
 
     def gauges(self, name: str, says: str, labels: Sequence[str], rows: Iterable[tuple[Labels, float]]) -> None:
-        """A value for each row of labels."""
+        """Adds a gauge with a value for each row of labels."""
         family = GaugeMetricFamily(PREFIX + name, says, labels=labels)
         for of, value in rows:
             family.add_metric(of, value)
         self.made.append(family)
 
     def counters(self, name: str, says: str, labels: Sequence[str], values: Mapping[Labels, float]) -> None:
-        """A counter; its name gets `_total`."""
+        """Adds a counter; its name gets `_total`."""
         family = CounterMetricFamily(PREFIX + name, says, labels=labels)
         for of, value in values.items():
             family.add_metric(of, value)

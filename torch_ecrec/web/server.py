@@ -113,7 +113,7 @@ class _Unavailable(Exception):
 
 
 class _NotAsked(Exception):
-    """What came is not what can be asked for: says why."""
+    """Raised for a request that is not well formed; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,7 @@ class WebServer:
         return found
 
     async def _count_wrong(self, request: web.BaseRequest) -> None:
-        """Of a wrong secret: the log is told from time to time, and who has said it waits."""
+        """Counts a request with a wrong secret: logs it from time to time, and delays the answer."""
         self._unproved += 1
         if self._loop.time() > self._told_s + TOLD_S:
             log.warning("http: %s, as %d in all of late, does not know the secret", request.remote, self._unproved)
@@ -478,7 +478,7 @@ class WebServer:
         return self._cluster is not None and self._cluster.kill is not None
 
     def _hello(self, missed: bool) -> bytes:
-        """What a page is told first: who answers, whether it has missed events, and what may be done here."""
+        """Returns the first message to a page: who answers, whether it has missed events, and what may be done here."""
         about = {"life": self._life, "missed": missed, "kill": self._may_kill}
         return _sse("hello", json.dumps(about).encode())
 
@@ -491,18 +491,18 @@ async def _write(found: web.StreamResponse, parts: list[bytes]) -> None:
 
 
 class _Drain(msgspec.Struct, forbid_unknown_fields=True):
-    """What a POST of /drain says."""
+    """The body of a POST of /drain."""
 
     member: str
     undo: bool = False
 
 
 class _Checkpoint(msgspec.Struct, forbid_unknown_fields=True):
-    """What a POST of /checkpoint says."""
+    """The body of a POST of /checkpoint, which is empty."""
 
 
 class _Kill(msgspec.Struct, forbid_unknown_fields=True):
-    """What a POST of /kill says."""
+    """The body of a POST of /kill."""
 
     member: str
 
@@ -555,7 +555,7 @@ class _Doors(web.Server):
         return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=BODY_MOST_BYTES)
 
     def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
-        """One has come; another may have to go."""
+        """Takes a connection that has come; another may have to go."""
         super().connection_made(handler, transport)
         transport.set_write_buffer_limits(high=1 << 16)
         self._peers[transport] = _Peer(asyncio.get_running_loop().time())
@@ -571,12 +571,12 @@ class _Doors(web.Server):
         self._peers = {one: peer for one, peer in self._peers.items() if not one.is_closing()}
 
     def asks(self, transport: asyncio.BaseTransport | None, now_s: float) -> None:
-        """A request has come on it."""
+        """Notes that a request has come on a connection."""
         if (peer := self._peers.get(transport)) is not None:  # type: ignore[call-overload]
             peer.asked_s, peer.streams = now_s, False
 
     def streams(self, transport: asyncio.BaseTransport | None) -> None:
-        """What is sent on it does not end."""
+        """Notes that the answer on this connection is a stream, which does not end."""
         if (peer := self._peers.get(transport)) is not None:  # type: ignore[call-overload]
             peer.streams = True
 

@@ -301,7 +301,7 @@ class ChaosRun(DemoRun):
         return self._random.choice(there) if there else None
 
     def _on_disk(self, member: str, number: int) -> bool:
-        """Whether something of a slot is in a file, as its host said last. Called with the lock."""
+        """Returns whether something of a slot is in a file, as its host said last. Called with the lock."""
         return any(slot.slot == number and slot.tier_written_bytes > 0 for slot in self._slots_of(member))
 
     def _slots_of(self, member: str) -> list[SlotReport]:

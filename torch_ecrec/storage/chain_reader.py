@@ -48,7 +48,7 @@ class _Coverage:
         self._seen = np.zeros_like(self._given)
 
     def fresh(self, rows_N: Positions, where: str) -> NDArray[np.bool_]:
-        """Which rows are wanted and newer than what is still to come."""
+        """Returns which rows are wanted and newer than what is still to come."""
         outside = rows_N[(rows_N < 0) | (rows_N >= self._slab.rows)]
         if len(outside):
             raise CheckpointError(f"{where} has {self._named(int(outside[0]))}, which is beyond its table; {ADVICE}")
@@ -64,7 +64,8 @@ class _Coverage:
         self._seen[:] = 0
 
     def finish(self, where: str, every: bool) -> None:
-        """The full checkpoint was read: raises unless it had all rows that were given, and (`every`) all there are."""
+        """Checks what was read of the full checkpoint: raises unless it had all rows that were given, and (`every`) all
+        there are."""
         more = self._given & ~self._seen
         if more.any():
             raise CheckpointError(
@@ -95,7 +96,7 @@ def records_of(
     slots: Collection[int] | None = None,
     saves: Sequence[Manifest] = (),
 ) -> Iterator[Block]:
-    """Every record of a checkpoint once, with its newest value.
+    """Yields every record of a checkpoint once, with its newest value.
 
     Args:
         catalog: where it is.
@@ -178,7 +179,7 @@ def _readers(
 
 
 def dense_of(catalog: Catalog, manifest: Manifest) -> dict[int, tuple[list[int], bytes]]:
-    """Trainer -> header and payload of its part of the dense model, of every trainer.
+    """Returns header and payload of each trainer's part of the dense model, by trainer.
 
     Raises:
         CheckpointError: a part cannot be read, or was altered.

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 AGAIN_S = 5.0  # before a store that could not be read is asked again
 
 
-class Restoring:
+class SlotRestore:
     """How one life of a slot begins with records of a checkpoint.
 
     Attributes:
@@ -59,7 +59,8 @@ class Restoring:
             self._ask(self._told())
 
     def _told(self) -> PartialRestore:
-        """What is to be read. Saves of steps that a slot may have to go back to before of are not: it could not."""
+        """Returns what is to be read: the checkpoint, and those saves whose step no slot can go back behind. With a
+        later save this slot could not go back."""
         host = self._host
         last = host.done - (host.resume_step - host.floor)
         return msgspec.structs.replace(

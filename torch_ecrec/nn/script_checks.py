@@ -1,6 +1,7 @@
-"""Refuses changes a script made to tables before they were sharded, where sharding would silently drop them.
+"""Refuses, or explains, what a user's script does and would lose by it, without a word, where servers have the tables.
 
-Whoever shards makes tables anew, of the configs: TorchRec in the trainers, we on the servers. So these would be gone:
+`check_lost_changes`: whoever shards makes tables anew, of the configs: TorchRec in the trainers, we on the servers. So
+these would be gone:
 
     out.weight = ec.embeddings["items"].weight              tied: after sharding the two would be trained apart
     weight.register_hook(clip)                              nobody would call it
@@ -9,19 +10,36 @@ Whoever shards makes tables anew, of the configs: TorchRec in the trainers, we o
     ebc.embedding_bags["t"] = nn.EmbeddingBag(..., max_norm=1.0)
 
 A frozen table (`requires_grad=False`) is none of these: it stays frozen (`placeholder.py`).
+
+`watch_batches`: `FeatureProcessedEmbeddingBagCollection` makes a new batch with the weights that its processors give.
+TorchRec's code for that leaves out batch sizes of features and inverse indices: the collection inside would pool other
+bags, and say nothing.
+
+`explain_empty_optimizers`: a script that gives TorchRec's data-parallel tables an optimizer of their own
+(`in_backward_optimizer_filter` of the collection's parameters) finds none where the servers serve these tables: they
+step there. torch says "optimizer got an empty parameter list" then, and nothing of us.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.optim import Optimizer
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torch_ecrec.compat.torch import children_of, has_tensor_hooks, module_hooks, own_parameters
+from torch_ecrec.compat.torchrec import collection_processed
+from torch_ecrec.nn.served import ServedModule
 from torch_ecrec.state_dicts.kinds import Collection
 from torch_ecrec.state_dicts.unsharded import configs_of, folder_of, weight_of
 
+EMPTY = "empty parameter list"
+_tables: list[str] = []  # of this process's models, on the servers
 _WAYS = ("max_norm", "padding_idx", "scale_grad_by_freq")  # of `nn.EmbeddingBag`, none of which TorchRec sets
 
 
@@ -101,3 +119,54 @@ def _tied(table: str, other: str) -> str:
         f"table {table}: its weights are also {other}, and after sharding the two would be trained apart. Give one of"
         " them a copy of its own (`nn.Parameter(weight.detach().clone())`), or look the rows up in the table"
     )
+
+
+def refuse_sizes(features: Any) -> None:
+    """Raises ValueError for a batch with a batch size per feature."""
+    if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
+        raise ValueError(
+            "a batch size per feature (`stride_per_key_per_rank`, `inverse_indices`) is not supported where features"
+            " are processed: TorchRec's FeatureProcessedEmbeddingBagCollection drops it. Give each sample its own bags"
+        )
+
+
+torch.fx.wrap("refuse_sizes")  # pipelines trace the wrapper, without a batch
+
+
+def watch_batches(model: nn.Module) -> None:
+    """Checks every batch that reaches a wrapper of a served collection."""
+    for module in model.modules():
+        if isinstance(module, FeatureProcessedEmbeddingBagCollection) and isinstance(
+            collection_processed(module), ServedModule
+        ):
+            module.register_forward_pre_hook(_check_batch)
+
+
+def _check_batch(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+    refuse_sizes(*inputs[:1])
+
+
+def explain_empty_optimizers(tables: Sequence[str]) -> None:
+    """Adds a note that names these tables to torch's error for an optimizer without parameters, from now on."""
+    if not hasattr(Optimizer.__init__, "names_tables"):
+        Optimizer.__init__ = _explained(Optimizer.__init__)  # type: ignore[method-assign]
+    _tables.extend(table for table in tables if table not in _tables)
+
+
+def _explained(init: Any) -> Any:
+    @functools.wraps(init)
+    def explained(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except ValueError as error:
+            if EMPTY in str(error):
+                names = ", ".join(_tables[:8]) + (", ..." if _tables[8:] else "")
+                error.add_note(
+                    f"torch_ecrec: the tables {names} are on its servers, which step them in the backward"
+                    " (`model.fused_optimizer` has their rates). They give no parameters to an optimizer of the script:"
+                    " leave that one out, or give it what remains of the model"
+                )
+            raise
+
+    explained.names_tables = True  # type: ignore[attr-defined]
+    return explained

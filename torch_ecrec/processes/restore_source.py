@@ -15,8 +15,8 @@ from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Beyond
 from torch_ecrec.storage.catalog import NEWEST, Broken, Catalog, place_of
+from torch_ecrec.storage.chain_reader import dense_of
 from torch_ecrec.storage.manifest import Manifest
-from torch_ecrec.storage.restoring import dense_of
 from torch_ecrec.storage.store_probe import StoreProbe
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ DENSE_S = 3600.0  # for the dense model, which is read at once; only a store tha
 
 
 def find(wanted: str, url: str, began_with: str = "") -> tuple[Restored, JobSpec] | None:
-    """The checkpoint that a cluster is to begin with.
+    """Returns the checkpoint that a cluster is to begin with, and its job; None: it begins with none.
 
     Args:
         wanted: URL, URL@STEP, or "newest": the newest at `url`; then None if there is none.
@@ -47,7 +47,8 @@ def find(wanted: str, url: str, began_with: str = "") -> tuple[Restored, JobSpec
 
 
 def find_again(run: str, url: str, beyond: Beyond, wanted: str, began_with: str) -> tuple[Restorable | None, int]:
-    """What a cluster begins with whose coordinator was started again, if nobody comes back who knows what was trained.
+    """Finds what a cluster begins with after its coordinator was started again, if no member that knows the training
+    returns.
 
     Args:
         run: its word; `url`: of its own checkpoints, "" if there are none; `beyond`: see `CheckpointSettings`.
@@ -89,15 +90,16 @@ def find_again(run: str, url: str, beyond: Beyond, wanted: str, began_with: str)
 
 
 def restored_of(catalog: Catalog, manifest: Manifest) -> Restored:
-    """How a cluster is told to begin with a checkpoint. Raises CheckpointError: what it builds on cannot be read."""
+    """Returns the message by which a cluster begins with a checkpoint. Raises CheckpointError: what it builds on cannot
+    be read."""
     bits = sorted({one.encoding.bits for one in catalog.chain(manifest)} - {0})
     rounded = f"weights are those of checkpoint {manifest.id}, rounded to {', '.join(map(str, bits))} bits"
     return Restored(catalog.url, manifest.id, manifest.done, inexact=rounded if bits else "")
 
 
 def newest_of(run: str, url: str) -> tuple[tuple[Restored, JobSpec] | None, int]:
-    """The newest checkpoint of a run, if there is one; its files are read later. And how many coordinators
-    the run had, as the names of its checkpoints tell, also of those that came to nothing.
+    """Returns the newest checkpoint of a run, if there is one; its files are read later. And how many coordinators the
+    run had, as the names of its checkpoints tell, also of those that came to nothing.
 
     Raises:
         CheckpointError: the place cannot be read, or what the checkpoint builds on is not there.
@@ -124,7 +126,7 @@ def _found(run: str, url: str) -> tuple[Restorable | None, int, list[Broken]]:
 
 
 def dense_model(restored: Restored) -> list[tuple[Tensor, list[int]]]:
-    """Every trainer's part of a checkpoint's dense model, in their order: payload (n,) uint8, and header.
+    """Returns every trainer's part of a checkpoint's dense model, in their order: payload (n,) uint8, and header.
 
     Raises:
         CheckpointError: it is not there (any more), is altered, or is of another step.
