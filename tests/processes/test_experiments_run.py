@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from torch_ecrec.bench import workload
-from torch_ecrec.experiments import catalogue, limits, run, scale
+from torch_ecrec.experiments import catalogue, cells, limits, run, scale
 from torch_ecrec.experiments.results import Results
 from torch_ecrec.experiments.scale import Scale
-from torch_ecrec.testing import cpu_quota
+from torch_ecrec.testing import cpu_quota, hosts
 
 FACTOR = 1 << 14  # 453 rows a table; Ckpt-30 saves each 1.9 s
 
@@ -31,8 +31,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def found_in(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
     results = Results.open(folder)
-    cells = [cell for group in results.groups for cell in group.cells]
-    found = {(cell.experiment, cell.mode): json.loads(results.path(cell).read_text()) for cell in cells}
+    them = [cell for group in results.groups for cell in group.cells]
+    found = {(cell.experiment, cell.mode): json.loads(results.path(cell).read_text()) for cell in them}
     assert [one["error"] for one in found.values()] == [None] * len(found)
     return {key: one["figures"] for key, one in found.items()}
 
@@ -44,7 +44,8 @@ def only(monkeypatch: pytest.MonkeyPatch, name: str, **changes: Any) -> None:
 
 
 def test_modes_train_undisturbed_in_turns(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    only(monkeypatch, "normal-1", modes=["XDL", "Ckpt-30", "Ckpt-60", "ECRM-k2"], seconds=0.3)
+    monkeypatch.setattr(cells, "SAVED_BESIDE", 64)  # small steps: many, so that some are beside a checkpoint
+    only(monkeypatch, "normal-1", modes=["XDL", "Ckpt-30", "Ckpt-60", "Ckpt-30-beside", "ECRM-k2"], seconds=0.3)
     assert run.begin("normal-1", FACTOR, None, tmp_path) == 0
     found = found_in(tmp_path)
     assert all(len(one["blocks"]) == 2 and one["samples_per_s"]["min"] > 0 for one in found.values())
@@ -54,7 +55,10 @@ def test_modes_train_undisturbed_in_turns(small: None, tmp_path: Path, monkeypat
     assert half["bytes"]["min"] > 0.9 * Scale(FACTOR).record_bytes("Criteo") and half["save_s"]["min"] > 0
     costs = [half["overhead"][store]["median"] for store in scale.BANDWIDTHS]
     assert costs == sorted(costs, reverse=True) and costs[0] > 0
-    assert not any(path.name == "store" for path in tmp_path.rglob("*"))
+    beside = found["normal-1", "Ckpt-30-beside"]
+    assert beside["bytes"]["min"] == half["bytes"]["min"] and all("lost_s" in block for block in beside["blocks"])
+    assert beside["save_s"]["min"] > 0.9 * beside["bytes"]["min"] / scale.BANDWIDTHS["store"], "at that store's pace"
+    assert not any("store" in path.name for path in tmp_path.rglob("*"))
 
 
 @pytest.mark.skipif(bool(limits.unavailable("lessNetwork") or limits.unavailable("lessCPU")), reason="it takes root")
@@ -81,6 +85,20 @@ def test_after_a_kill_one_goes_on_and_one_goes_back(
     steps = [step for _, step in theirs["progress"]]
     assert steps != sorted(steps), "it goes back"
     assert theirs["share"] == 0.0 and theirs["recovered_s"] == theirs["caught_up_s"]
+
+
+@pytest.mark.skipif(bool(hosts.unavailable()), reason="it takes root")
+def test_hosts_die_with_their_links(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both modes the same slots, and without two-phase commit, too, all is repaired after it."""
+    spec = msgspec.structs.replace(catalogue.all_specs()["recovery-3"], repeats=2)
+    monkeypatch.setattr(run, "chosen", lambda _: [spec])
+    assert run.begin("recovery-3", FACTOR, None, tmp_path) == 0
+    found = {mode: one for (_, mode), one in found_in(tmp_path).items()}
+    assert [len(one["kills"]) for one in found.values()] == [2, 2]
+    slots = [[kill["slot"] for kill in one["kills"]] for one in found.values()]
+    assert slots[0] == slots[1]
+    assert all(kill["rebuilt_s"] > kill["detected_s"] > 0 for one in found.values() for kill in one["kills"])
+    assert found["ECRM-k4"]["lost_steps"] == found["ECRM-k4"]["wrong_stripes"] == 0
 
 
 def test_emulated_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

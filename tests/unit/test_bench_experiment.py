@@ -455,11 +455,3 @@ def test_where_there_can_be_no_hosts_it_is_said(words: str, monkeypatch: pytest.
     name, *more = words.split()
     benchmark = {"train": train, "connections": connections, "outages": outages}[name]
     refuses(benchmark, more, "`--hosts`: hosts need root", tmp_path)
-
-
-def test_a_checkpoint_that_does_not_fit_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = recovery.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(recovery.shutil, "disk_usage", lambda _: usage._replace(free=2_000_000_000))
-    found = recovery.from_checkpoint(4.0, parse(recovery, "--out", tmp_path))
-    assert found == {"gigabytes": 4.0, "skipped": found["skipped"]}
-    assert re.search(r"2\.0 GB free.*5\.3 GB needed", found["skipped"])

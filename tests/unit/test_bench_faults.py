@@ -86,16 +86,11 @@ def test_a_row_has_median_least_and_most() -> None:
 
 def test_what_is_printed_and_drawn_of_kills(tmp_path: Path) -> None:
     rows = [a_row(Case(1.0, 0.0, False), 0.3), a_row(Case(1.0, 50.0, False), 0.1), a_row(Case(1.0, 0.0, True), 0.2)]
-    taken = {"save_s": 1.0, "start_s": 6.0, "load_s": 2.0, "until_training_s": 8.0, "redo_s": 900.0}
-    done = {"gigabytes": 1.0, "skipped": None, "until_caught_up_s": 908.0, **taken}
-    skipped = {"gigabytes": 4.0, "skipped": "no room"}
-    text = recovery.tables(rows, [done, skipped], 1800.0)
+    text = recovery.tables(rows)
     assert "over 2 kills in training" in text and "1 GB, idle" in text
-    assert "not run but computed: half of an interval of 1800 s" in text
-    assert "4 GB, checkpoint: skipped: no room" in text
-    recovery.draw(rows, [done, skipped]).savefig(tmp_path / "picture.png")
+    recovery.draw(rows).savefig(tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
-    assert recovery.tables([], [], 1800.0) == ""
+    assert recovery.tables([]) == ""
 
 
 def test_a_case_on_a_disk_stands_beside_the_same_in_memory() -> None:
@@ -107,7 +102,7 @@ def test_a_case_on_a_disk_stands_beside_the_same_in_memory() -> None:
     assert line["case"] == "1 GB, no limit, 25 % in memory" and line["lost_mb_per_s / in memory"] == 0.5
     (line,) = recovery.beside_memory([*rows, a_row(Case(1.0, 0.0, True, 0.1), 1)])
     assert line["first_step_s / in memory"] is None
-    assert "beside the same case in memory" in recovery.tables([*rows, tiered], [], 1800.0)
+    assert "beside the same case in memory" in recovery.tables([*rows, tiered])
 
 
 # --- outages ---------------------------------------------------------------------------------------------------------

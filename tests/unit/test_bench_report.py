@@ -67,11 +67,9 @@ def leave_recovery(folder: Path, error: str | None = None) -> None:
     ):
         kills = [{**dict.fromkeys(KILLED, 2.0), "first_step_s": value} for value in first_step_s]
         cases.append((case, kills))
-    restart = dict.fromkeys(("save_s", "start_s", "load_s", "until_training_s", "redo_s", "until_caught_up_s"), 5.0)
     content = {
-        "arguments": {"checkpoint_interval_s": 1800.0, "zipf": 1.05},
+        "arguments": {"zipf": 1.05},
         "cases": [{"case": case.name, "kills": kills} for case, kills in cases],
-        "checkpoints": [{"gigabytes": 1.0, "skipped": None, **restart}, {"gigabytes": 8.0, "skipped": "no room"}],
         "error": error,
     }
     leave(folder, "recovery", content, [recovery.summary(case, kills) for case, kills in cases])
@@ -166,7 +164,6 @@ def test_the_documents(source: Path, tmp_path: Path) -> None:
     assert "| 0.5 |" in lines(text, "| fold (2, 1), GB/s / memcpy")
     assert "codec.json has no fold of (4, 2)" in lines(text, "| fold (4, 2), GB/s / memcpy")
     assert "| 1.26 |" in lines(text, "| memory / records, k4r1")
-    assert "half of an interval of 1800 s" in text and "A restart with 8 GB was skipped: no room." in text
     assert "1 GB, idle" in text and "Records of 260 bytes" in text and "ISA-L" not in text, "empty columns are left out"
 
     page = (out / "scaling.md").read_text()

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from places import ROOT
 
@@ -102,6 +103,8 @@ workers = [2]
         ("workers", "trainers", "unknown field `trainers`"),
         ("title =", "title", "at line 2"),
         ("workers = [2]", 'workers = [2]\n[smoke]\nmodes = ["XLD"]', "unknown mode 'XLD'"),
+        ("workers", 'kills = "host"\nworkers', '`kills = "host"` goes with `kind = "kill"`'),
+        ('"undisturbed"', '"kill"\nkills = "link"', "Invalid enum value 'link' - at `$.kills`"),
     ],
 )
 def test_a_file_that_is_no_experiment_is_named_with_the_reason(old: str, new: str, says: str, tmp_path: Path) -> None:
@@ -123,7 +126,9 @@ def test_modes() -> None:
     assert less.settings == {"TORCH_ECREC_EXPERIMENT_MODE": "minusNNRep-minus2PC"}
     assert modes.parse("ECRM-k4-ranges10").settings == {"TORCH_ECREC_EXPERIMENT_RANGES": "10"}
     groups = [modes.parse(name).trained.group for name in SPECS["normal-1"].modes]
-    assert groups == ["XDL", "Ckpt", "Ckpt", "ECRM-k2", "ECRM-k4"]  # both intervals are one system
+    assert groups == ["XDL", "Ckpt", "Ckpt", "Ckpt-beside", "ECRM-k2", "ECRM-k4"]  # both intervals are one system
+    beside = modes.parse("Ckpt-60-beside")
+    assert (beside.interval_s, beside.beside, beside.system) == (3600, True, "Ckpt-beside")
     less_cpu = modes.parse("ECRM-k4-lessCPU")
     assert (less_cpu.limit, less_cpu.trained.group, less_cpu.settings) == ("lessCPU", "ECRM-k4", {})
     for wrong in ("xdl", "Ckpt", "ECRM", "ECRM-k4-minus2PC-minusNNRep", "XDL-minus2PC", "ECRM-k4-ranges"):
@@ -152,7 +157,7 @@ def test_what_does_not_fit_the_memory_is_refused_with_a_factor_that_fits() -> No
     needs = [(group.cells[0].model, group.modes, 2) for group in cells.groups([SPECS["normal-1"]])]
     most = max(Scale().memory(*need) for need in needs)
     scale.require_memory(Scale(), needs, most)
-    for available in (0.99 * most, 10e9):
+    for available in (0.99 * most, 13e9):
         with pytest.raises(ValueError, match=r"8S at rows / 1,024 takes .* GB .*: take --factor") as refused:
             scale.require_memory(Scale(), needs, available)
         factor = int(str(refused.value).rpartition(" ")[2])
@@ -206,6 +211,30 @@ def test_a_checkpoint_costs_what_the_store_takes_at_least() -> None:
     assert medians == {"slow store": 12.0 / 30, "store": 3.0 / 30, "fast store": 3.0 / 30}  # the disk's own pace
     hour = cells.figures_of_blocks(modes.parse("Ckpt-60"), saved, None, Scale())
     assert hour["overhead"]["slow store"]["median"] == 12.0 / 60
+
+
+def test_what_a_checkpoint_beside_training_takes() -> None:
+    """Steps of 1 s; the two beside a checkpoint of 3 s take 1.5 s each: a third of the rate is lost for 3 s."""
+    block = {"begin_s": 0.0, "ends_s": [1.0, 2.0, 3.5, 5.0, 6.0], "spans_s": [[2.0, 5.0]], "bytes": [300_000_000]}
+    found = cells.figures_beside(block, 100)
+    assert found == {
+        "samples_per_s": pytest.approx(100.0),
+        "save_s": 3.0,
+        "bytes": 300_000_000,
+        "lost_s": pytest.approx(1.0),
+    }
+    assert cells.figures_beside({**block, "spans_s": [[6.5, 7.0]]}, 100) is None, "it began too late"
+    assert cells.figures_beside({**block, "spans_s": [[-1.0, 7.0]]}, 100) is None, "nothing to compare with"
+
+
+def test_a_checkpoint_beside_training_costs_the_same_into_each_store_that_takes_it_in_time() -> None:
+    saved = [{"samples_per_s": 1.0, "save_s": 10.0, "bytes": 900_000_000, "lost_s": lost_s} for lost_s in (0.3, 0.6)]
+    found = cells.figures_of_blocks(modes.parse("Ckpt-30-beside"), saved, blocks(1.0, 1.0), Scale())
+    assert set(found["overhead"]) == {"store", "fast store"}, "25 MB/s take 36 s, and it is due every 30 s"
+    assert found["overhead"]["store"]["median"] == pytest.approx(0.45 / 30)
+    assert figures.overhead(found, "slow store") is None and figures.overhead(found) == pytest.approx(0.015)
+    hour = cells.figures_of_blocks(modes.parse("Ckpt-60-beside"), saved, None, Scale())
+    assert hour["overhead"]["slow store"]["median"] == pytest.approx(0.45 / 60)
 
 
 def test_recovered_is_when_training_is_where_it_would_be() -> None:
@@ -277,12 +306,14 @@ def made_up(cell: Cell, kind: str) -> dict[str, Any]:
             "before_samples_per_s": 1000.0,
             "after_samples_per_s": 990.0,
             "progress": [(float(i), i) for i in range(-10, 30)],
-            "kills": [{}] * 3,
+            "kills": [{"recovered_s": took_s}] * 3,
             **({} if mode.interval_s else {"lost_steps": 2 if "minus2PC" in cell.mode else 0, "wrong_stripes": 0}),
         }
     found: dict[str, Any] = {"samples_per_s": spread(1000.0 - 100 * mode.k / 4), "blocks": []}
     if mode.interval_s:
         stores = {store: spread(0.6 if store == "slow store" else 0.06) for store in scale.BANDWIDTHS}
+        if mode.beside:
+            stores = {"store": spread(0.04), "fast store": spread(0.04)}
         found |= {"interval_s": 30.0, "save_s": spread(1.0), "bytes": spread(1e8), "overhead": stores}
     elif cell.mode != "XDL":
         found["overhead"] = spread(0.05)
@@ -428,7 +459,7 @@ def test_an_interrupted_run_goes_on_to_the_same_cells(
     assert run.resume(tmp_path / "cut") == 0
     folders = [tmp_path / name / "cells" for name in ("whole", "cut")]
     whole, cut = ({str(path.relative_to(one)): path.read_text() for path in one.rglob("*.json")} for one in folders)
-    assert whole == cut and len(whole) == 3 + SMOKED - 1
+    assert whole == cut and len(whole) == 4 + SMOKED - 1
 
 
 def test_bad_data_is_refused_before_anything_is_made(ran: Ran, tmp_path: Path) -> None:
@@ -485,11 +516,14 @@ def test_the_page_in_docs_is_made_of_its_json() -> None:
 
 def test_claims_are_judged_either_way(tmp_path: Path) -> None:
     results = filled(tmp_path)
-    (reduced,) = SPECS["normal-1"].claims
+    reduced, dearer = SPECS["normal-1"].claims
     by = {line["case"]: line for line in report.judged(results, SPECS["normal-1"], reduced)}
-    assert by["8S, slow store"]["measured"] == pytest.approx(1 - 0.05 / 0.6)
-    assert by["8S, slow store"]["as published"] == by["8S, slow store"]["as wanted"] == "yes"
-    assert by["8S, store"]["as published"] == "no"
+    slow, store = by["8S, slow store, Ckpt-30"], by["8S, store, Ckpt-30-beside"]  # the best of both
+    assert slow["measured"] == pytest.approx(1 - 0.05 / 0.6) and store["measured"] == pytest.approx(1 - 0.05 / 0.04)
+    assert slow["as published"] == slow["as wanted"] == "yes" and store["as published"] == "no"
+    lines = report.judged(results, SPECS["normal-1"], dearer)
+    assert len(lines) == 5 * 2 and {(line["case"], line["as wanted"]) for line in lines} >= {("2S, ECRM-k2", "no")}
+    assert all(line["measured"] == pytest.approx(0.01) for line in lines)
     sooner, lower = SPECS["recovery-1"].claims
     assert [line["measured"] for line in report.judged(results, SPECS["recovery-1"], sooner)] == [20.0] * 5
     judged = report.judged(results, SPECS["recovery-1"], lower)
@@ -505,6 +539,71 @@ def test_claims_are_judged_either_way(tmp_path: Path) -> None:
     assert [line["case"] for line in report.judged(results, SPECS["cpr"], partly)] == ["mfu", "ssu"]
     nobody = Claim(source="x", says="y", figure="recovery_speedup", wanted=1.0)
     assert report.judged(results, SPECS["normal-4"], nobody)[0]["case"] == "not run"
+
+
+def test_a_rival_that_costs_nothing_cannot_be_beaten() -> None:
+    cell = Cell("normal-1", "Criteo", "ECRM-k4", 2, 0)
+    rival = dataclasses.replace(cell, mode="Ckpt-30-beside")
+    found = {cell: {"overhead": spread(0.02)}, rival: {"overhead": {"store": spread(-0.01)}}}
+    assert figures.overhead_reduced(found) == [{"case": "Criteo, store, Ckpt-30-beside", "value": 0.0}]
+
+
+# the same cells, run twice -------------------------------------------------------------------------------------------
+
+
+def run_with(folder: Path, name: str, rates: dict[str, tuple[float, float, float]], factor: int = 1024) -> Results:
+    """A run of which some cells, by their modes, have the rates least, median, most."""
+    results = Results.begin(folder, name, factor, None, catalogue.chosen(name))
+    for cell in results.groups[0].cells:
+        if cell.mode in rates:
+            least, median, most = rates[cell.mode]
+            figures_of = {"samples_per_s": {"median": median, "min": least, "max": most}, "blocks": []}
+            results.write(cell, figures_of, None)
+    return results
+
+
+def test_the_same_cells_run_twice_are_compared(tmp_path: Path) -> None:
+    rates = {"ECRM-k4": (90.0, 100.0, 110.0), "ECRM-k4-minus2PC": (99.0, 100.0, 101.0)}
+    first = run_with(tmp_path / "one", "normal-4", rates)
+    again = {"ECRM-k4": (81.0, 81.0, 81.0), "ECRM-k4-minus2PC": (96.0, 97.0, 98.0), "ECRM-k4-minusNNRep": (1, 1, 1)}
+    second = run_with(tmp_path / "two", "normal-4", again)
+    lines = figures.run_again(first, second, SPECS["normal-4"])
+    assert [(line["mode"], line["differ by"], line["spread"], line["within"]) for line in lines] == [
+        ("ECRM-k4", 19.0, 20.0, "yes"), ("ECRM-k4-minus2PC", 3.0, 2.0, "no")
+    ]  # fmt: skip
+    text = report.page([first, second])
+    assert f"**Run again** (commit {second.run.header['commit']}" in text
+    assert "1 of 2 cells differ by no more than the spread that they state." in text
+    report.write([first, second], tmp_path / "docs" / "evidence.md")
+    kept = [Results.open(tmp_path / "docs" / "evidence" / name) for name in ("normal-4", "normal-4-2")]
+    assert report.page(kept) == text, "the page can be made of what stands beside it"
+    report.write(kept[::-1], tmp_path / "docs" / "evidence.md")
+    assert [Results.open(one.folder).figures(lines_of(one)) for one in kept] == [
+        second.figures(lines_of(second)), first.figures(lines_of(first))
+    ], "each is there, the other way round"  # fmt: skip
+
+
+def lines_of(results: Results) -> Cell:
+    return results.groups[0].cells[0]
+
+
+def test_cells_of_another_setting_are_not_the_same(tmp_path: Path) -> None:
+    first = run_with(tmp_path / "one", "normal-4", {"ECRM-k4": (1.0, 1.0, 1.0)})
+    second = run_with(tmp_path / "two", "normal-4", {"ECRM-k4": (1.0, 1.0, 1.0)}, factor=2048)
+    assert figures.run_again(first, second, SPECS["normal-4"]) == []
+    assert "no cell with the same settings, factor and kind of rows has run in both" in report.page([first, second])
+    smaller = msgspec.structs.replace(SPECS["normal-4"], repeats=1)
+    assert figures.run_again(first, first, smaller) == []
+
+
+def test_what_states_no_spread_is_not_judged(tmp_path: Path) -> None:
+    killed, emulated = (filled(tmp_path / name, name) for name in ("recovery-1", "accuracy"))
+    results = Results.open(killed.folder)
+    cell = results.groups[0].cells[0]
+    results.write(cell, {**made_up(cell, "kill"), "kills": [{"recovered_s": 20.0}]}, None)
+    assert figures.run_again(results, results, SPECS["recovery-1"])[0]["within"] == "-"
+    lines = figures.run_again(emulated, emulated, SPECS["accuracy"])
+    assert {(line["spread"], line["within"]) for line in lines} == {(0.0, "yes")}
 
 
 def test_a_cell_file_says_what_it_is_of(tmp_path: Path) -> None:

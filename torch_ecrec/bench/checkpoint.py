@@ -31,14 +31,16 @@ import argparse
 import dataclasses
 import functools
 import math
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch_ecrec.bench import record, workload
 from torch_ecrec.bench.experiment import Experiment, Model, Part, Running, Stopped, cpu_s, parse_mode
-from torch_ecrec.bench.recovery import RECORD_BYTES, forget_pages
+from torch_ecrec.bench.recovery import RECORD_BYTES
 from torch_ecrec.observe import events
 from torch_ecrec.runtime.checks import require
 
@@ -211,6 +213,19 @@ def turns(arguments: argparse.Namespace, shape: workload.Shape, ways: Sequence[W
         begin=writing.begin,
         after=lambda name, block: print(f"turn of {name}", flush=True),
     )
+
+
+def forget_pages(folder: Path) -> int:
+    """Drops files from the page cache, so that the next read is from the disk; returns their bytes."""
+    total = 0
+    for path in folder.rglob("*"):
+        if path.is_file():
+            total += path.stat().st_size
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                if hasattr(os, "posix_fadvise"):  # Linux
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return total
 
 
 def _first_step(running: Running) -> dict[str, Any]:

@@ -3,10 +3,12 @@
     part = Part("1 GB", parse_mode("k2r1"), model, [Kill(steady_s=8.0, seed=0)], spares=1, watched=True)
     Experiment("recovery", out, [part], repeats=5, begin=start_training)
 
-A `Kill` is SIGKILL to the process that hosts a random slot, at a random moment of steady training, on one host. An
-`Outage` befalls a part that is `Apart` on hosts: a host vanishes, a link is cut, the leader's host dies, a server is
-drained; what was taken comes back only once all is repaired, so that what it costs to start processes again is none of
-the event's. The next fault waits until everything is healthy and every spare is there again.
+A `Kill` is SIGKILL to the process that hosts a random slot, at a random moment of steady training. On one host the
+kernel still delivers what the process had written to its sockets. Of a part that is `Apart` on hosts, the host dies:
+its link goes down first, and what had not left is lost. An `Outage` befalls such a part: a host vanishes, a link is
+cut, the leader's host dies, a server is drained; what was taken comes back only once all is repaired, so that what it
+costs to start processes again is none of the event's. The next fault waits until everything is healthy and every spare
+is there again.
 
 Of a kill, `KILLED`: seconds after SIGKILL (`demo/report.py` says of what), but `rebuild_s`, from re-hosted to rebuilt.
 Lost are the data and parity records of the slot. Samples per second are of all trainers together: `before` over a
@@ -48,6 +50,7 @@ from torch_ecrec.transport.etcd import Leader
 MB = 1e6
 WARM_S = 3.0  # of training, not measured
 MOMENT_S = 1.0  # a fault comes at a random moment of so many seconds
+IDLE_S = 0.5  # for what is under way to end, when trainers pause
 CALM_S, CALM_BYTES = 3.0, 4 << 20  # a spare that grows by less has its memory ready; it tells that once a second
 GRACE_S = 1.0  # after a spare is there again: every process has just connected with it
 DETECT_S = 45.0  # longer than a lease
@@ -141,7 +144,11 @@ def figures_of_kill(
 
 
 def kill_host(running: Running, rng: random.Random) -> Killed:
-    """Kills the process that hosts a random slot, by SIGKILL. Raises `Stopped` if it cannot be done."""
+    """Kills the process that hosts a random slot, by SIGKILL; with its host and link, where it has one of its own.
+
+    Raises:
+        Stopped: it cannot be done.
+    """
     slot = rng.randrange(len(running.record.places))
     with running.changed:
         lacks = running.whole() or running.trouble()
@@ -149,15 +156,21 @@ def kill_host(running: Running, rng: random.Random) -> Killed:
             raise Stopped(f"{running.part.name}: a kill did not fire: {lacks}")
         kill = running.record.on_kill(running.part.name, "server", slot, time.time())
         assert kill.pid is not None, "of all processes alone it is not known"
+        gone = f"{running.part.name}: a kill did not fire: no process {kill.pid}"
+        if isinstance(running.place, Apart):
+            host = running.place.hosts.host_of(kill.pid)
+            if host is None or not running.cluster.kill_host(host, float("inf")):
+                raise Stopped(gone)
+            return kill
         try:
             os.kill(kill.pid, signal.SIGKILL)
         except ProcessLookupError:
-            raise Stopped(f"{running.part.name}: a kill did not fire: no process {kill.pid}") from None
+            raise Stopped(gone) from None
     return kill
 
 
 class Kill:
-    """Kills the host of a random slot by SIGKILL: a turn of a part.
+    """Kills the host of a random slot (`kill_host`): a turn of a part.
 
     Args:
         steady_s: of training around each kill.
@@ -171,16 +184,14 @@ class Kill:
         self._rng = random.Random(str(seed))
         self._before_s = 0.0  # when the window began that ends at the next kill, if it trains since
 
-    def _window(self, running: Running) -> tuple[float, float]:
-        return running.trains(self.steady_s + self._rng.uniform(0.0, MOMENT_S))
-
     def __call__(self, running: Running) -> dict[str, Any]:
         """Kills once, and returns the figures. Raises `Stopped`."""
-        before_s = self._before_s if self._before_s > running.resumed_s else self._window(running)[0]
+        before_s = self._before_s if self._before_s > running.resumed_s else running.trains(self.steady_s)[0]
         if self.idle:
             running.pause()
-            time.sleep(self._rng.uniform(0.5, 0.5 + MOMENT_S))  # for what is still under way to end
+            time.sleep(IDLE_S)
         running.until(running.whole, WHOLE_S, "a status of a whole cluster")  # on a slow link the last may be old
+        time.sleep(self._rng.uniform(0.0, MOMENT_S))  # a window ends with a step: not always just after one
         kill = kill_host(running, self._rng)
         shape, code = running.model.shape, running.mode.code
         assert code is not None
@@ -192,7 +203,7 @@ class Kill:
         if self.idle:
             running.go()
         time.sleep(GRACE_S)
-        after_s, end_s = self._window(running)
+        after_s, end_s = running.trains(self.steady_s)
         with running.changed:
             steps = Steps(0) if self.idle else running.steps  # nobody trained: rates and steps mean nothing
             figures = figures_of_kill(kill, steps, spare_s, (before_s, after_s, end_s), running.model.samples, lost)
@@ -212,7 +223,9 @@ class Kill:
             if name != "first step after" or not self.idle:
                 what = f"{kill.member} (pid {kill.pid}, host of slot {kill.number}) was killed; its {name}"
                 running.until(lambda at=time_s: "" if at() is not None else "it", seconds, what)  # type: ignore[misc]
-        if not running.part.restart:
+        if isinstance(running.place, Apart):
+            running.cluster.return_all()
+        elif not running.part.restart:
             running.cluster.start_server()
         running.until(running.whole, WHOLE_S, "a spare")
         await_calm(running)

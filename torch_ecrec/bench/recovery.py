@@ -1,4 +1,4 @@
-"""Measures the phases of a recovery, what the rebuild costs training, and a restart from a checkpoint.
+"""Measures the phases of a recovery, and what the rebuild costs training.
 
     torch-ecrec bench recovery --gigabytes 1 4 8 --kills 5 --rebuild-mb-per-s 0 50 200
 
@@ -8,8 +8,8 @@ times of all phases are taken (`faults.py` has the figures). The next kill waits
 there again, and another window of steady training is over. The case `idle` is the unlimited one with the trainers
 paused and no process starting: the speed of the rebuild alone.
 
-The alternative is measured on plain TorchRec with the same tables: start the processes, load a checkpoint from the
-local disk (not from the page cache), redo half an interval between checkpoints; the last is computed.
+The alternative, to go back to a checkpoint, is an experiment: `torch-ecrec experiments run recovery-1` kills a server
+and trains until all that was lost is there again.
 
 All processes share this machine: the killed one is started again at once, and its start takes cores from training
 while the rebuild runs, as it would not on a host of its own. `--restart rebuilt`, and `idle`, start it once all is
@@ -24,15 +24,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_ecrec.bench import record, workload
-from torch_ecrec.bench.experiment import Experiment, Model, Part, Running, Stopped, parse_mode
+from torch_ecrec.bench.experiment import Experiment, Model, Part, parse_mode
 from torch_ecrec.bench.faults import KILLED, MB, Kill, start_training
 from torch_ecrec.bench.tiers import budget, tier_settings
 from torch_ecrec.demo.result import arguments_json
@@ -47,8 +45,6 @@ if TYPE_CHECKING:
 TABLES, DIM = workload.Shape.tables, workload.Shape.dim
 RECORD_BYTES = optimizer("rowwise_adagrad").schema(DIM).nbytes
 AHEAD = 4  # batches, what a DataLoader with workers has (`TORCH_ECREC_LOOK_AHEAD`)
-STEPS_BEFORE_SAVE = 3  # so that the optimizer has a state
-LEAVE_BYTES = 1 << 30  # of the disk, when a checkpoint is written
 PHASES = {  # what is drawn of a kill: color and name
     "detected_s": ("#7b8794", "detected"),
     "rehosted_s": ("#2563eb", "re-hosted"),
@@ -64,7 +60,6 @@ SHOWN = {
         "during_share",
     ),
 }
-RESTARTS = ("gigabytes", "save_s", "start_s", "load_s", "until_training_s", "redo_s", "until_caught_up_s")
 
 
 @dataclass(frozen=True)
@@ -188,83 +183,6 @@ def beside_memory(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-# the alternative --------------------------------------------------------------------------------------
-
-
-def forget_pages(folder: Path) -> int:
-    """Drops files from the page cache, so that the next read is from the disk; returns their bytes."""
-    total = 0
-    for path in folder.rglob("*"):
-        if path.is_file():
-            total += path.stat().st_size
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-                if hasattr(os, "posix_fadvise"):  # Linux
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return total
-
-
-def restart(gigabytes: float, arguments: argparse.Namespace) -> Experiment:
-    """Returns the experiment of restarting plain TorchRec: one part saves a checkpoint, the second loads it."""
-    folder = (arguments.out / "checkpoint").resolve()
-    model, mode = model_of(gigabytes, arguments), parse_mode("torchrec")
-    train = {"run": STEPS_BEFORE_SAVE, "snapshot": False, "checkpoint": 0}
-
-    def save(running: Running) -> dict[str, Any]:
-        running.ask(train)
-        answers = running.ask({"save": str(folder)})
-        size = forget_pages(folder)
-        return {
-            "save_s": max(one["saved_s"] for one in answers),
-            "checkpoint_bytes": size,
-            "samples": [one["sample"] for one in answers],
-        }
-
-    def load(running: Running) -> dict[str, Any]:
-        answers = running.ask({"load": str(folder)})
-        running.ask(train)
-        start_s = max(one["ready"] for one in running.ready) - running.started_s
-        load_s = max(one["loaded_s"] for one in answers)
-        return {"start_s": start_s, "load_s": load_s, "samples": [one["sample"] for one in answers]}
-
-    name = f"{gigabytes:g} GB, checkpoint"
-    parts = [
-        Part(f"{name} saved", mode, model, [save]),
-        Part(f"{name} loaded", mode, dataclasses.replace(model, seed=model.seed + 1), [load]),
-    ]
-    return Experiment("checkpoint", arguments.out, parts)
-
-
-def from_checkpoint(gigabytes: float, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures a restart of plain TorchRec from a checkpoint. `skipped` says why if it was not measured.
-
-    Raises:
-        Stopped: the trainers failed, or what was loaded is not what was saved.
-    """
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    free, needed = shutil.disk_usage(arguments.out).free, int(gigabytes * 1.05e9) + LEAVE_BYTES
-    if free < needed:
-        reason = f"{free / 1e9:.1f} GB free on the disk of {arguments.out}, {needed / 1e9:.1f} GB needed"
-        return {"gigabytes": gigabytes, "skipped": reason}
-    try:
-        (saved,), (loaded,) = restart(gigabytes, arguments).results().values()
-    finally:
-        shutil.rmtree(arguments.out / "checkpoint", ignore_errors=True)
-    samples = saved.pop("samples"), loaded.pop("samples")
-    if samples[0] != samples[1]:
-        raise Stopped(f"{gigabytes:g} GB, checkpoint: what was loaded is not what was saved: {samples}")
-    redo_s, until_training_s = arguments.checkpoint_interval_s / 2, loaded["start_s"] + loaded["load_s"]
-    return {
-        "gigabytes": gigabytes,
-        "skipped": None,
-        **saved,
-        **loaded,
-        "redo_s": redo_s,
-        "until_training_s": until_training_s,
-        "until_caught_up_s": until_training_s + redo_s,
-    }
-
-
 # what is shown ----------------------------------------------------------------------------------------
 
 
@@ -276,7 +194,7 @@ def kill_line(name: str, figures: Mapping[str, Any]) -> None:
     print(f"  {name}: {shown}", flush=True)
 
 
-def tables(rows: Sequence[Mapping[str, Any]], checkpoints: Sequence[Mapping[str, Any]], interval_s: float) -> str:
+def tables(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns the tables that are printed at the end."""
     blocks = []
     for title, figures in SHOWN.items() if rows else ():
@@ -293,28 +211,20 @@ def tables(rows: Sequence[Mapping[str, Any]], checkpoints: Sequence[Mapping[str,
             if all(row[f"{figure}_max"] is not None for row in training)
         ]
         blocks.append(f"over {sum(row['kills'] for row in training)} kills in training:\n" + "\n".join(lines))
-    measured = [c for c in checkpoints if c["skipped"] is None]
-    if measured:
-        blocks.append(
-            "restart of plain TorchRec from a checkpoint on the local disk; redo_s is not run but computed: half of an"
-            f" interval of {interval_s:g} s:\n{record.table(measured, RESTARTS)}"
-        )
-    blocks += [f"{c['gigabytes']:g} GB, checkpoint: skipped: {c['skipped']}" for c in checkpoints if c["skipped"]]
     return "\n\n".join(blocks)
 
 
-def draw(rows: Sequence[Mapping[str, Any]], checkpoints: Sequence[Mapping[str, Any]]) -> Figure:
+def draw(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Plots the times of the phases by size, and throughput in each phase by rate limit.
 
     Args:
         rows: `summary` of each case.
-        checkpoints: `from_checkpoint` of each size.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12.0, 5.6), layout="constrained")
     times, rates = figure.subplots(1, 2)
-    _draw_times(times, rows, [c for c in checkpoints if c["skipped"] is None])
+    _draw_times(times, rows)
     _draw_rates(rates, [row for row in rows if row["mode"] == "training"])
     for axes in (times, rates):
         if axes.get_legend_handles_labels()[0]:
@@ -330,8 +240,8 @@ def _spread(axes: Any, at: Sequence[float], of: Sequence[Mapping[str, Any]], nam
     axes.errorbar(at, middle, yerr=[low, high], capsize=3, **style)
 
 
-def _draw_times(times: Any, rows: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]) -> None:
-    """Plots the seconds after a kill by size, beside those of a restart from a checkpoint."""
+def _draw_times(times: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Plots the seconds after a kill by size."""
     whole = [row for row in rows if row["share_in_memory"] is None]
     free = [row for row in whole if row["mode"] == "training" and not row["limit_mb_per_s"]]
     idle = [row for row in whole if row["mode"] == "idle"]
@@ -341,13 +251,6 @@ def _draw_times(times: Any, rows: Sequence[Mapping[str, Any]], loaded: Sequence[
         known = [row for row in some if row[f"{name}_median"] is not None]
         if known:
             _spread(times, [row["gigabytes"] for row in known], known, name, **style)
-    for key, color, label in (
-        ("until_training_s", "#dc2626", "TorchRec: start, load"),
-        ("until_caught_up_s", "#7f1d1d", "TorchRec: start, load, redo (computed)"),
-    ):
-        if loaded:
-            at = [c["gigabytes"] for c in loaded]
-            times.plot(at, [c[key] for c in loaded], color=color, label=label, marker="x", linestyle=":")
     times.set(title="Time after SIGKILL, rebuild not limited", xlabel="records in the cluster (GB)", ylabel="seconds")
     times.set_yscale("log")
     times.set_xlim(left=0.0)
@@ -379,7 +282,7 @@ def check(arguments: argparse.Namespace) -> CodeSpec:
     require(0 < arguments.share <= 1, f"`--share` is of all records, 0 to 1, got {arguments.share}")
     record.require_counts(arguments, "spares", least=0)
     record.require_counts(arguments, "trainers", "batch_size", "kills")
-    record.require_positive(arguments, "steady_s", "checkpoint_interval_s")
+    record.require_positive(arguments, "steady_s")
     for size in arguments.gigabytes:
         require(size > 0, f"`--gigabytes` must be positive, got {size}")
     require(arguments.zipf >= 0, f"`--zipf` must not be negative, got {arguments.zipf}")
@@ -418,10 +321,6 @@ def run(arguments: argparse.Namespace) -> int:
     name = record.labelled("recovery", arguments)
     experiment = Experiment(name, arguments.out, parts, repeats=arguments.kills, begin=start_training, after=kill_line)
     experiment.run()
-    checkpoints: list[dict[str, Any]] = []
-    with experiment.caught():
-        for gigabytes in arguments.gigabytes if experiment.error is None and not arguments.no_checkpoint else ():
-            checkpoints.append(from_checkpoint(gigabytes, arguments))
     rows = [summary(case, kills) for case in todo if (kills := experiment.found[case.name])]
     content = {
         "arguments": arguments_json(arguments),
@@ -429,10 +328,8 @@ def run(arguments: argparse.Namespace) -> int:
         "dim": DIM,
         "record_bytes": RECORD_BYTES,
         "cases": [{"case": name, "kills": kills} for name, kills in experiment.found.items()],
-        "checkpoints": checkpoints,
     }
-    shown = tables(rows, checkpoints, arguments.checkpoint_interval_s)
-    return experiment.finish(content, rows, shown, lambda: draw(rows, checkpoints), arguments.json)
+    return experiment.finish(content, rows, tables(rows), lambda: draw(rows), arguments.json)
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
@@ -492,8 +389,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"batches that trainers draw early, so that what they look up is repaired meanwhile (default {AHEAD})",
     )
     parser.add_argument("--no-idle", action="store_true", help="do not measure the rebuild with paused trainers")
-    parser.add_argument("--no-checkpoint", action="store_true", help="do not measure a restart of plain TorchRec")
-    parser.add_argument(
-        "--checkpoint-interval-s", type=float, default=1800.0, metavar="S", help="half of it is redone (computed)"
-    )
     record.add_files(parser, "build/recovery", copies=True)

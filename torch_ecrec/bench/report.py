@@ -70,15 +70,6 @@ RATES = {
     "after_samples_per_s_median": "after",
     "during_share_median": "kill to rebuilt / before",
 }
-RESTART = {
-    "gigabytes": "GB",
-    "save_s": "save s",
-    "start_s": "start s",
-    "load_s": "load s",
-    "until_training_s": "until training s",
-    "redo_s": "redo s (computed)",
-    "until_caught_up_s": "until caught up s",
-}
 
 Content = Mapping[str, Any]
 Contents = Mapping[str, Content]
@@ -359,19 +350,6 @@ def _recovery(name: str, contents: Contents, pictures: set[str]) -> list[str]:
         columns(content["rows"], RECOVERY),
         "Throughput, medians:",
         columns([row for row in content["rows"] if row["mode"] == "training"], RATES),
-    ]
-    measured = [c for c in content["checkpoints"] if c["skipped"] is None]
-    if measured:
-        interval_s = content["arguments"]["checkpoint_interval_s"]
-        parts += [
-            "Beside it, a restart of plain TorchRec from a checkpoint on the local disk. `redo` is not run but"
-            f" computed: half of an interval of {interval_s:g} s.",
-            columns(measured, RESTART),
-        ]
-    parts += [
-        f"A restart with {c['gigabytes']:g} GB was skipped: {c['skipped']}."
-        for c in content["checkpoints"]
-        if c["skipped"]
     ]
     return [
         *parts,

@@ -7,8 +7,6 @@ The first line says what to train (`Assignment`), torchrun's variables say who i
     {"finish": true}     waits for what is being saved; answers {"saves_s": [[begin, end] of each save since the last]}
     {"go": true}         trains without a pause, and says {"step": N, "begin_s": B, "end_s": E} of each step
     {"pause": N}         no more after step N, or at once where that is over; answers {"paused": the last step}
-    {"save": FOLDER}     answers {"saved_s": S, "sample": X}, a sample of the state to compare
-    {"load": FOLDER}     answers {"loaded_s": S, "sample": X}
     {"end": true}        leaves in order; where its input ends, it ends at once
 With "asynchronous": false beside "run", training stands while a checkpoint is saved. Every answer is one line on its
 output; {"ready": time, "imported_s": when Python had imported all, "done": steps that count already} comes first.
@@ -32,7 +30,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
@@ -44,7 +41,6 @@ from torch_ecrec.compat.torch import ShardedTensor, group_with
 from torch_ecrec.runtime.threads import Worker, log_error
 
 POOLS = 1 << 15  # a pass over a pool again and again: as a list, of which everybody sees what comes next
-SAMPLE_ROWS = 997  # every so many rows of a table go into the sample
 
 
 @dataclass(frozen=True)
@@ -220,23 +216,6 @@ class Trainer:
                 state[name] = value
         return state
 
-    def keep(self, folder: Path, loads: bool) -> dict[str, float]:
-        """Saves to a folder, or loads in place from it.
-
-        Returns:
-            The seconds that all trainers together took; a figure that two tables with other values will not share, of
-            this trainer's part of weights and optimizer state.
-        """
-        state = self.state()
-        dist.barrier()
-        begin = time.perf_counter()
-        (load if loads else save)(state, checkpoint_id=folder)
-        dist.barrier()
-        seconds = time.perf_counter() - begin
-        parts = [value for name, value in state.items() if "@" in name]
-        sample = sum(float(part.detach()[::SAMPLE_ROWS].double().sum()) for part in parts)
-        return {"loaded_s" if loads else "saved_s": seconds, "sample": sample}
-
     def _checkpoint(self, asynchronous: bool) -> None:
         """Saves as a careful user would: the save before must be on disk first. It may go on beside training."""
         if self.saving is not None:
@@ -286,10 +265,8 @@ def main() -> int:
             answer(**trainer.profile(order["steps"], Path(order["profile"])))
         elif "go" in order:
             trainer.go(orders)
-        elif "finish" in order:
-            answer(saves_s=trainer.finish())
         else:
-            answer(**trainer.keep(Path(order.get("load") or order["save"]), "load" in order))
+            answer(saves_s=trainer.finish())
     trainer.finish()
     if trainer.ours is not None:
         trainer.ours.close()

@@ -9,7 +9,7 @@ from typing import Any
 HELP = "run a benchmark"
 BENCHMARKS = {
     "train": "throughput beside plain TorchRec, by shape and code",
-    "recovery": "kills at steady state: how long a pause, how fast a rebuild; beside restart from a checkpoint",
+    "recovery": "kills at steady state: how long a pause, how fast a rebuild",
     "outages": "how long training stands when a host, a link or the leader goes; what a drain costs; over hosts",
     "checkpoint": "training while checkpoints are written, their bytes, and restores; beside TorchRec's",
     "partial": "CPR's emulation, scaled: full recovery, and partial recovery by what is saved first",

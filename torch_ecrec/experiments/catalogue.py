@@ -64,6 +64,8 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         options: arguments of `torch-ecrec bench partial`, for an emulation.
         repeats: turns of each mode; kills of each cell, one after the other.
         seconds: of training in a turn, or around a kill.
+        kills: what a kill takes: the process of a server, or its host, each process being on a host of its own. Then
+            the link goes down first, and what had not left the host is lost.
         hosts: so many network namespaces, of which trainers have the first and servers the last; 0: this host.
         claims: what it is held against.
         theirs: the setting that the artefact names, where it is another one.
@@ -82,6 +84,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     options: list[str] = msgspec.field(default_factory=list)
     repeats: int = 1
     seconds: float = 4.0
+    kills: Literal["process", "host"] = "process"
     hosts: int = 0
     claims: list[Claim] = msgspec.field(default_factory=list)
     theirs: str = ""
@@ -118,6 +121,10 @@ def read(path: Path) -> Spec:
                 emulation.require_way(mode) if one.is_emulated else modes.parse(mode)
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
+        if one.kind == "kill" and any(modes.parse(mode).beside for mode in one.modes):
+            raise ValueError(f"{path}: how a checkpoint is written changes nothing of a kill: take Ckpt-30")
+        if one.kills == "host" and (one.kind != "kill" or any(modes.parse(mode).interval_s for mode in one.modes)):
+            raise ValueError(f'{path}: `kills = "host"` goes with `kind = "kill"`, and with modes without checkpoints')
         positive = [*one.workers, one.repeats, one.seconds]
         if min(positive) <= 0 or not all([one.models, one.modes, one.workers, one.seeds, one.failures]):
             raise ValueError(f"{path}: `workers`, `repeats` and `seconds` must be positive, and no list empty")

@@ -7,6 +7,11 @@ Two checkpoints cost the same whatever lies between them, so `Ckpt-30` and `Ckpt
 trains a block, and then stands until a checkpoint is written, as fast as this machine's disk takes it. Into a store of
 B bytes a second, of which there are three (`scale.BANDWIDTHS`), it would take at least its bytes / B; what it costs is
 that time, divided by the time between two.
+
+`Ckpt-30-beside` is written beside training, at the bandwidth of the middle store. It takes from training what is slower
+meanwhile: the seconds that it takes, times 1 - the rate of the steps beside it / the rate of the other steps of the
+same turn. That is work, of which a checkpoint makes the same into each store. So it is counted for each of them, but
+for one into which a checkpoint takes longer than the time between two: there it cannot be had so often.
 """
 
 from __future__ import annotations
@@ -19,11 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_ecrec.bench import record
-from torch_ecrec.bench.checkpoint import written
+from torch_ecrec.bench import checkpoint, record
+from torch_ecrec.bench.checkpoint import Writing, written
 from torch_ecrec.bench.experiment import Experiment, Model, Part, Running, Stopped
 from torch_ecrec.bench.faults import GoBack, Kill, progress, start_training
-from torch_ecrec.bench.places import Here, OnHosts
+from torch_ecrec.bench.places import Apart, Here, OnHosts
 from torch_ecrec.bench.train import Blocks
 from torch_ecrec.experiments import emulation, limits, modes, scale
 from torch_ecrec.experiments.catalogue import Spec
@@ -31,13 +36,23 @@ from torch_ecrec.experiments.modes import Mode
 from torch_ecrec.experiments.scale import Scale
 from torch_ecrec.protocol.status import SlotReport
 
-KEPT = ("samples_per_s", "cpu_s_per_step", "server_cpu_s_per_step", "rss_bytes", "save_s", "bytes")  # of a block
+KEPT = (
+    "samples_per_s",
+    "cpu_s_per_step",
+    "server_cpu_s_per_step",
+    "rss_bytes",
+    "save_s",
+    "bytes",
+    "lost_s",
+)  # of a block
 WARM_UP = 2  # steps, twice, before the first block
 LEAST_STEPS = 3
 SAVED_EVERY = 4  # steps of a block, after which training stands for a checkpoint
+SAVED_BESIDE = 16  # steps of a block, after a quarter of which a checkpoint is written beside them
+STORE = "store"  # of the three, the one at whose bandwidth checkpoints are written where time is measured
 EMULATED_S = 20.0  # of a cell without a cluster
 START_S = 30.0  # of the processes of one system: for the time that is left
-AGAIN_S = 8.0  # for each kill after the first: until a spare is there again
+AGAIN_S = {"process": 8.0, "host": 15.0}  # for each kill after the first: until a spare is there again
 KILL_S = {True: 75.0, False: 45.0}  # of a cell with a kill besides what it trains, by whether all go back
 
 
@@ -88,7 +103,7 @@ class Group:
             return len(started) * START_S + len(turns) * (self.spec.repeats + 2) * self.spec.seconds
         (mode,) = self.modes
         each = 3 * self.spec.seconds + 2.5 * mode.interval_s / factor.time
-        return KILL_S[bool(mode.interval_s)] + each + (self.spec.repeats - 1) * (AGAIN_S + each)
+        return KILL_S[bool(mode.interval_s)] + each + (self.spec.repeats - 1) * (AGAIN_S[self.spec.kills] + each)
 
     def run(self, factor: Scale, data: str | None, out: Path) -> dict[str, dict[str, Any]]:
         """Runs its cells.
@@ -166,30 +181,56 @@ class StandingSaves:
         }
 
 
+def beside(writing: Writing, running: Running) -> dict[str, Any]:
+    """Trains a block, beside which a checkpoint is written; returns its figures. Raises `Stopped`."""
+    found = figures_beside(writing.turn("", running), running.model.samples)
+    if found is None:
+        raise Stopped(f"{running.part.name}: no step was trained beside a checkpoint, or all of them were")
+    return found
+
+
+def figures_beside(block: Mapping[str, Any], samples: int) -> dict[str, Any] | None:
+    """Returns the figures of a block (`bench/checkpoint.py`) beside whose steps, but not all, a checkpoint was written.
+
+    Returns:
+        `samples_per_s` without one; `save_s` and `bytes` of it, and `lost_s`, the seconds of training that it took.
+        None if there were no steps beside it, or no others.
+    """
+    there = checkpoint.beside(block)
+    others = [step for step in range(len(block["ends_s"])) if step not in there]
+    ((begin_s, end_s),), (size,) = block["spans_s"], block["bytes"]
+    slow, calm = (checkpoint.rate(block, steps, samples) for steps in (there, others))
+    if slow is None or calm is None:
+        return None
+    save_s = end_s - begin_s
+    return {"samples_per_s": calm, "save_s": save_s, "bytes": size, "lost_s": save_s * (1 - slow / calm)}
+
+
 def _undisturbed(group: Group, factor: Scale, data: str | None, out: Path) -> dict[str, dict[str, Any]]:
     model = group.model(factor, data)
-    blocks, saves = Blocks(WARM_UP, LEAST_STEPS, group.spec.seconds), StandingSaves()
+    blocks, saves, writing = Blocks(WARM_UP, LEAST_STEPS, group.spec.seconds), StandingSaves(), Writing(SAVED_BESIDE)
     parts = []
     for mode in {mode.system: mode for mode in group.modes}.values():
         trained = mode.trained
         if mode.interval_s:
-            store = ("--checkpoint", str(out / "store"), "--checkpoint-every", str(SAVED_EVERY))
-            options = (*store, "--checkpoint-bytes-per-s", "0", "--checkpoint-keep", "1")
-            parts.append(Part(mode.system, trained, model, [saves.turn], coordinator=options, watched=True))
+            assert trained.code is not None, "all modes are ours"
+            every, rate = (
+                (SAVED_BESIDE, scale.BANDWIDTHS[STORE] / trained.code.slots) if mode.beside else (SAVED_EVERY, 0)
+            )
+            options = ("--checkpoint", str(out / f"{mode.system}-store"), "--checkpoint-every", str(every))
+            options += ("--checkpoint-bytes-per-s", str(rate), "--checkpoint-keep", "1")
+            turn = functools.partial(beside, writing) if mode.beside else saves.turn
+            parts.append(Part(mode.system, trained, model, [turn], coordinator=options, watched=True))
         else:
             parts.append(Part(mode.system, trained, model, [functools.partial(_limited, mode, blocks)]))
 
     def begin(running: Running, part: Part) -> None:
-        saves.warm_up(running) if part.coordinator else blocks.warm_up(running, part)
+        if part.name == "Ckpt-beside":
+            writing.begin(running, part)
+        else:
+            saves.warm_up(running) if part.coordinator else blocks.warm_up(running, part)
 
-    def place(part: Part) -> Here:
-        if not group.spec.hosts:
-            return Here()
-        try:
-            return OnHosts(group.spec.hosts)
-        except ValueError as error:
-            raise Stopped(str(error)) from error
-
+    place = functools.partial(_place, group.spec)
     name = group.name.replace(", ", "-")
     experiment = Experiment(name, out, parts, group.spec.repeats, True, place, begin, _tell)
     found = experiment.results()
@@ -198,6 +239,17 @@ def _undisturbed(group: Group, factor: Scale, data: str | None, out: Path) -> di
         cell.mode: figures_of_blocks(mode, found[mode.system], base, factor)
         for cell, mode in zip(group.cells, group.modes, strict=True)
     }
+
+
+def _place(spec: Spec, part: Part) -> Here:
+    """Returns where a part runs. Raises `Stopped` if hosts cannot be made here."""
+    try:
+        if spec.kills == "host":
+            assert part.mode.code is not None, "servers are ours"
+            return Apart(part.mode.code, part.spares, part.model.trainers, None)
+        return OnHosts(spec.hosts) if spec.hosts else Here()
+    except ValueError as error:
+        raise Stopped(str(error)) from error
 
 
 def _limited(mode: Mode, blocks: Blocks, running: Running) -> dict[str, Any]:
@@ -224,7 +276,8 @@ def figures_of_blocks(
 
     Returns:
         `samples_per_s`; `overhead`, the training time more than XDL's, of it, in the blocks of the same turn. Of
-        checkpoints, `save_s` and `bytes`, and `overhead` by the name of the store.
+        checkpoints, `save_s` and `bytes`, and `overhead` by the name of the store; of those written beside training,
+        `lost_s` as well, and only those stores that have taken one before the next is due.
     """
     figures: dict[str, Any] = {"samples_per_s": record.spread(block["samples_per_s"] for block in blocks)}
     if mode.interval_s:
@@ -233,11 +286,19 @@ def figures_of_blocks(
             "interval_s": interval_s,
             "save_s": record.spread(block["save_s"] for block in blocks),
             "bytes": record.spread(block["bytes"] for block in blocks),
-            "overhead": {
+        }
+        if mode.beside:
+            most = max(block["bytes"] for block in blocks)
+            figures["lost_s"] = record.spread(block["lost_s"] for block in blocks)
+            share = record.spread(block["lost_s"] / interval_s for block in blocks)
+            figures["overhead"] = {
+                store: share for store, rate in scale.BANDWIDTHS.items() if most / rate <= interval_s
+            }
+        else:
+            figures["overhead"] = {
                 store: record.spread(max(block["save_s"], block["bytes"] / rate) / interval_s for block in blocks)
                 for store, rate in scale.BANDWIDTHS.items()
-            },
-        }
+            }
     elif base is not None and base is not blocks:
         pairs = zip(base, blocks, strict=True)
         figures["overhead"] = record.spread(one["samples_per_s"] / other["samples_per_s"] - 1 for one, other in pairs)
@@ -254,7 +315,7 @@ def _killed(group: Group, factor: Scale, data: str | None, out: Path) -> dict[st
     code = mode.trained.code
     assert code is not None, "all modes are ours"
     if mode.interval_s:
-        interval_s, rate = mode.interval_s / factor.time, scale.BANDWIDTHS["store"] / code.slots
+        interval_s, rate = mode.interval_s / factor.time, scale.BANDWIDTHS[STORE] / code.slots
         store = ("--checkpoint", str(out / "store"), "--checkpoint-every", f"{interval_s}s", "--checkpoint-keep", "2")
         options = (*store, "--checkpoint-bytes-per-s", str(rate), "--beyond", "checkpoint")
         turn: Any = GoBack(interval_s, spec.seconds, seed)
@@ -262,7 +323,8 @@ def _killed(group: Group, factor: Scale, data: str | None, out: Path) -> dict[st
     else:
         turn = Recovering(Kill(spec.seconds, seed))
         part = Part(mode.name, mode.trained, model, [turn], spares=1, watched=True)
-    experiment = Experiment(group.name.replace(", ", "-"), out, [part], spec.repeats, begin=start_training)
+    place = functools.partial(_place, spec)
+    experiment = Experiment(group.name.replace(", ", "-"), out, [part], spec.repeats, place=place, begin=start_training)
     (found,) = experiment.results().values()
     return {cell.mode: figures_of_kills([figures_of_recovery(mode, one) for one in found])}
 
@@ -277,8 +339,9 @@ class Recovering:
     def __call__(self, running: Running) -> dict[str, Any]:
         """Kills once, and returns the figures. Raises `Stopped`."""
         found = self._kill(running)
-        lost_steps, wrong_stripes = self.news(running.cluster.status().slot_reports().values())
         with running.changed:
+            assert running.record.status is not None, "it was whole a moment ago"
+            lost_steps, wrong_stripes = self.news(running.record.status.slot_reports().values())
             steps = progress(running.steps, 0, found["kill_s"])
         return {**found, "progress": steps, "lost_steps": lost_steps, "wrong_stripes": wrong_stripes}
 

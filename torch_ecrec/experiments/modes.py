@@ -2,7 +2,8 @@
 
     XDL                  our servers without protection: trains, and survives nothing
     Ckpt-30, Ckpt-60     the same with a checkpoint every so many minutes of the paper's time; after a loss everybody
-                         goes back to the newest, and trains again what came after it
+                         goes back to the newest, and trains again what came after it. Training stands meanwhile
+    Ckpt-30-beside       the same, written beside training
     ECRM-k2, ECRM-k4     parity over stripes of 2 or 4 data records, one parity; the dense model is kept after each step
     ...-minusNNRep       without keeping the dense model
     ...-minus2PC         a step is acknowledged when it is applied, not when its parity is
@@ -24,7 +25,7 @@ from torch_ecrec.bench.experiment import parse_mode
 
 MINUTE_S = 60.0
 FORM = re.compile(
-    r"XDL|Ckpt-(\d+)|ECRM-k(\d+)((?:-minusNNRep)?(?:-minus2PC)?)(?:-ranges(\d+))?(?:-(lessNetwork|lessCPU))?"
+    r"XDL|Ckpt-(\d+)(-beside)?|ECRM-k(\d+)((?:-minusNNRep)?(?:-minus2PC)?)(?:-ranges(\d+))?(?:-(lessNetwork|lessCPU))?"
 )
 
 
@@ -36,6 +37,7 @@ class Mode:
         name: as above.
         k: data records in a stripe; 0: no parity.
         interval_s: seconds of the paper's time between two checkpoints; 0: none are written.
+        beside: they are written beside training, which does not stand meanwhile.
         replicates: the dense model is kept by servers after each step.
         settings: of all processes, as environment variables.
         limit: what its servers have less of, one of `limits.LIMITS`; "": nothing.
@@ -44,14 +46,15 @@ class Mode:
     name: str
     k: int = 0
     interval_s: float = 0.0
+    beside: bool = False
     replicates: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
     limit: str = ""
 
     @property
     def system(self) -> str:
-        """What takes a turn: the mode, but those with checkpoints, which differ in how often, are one."""
-        return "Ckpt" if self.interval_s else self.name
+        """What takes a turn: the mode, but those with checkpoints that differ only in how often are one."""
+        return ("Ckpt-beside" if self.beside else "Ckpt") if self.interval_s else self.name
 
     @property
     def trained(self) -> Trained:
@@ -66,12 +69,12 @@ def parse(name: str) -> Mode:
     found = FORM.fullmatch(name)
     if found is None:
         raise ValueError(
-            f"unknown mode {name!r}; there are XDL, Ckpt-30, Ckpt-60, ECRM-k2, ECRM-k4, with -minusNNRep, -minus2PC or"
-            " both, -ranges1 or -ranges10, -lessNetwork or -lessCPU"
+            f"unknown mode {name!r}; there are XDL, Ckpt-30, Ckpt-30-beside, ECRM-k2, ECRM-k4, with -minusNNRep,"
+            " -minus2PC or both, -ranges1 or -ranges10, -lessNetwork or -lessCPU"
         )
-    minutes, k, less, ranges, limit = found.groups()
+    minutes, beside, k, less, ranges, limit = found.groups()
     if minutes is not None:
-        return Mode(name, interval_s=int(minutes) * MINUTE_S)
+        return Mode(name, interval_s=int(minutes) * MINUTE_S, beside=beside is not None)
     if k is None:
         return Mode(name)
     settings = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,10 +66,10 @@ def rows(results: Results, spec: Spec) -> list[dict[str, Any]]:
 def columns(lines: Sequence[dict[str, Any]]) -> list[str]:
     """Returns the columns that some row has; the state comes last, and only if a cell has not run."""
     found = list(dict.fromkeys(name for line in lines for name in line if name != "state"))
-    for name in ("workers", "seed"):
+    for name in ("workers", "seed", "failures"):
         if name in found and len({line.get(name) for line in lines}) == 1:
             found.remove(name)
-    return found if all(line["state"] == "run" for line in lines) else [*found, "state"]
+    return found if all(line.get("state", "run") == "run" for line in lines) else [*found, "state"]
 
 
 def judged(results: Results, spec: Spec, claim: Claim) -> list[dict[str, Any]]:
@@ -131,12 +132,13 @@ def draw(results: Results, folder: Path | None = None) -> list[Path]:
     return drawn
 
 
-def _section(results: Results | None, spec: Spec) -> list[str]:
-    """Returns the lines of one experiment. `results`: of a run that has it; None: of none."""
+def _section(runs: Sequence[Results], spec: Spec) -> list[str]:
+    """Returns the lines of one experiment. `runs`: those that have it."""
     text = ["", f"## {spec.name}: {spec.title}", "", f"{spec.shows}."]
     text += ["", f"The artefact's setting: {spec.theirs}."] if spec.theirs else []
-    if results is None:
+    if not runs:
         return [*text, "", "**Not run.**"]
+    results, *others = runs
     header = results.run.header
     data = "real Criteo rows" if results.run.data else "made-up rows, skewed by Zipf's law"
     text += ["", f"    {header['command']}", ""]
@@ -150,34 +152,51 @@ def _section(results: Results | None, spec: Spec) -> list[str]:
         bound = "at most" if claim.at_most else "at least"
         text += ["", f"**{claim.source}**: {claim.says}. Wanted here: {bound} {claim.wanted:g}.", ""]
         text += [record.markdown(judged(results, spec, claim))]
-    return text
+    return [*text, *(line for other in others for line in _again(results, other, spec))]
+
+
+def _again(results: Results, other: Results, spec: Spec) -> list[str]:
+    """Returns the lines on another run of the same cells."""
+    header, lines = other.run.header, figures.run_again(results, other, spec)
+    text = ["", f"**Run again** (commit {header['commit']}, {header['date'][:10]}): "]
+    if not lines:
+        return [text[0], text[1] + "no cell with the same settings, factor and kind of rows has run in both."]
+    known = [line["within"] for line in lines if line["within"] != "-"]
+    text[1] += f"{known.count('yes')} of {len(known)} cells differ by no more than the spread that they state."
+    return [*text, "", record.markdown(lines, columns(lines))]
 
 
 def page(runs: Sequence[Results]) -> str:
-    """Returns `docs/evidence.md`: every experiment that there is, with what the first of the runs that has it found."""
+    """Returns `docs/evidence.md`: every experiment that there is, with what the first of the runs that has it found.
+
+    What other runs have of it stands beside that (`figures.run_again`).
+    """
     text = [
         "# Evidence",
         "",
         "The experiments of ECRec's paper, run here by one command, beside what is published. What modes and figures",
         "are, and how they are measured, is in [experiments.md](experiments.md). This page is made from results:",
         "",
-        *(f"    torch-ecrec experiments report --out docs/{JSON}/{_folder(results)}" for results in runs[:1]),
+        *(f"    torch-ecrec experiments report --out docs/{JSON}/{name}" for name in _folders(runs)[:1]),
         "",
-        "with one `--out` for each run that it shows. All processes share one machine: ratios hold, times do not.",
+        "with one `--out` for each run that it shows; two runs of one experiment are compared, cell by cell. All",
+        "processes share one machine: ratios hold, times do not.",
         "",
         "The body of the paper is not public: what is measured is held against its abstract's claims only.",
-        f"Checkpoints are counted for three stores: {STORES}. A faster store, or checkpoints",
-        "that are written beside training ([checkpoints](checkpoints.md)), cost less.",
+        f"Checkpoints are counted for three stores: {STORES}. Into a faster store they cost less.",
+        "`-beside`: written beside training, as our own [checkpoints](checkpoints.md) are; into a store that takes",
+        "longer for one than lies between two, none. A claim on overhead is held against the best of these.",
     ]
     known = {spec.name: spec for results in reversed(runs) for spec in results.run.specs}
     for name, spec in {**all_specs(), **known}.items():
-        with_it = (results for results in runs if any(one.name == name for one in results.run.specs))
-        text += _section(next(with_it, None), spec)
+        text += _section([results for results in runs if any(one.name == name for one in results.run.specs)], spec)
     return "\n".join(text) + "\n"
 
 
-def _folder(results: Results) -> str:
-    return results.run.name.replace(" ", "-")
+def _folders(runs: Sequence[Results]) -> list[str]:
+    """Returns the names of the folders of some runs: their own, and of those of one name, but the first, a number."""
+    names = [results.run.name.replace(" ", "-") for results in runs]
+    return [f"{name}-{before + 1}" if (before := names[:i].count(name)) else name for i, name in enumerate(names)]
 
 
 def write(runs: Sequence[Results], to: Path) -> None:
@@ -186,10 +205,14 @@ def write(runs: Sequence[Results], to: Path) -> None:
     to.write_text(page(runs), encoding="utf-8")
     for results in reversed(runs):  # so that the first one's pictures stay
         draw(results, to.parent)
-        kept = to.parent / JSON / _folder(results)
-        if kept.resolve() != results.folder.resolve():
+    with tempfile.TemporaryDirectory(dir=to.parent) as aside:  # a run may lie where another one's place is
+        names = _folders(runs)
+        for name, results in zip(names, runs, strict=True):
+            shutil.copytree(results.folder / "cells", Path(aside) / name / "cells")
+            shutil.copy(results.folder / "run.json", Path(aside) / name)
+        for name in names:
+            kept = to.parent / JSON / name
             shutil.rmtree(kept, ignore_errors=True)
-            kept.mkdir(parents=True)
-            shutil.copy(results.folder / "run.json", kept)
-            shutil.copytree(results.folder / "cells", kept / "cells")
+            kept.parent.mkdir(exist_ok=True)
+            shutil.move(Path(aside) / name, kept)
     print(f"written: {to}")

@@ -64,7 +64,7 @@ def require_machine(specs: Sequence[Spec], scale: Scale) -> None:
         require_memory(scale, needs)
     if len(specs) == 1:  # else its cells are told to have failed, and the others run
         reasons = {mode.limit: limits.unavailable(mode.limit) for _, modes, _ in needs for mode in modes if mode.limit}
-        reasons["hosts"] = hosts.unavailable() if specs[0].hosts else ""
+        reasons["hosts"] = hosts.unavailable() if specs[0].hosts or specs[0].kills == "host" else ""
         for reason in filter(None, reasons.values()):
             raise ValueError(f"{specs[0].name}: {reason}")
 
