@@ -177,10 +177,13 @@ class Kill:
         seed: of slots and moments.
         mb_per_s: what the rebuild is limited to, in 10^6 bytes; 0: not at all.
         idle: trainers pause meanwhile: the speed of the rebuild alone.
+        moment_s: a kill comes at a random moment of so many seconds after the window.
     """
 
-    def __init__(self, steady_s: float, seed: object, mb_per_s: float = 0.0, idle: bool = False) -> None:
-        self.steady_s, self.mb_per_s, self.idle = steady_s, mb_per_s, idle
+    def __init__(
+        self, steady_s: float, seed: object, mb_per_s: float = 0.0, idle: bool = False, moment_s: float = MOMENT_S
+    ) -> None:
+        self.steady_s, self.mb_per_s, self.idle, self.moment_s = steady_s, mb_per_s, idle, moment_s
         self._rng = random.Random(str(seed))
         self._before_s = 0.0  # when the window began that ends at the next kill, if it trains since
 
@@ -191,7 +194,7 @@ class Kill:
             running.pause()
             time.sleep(IDLE_S)
         running.until(running.whole, WHOLE_S, "a status of a whole cluster")  # on a slow link the last may be old
-        time.sleep(self._rng.uniform(0.0, MOMENT_S))  # a window ends with a step: not always just after one
+        time.sleep(self._rng.uniform(0.0, self.moment_s))  # a window ends with a step: not always just after one
         kill = kill_host(running, self._rng)
         shape, code = running.model.shape, running.mode.code
         assert code is not None

@@ -16,7 +16,7 @@ import itertools
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -124,8 +124,11 @@ class OnHosts(Here):
         require_hosts()
         self._ports = iter(PORTS)
         self.hosts = Hosts(count)
+        self._limit(self.hosts, bits_per_s)
+
+    def _limit(self, hosts: Iterable[Host], bits_per_s: float) -> None:
         try:
-            for host in self.hosts if bits_per_s else ():
+            for host in hosts if bits_per_s else ():
                 host.link(bits_per_s=bits_per_s)
         except BaseException:
             self.hosts.close()
@@ -201,17 +204,21 @@ class Apart(OnHosts):
         trainers: how many there are.
         etcd: etcd's server, for coordinators that are elected, each on a host of its own, as etcd is; None: there is
             one coordinator.
+        server_bits_per_s: of the link of each server's host, in each direction; 0: without limit.
     """
 
     takes_hosts = True
 
-    def __init__(self, code: CodeSpec, spares: int, trainers: int, etcd: Path | None) -> None:
+    def __init__(
+        self, code: CodeSpec, spares: int, trainers: int, etcd: Path | None, server_bits_per_s: float = 0.0
+    ) -> None:
         sizes = (COORDINATORS if etcd else 0, COORDINATORS if etcd else 1, code.slots + spares, trainers)
         firsts = list(itertools.accumulate(sizes, initial=0))
         of_etcd, of_coordinators, of_servers, self._trainers = (
             range(first, last) for first, last in itertools.pairwise(firsts)
         )
         super().__init__(firsts[-1] + 1)
+        self._limit([self.hosts[number] for number in of_servers], server_bits_per_s)
         self._etcd, self._homes = etcd, Homes(of_servers, of_coordinators, of_etcd)
         self._looked_s = 0.0
         self.looks = True  # what has ended is started again

@@ -66,6 +66,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         seconds: of training in a turn, or around a kill.
         kills: what a kill takes: the process of a server, or its host, each process being on a host of its own. Then
             the link goes down first, and what had not left the host is lost.
+        link_mbit: the rate of the link of a server's host, then, in each direction, in 10^6 bits a second; 0: no limit.
         hosts: so many network namespaces, of which trainers have the first and servers the last; 0: this host.
         claims: what it is held against.
         theirs: the setting that the artefact names, where it is another one.
@@ -85,6 +86,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     repeats: int = 1
     seconds: float = 4.0
     kills: Literal["process", "host"] = "process"
+    link_mbit: float = 0.0
     hosts: int = 0
     claims: list[Claim] = msgspec.field(default_factory=list)
     theirs: str = ""

@@ -53,6 +53,7 @@ STORE = "store"  # of the three, the one at whose bandwidth checkpoints are writ
 EMULATED_S = 20.0  # of a cell without a cluster
 START_S = 30.0  # of the processes of one system: for the time that is left
 AGAIN_S = {"process": 8.0, "host": 15.0}  # for each kill after the first: until a spare is there again
+MOMENT_S = {"process": 1.0, "host": 3.0}  # a kill comes at a random moment of so many: of a step over slow links, too
 KILL_S = {True: 75.0, False: 45.0}  # of a cell with a kill besides what it trains, by whether all go back
 
 
@@ -246,7 +247,7 @@ def _place(spec: Spec, part: Part) -> Here:
     try:
         if spec.kills == "host":
             assert part.mode.code is not None, "servers are ours"
-            return Apart(part.mode.code, part.spares, part.model.trainers, None)
+            return Apart(part.mode.code, part.spares, part.model.trainers, None, 1e6 * spec.link_mbit)
         return OnHosts(spec.hosts) if spec.hosts else Here()
     except ValueError as error:
         raise Stopped(str(error)) from error
@@ -321,7 +322,7 @@ def _killed(group: Group, factor: Scale, data: str | None, out: Path) -> dict[st
         turn: Any = GoBack(interval_s, spec.seconds, seed)
         part = Part(mode.name, mode.trained, model, [turn], coordinator=options, watched=True)
     else:
-        turn = Recovering(Kill(spec.seconds, seed))
+        turn = Recovering(Kill(spec.seconds, seed, moment_s=MOMENT_S[spec.kills]))
         part = Part(mode.name, mode.trained, model, [turn], spares=1, watched=True)
     place = functools.partial(_place, spec)
     experiment = Experiment(group.name.replace(", ", "-"), out, [part], spec.repeats, place=place, begin=start_training)
