@@ -544,7 +544,10 @@ def test_claims_are_judged_either_way(tmp_path: Path) -> None:
 def test_a_rival_that_costs_nothing_cannot_be_beaten() -> None:
     cell = Cell("normal-1", "Criteo", "ECRM-k4", 2, 0)
     rival = dataclasses.replace(cell, mode="Ckpt-30-beside")
-    found = {cell: {"overhead": spread(0.02)}, rival: {"overhead": {"store": spread(-0.01)}}}
+    found: dict[Cell, dict[str, Any]] = {
+        cell: {"overhead": spread(0.02)},
+        rival: {"overhead": {"store": spread(-0.01)}},
+    }
     assert figures.overhead_reduced(found) == [{"case": "Criteo, store, Ckpt-30-beside", "value": 0.0}]
 
 

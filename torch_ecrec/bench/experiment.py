@@ -193,6 +193,7 @@ class Part:
         name: in the result.
         turns: what happens in each repeat, in this order.
         spares: servers in reserve.
+        least_spares: so many are enough for the next turn, while others are still starting; None: all of them.
         restart: servers that end are started again at once.
         coordinator: more arguments of the coordinator's command line.
         watched: events and statuses of the cluster are heard (`Running.told`).
@@ -206,6 +207,7 @@ class Part:
     restart: bool = True
     coordinator: Sequence[str] = ()
     watched: bool = False
+    least_spares: int | None = None
 
 
 # what runs --------------------------------------------------------------------------------------------
@@ -446,7 +448,7 @@ class Running:
                 self.changed.wait(TICK_S)
 
     def whole(self) -> str:
-        """Returns what is lacking until all slots are healthy, and all servers and spares are there; "": nothing.
+        """Returns what is lacking until all slots are healthy, and all servers and enough spares are there; "": nothing.
 
         It is called with the lock.
         """
@@ -455,7 +457,10 @@ class Running:
             return "a process is not there, or nobody leads"
         if not self.record.settled:
             return "slots that are not healthy, or two on one server"
-        return lacking(self.record.status, self.mode.code.slots + self.part.spares)
+        part, status = self.part, self.record.status
+        spares = (0 if status is None else len(status.servers)) - self.mode.code.slots
+        least = part.spares if part.least_spares is None else part.least_spares
+        return lacking(status, self.mode.code.slots + min(max(spares, least), part.spares))
 
     # training -----------------------------------------------------------------------------------
 

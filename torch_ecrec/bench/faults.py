@@ -231,7 +231,8 @@ class Kill:
         elif not running.part.restart:
             running.cluster.start_server()
         running.until(running.whole, WHOLE_S, "a spare")
-        await_calm(running)
+        if running.part.least_spares is None:  # else some are always starting
+            await_calm(running)
 
 
 def await_calm(running: Running) -> None:

@@ -52,7 +52,8 @@ SAVED_BESIDE = 16  # steps of a block, after a quarter of which a checkpoint is 
 STORE = "store"  # of the three, the one at whose bandwidth checkpoints are written where time is measured
 EMULATED_S = 20.0  # of a cell without a cluster
 START_S = 30.0  # of the processes of one system: for the time that is left
-AGAIN_S = {"process": 8.0, "host": 15.0}  # for each kill after the first: until a spare is there again
+AGAIN_S = {"process": 8.0, "host": 12.0}  # for each kill after the first: until a spare is there again
+SPARES = {"process": (1, None), "host": (4, 1)}  # and how many are enough for the next kill: a host takes long to start
 MOMENT_S = {"process": 1.0, "host": 3.0}  # a kill comes at a random moment of so many: of a step over slow links, too
 KILL_S = {True: 75.0, False: 45.0}  # of a cell with a kill besides what it trains, by whether all go back
 
@@ -218,8 +219,8 @@ def _undisturbed(group: Group, factor: Scale, data: str | None, out: Path) -> di
             every, rate = (
                 (SAVED_BESIDE, scale.BANDWIDTHS[STORE] / trained.code.slots) if mode.beside else (SAVED_EVERY, 0)
             )
-            options = ("--checkpoint", str(out / f"{mode.system}-store"), "--checkpoint-every", str(every))
-            options += ("--checkpoint-bytes-per-s", str(rate), "--checkpoint-keep", "1")
+            store = ("--checkpoint", str(out / f"{mode.system}-store"), "--checkpoint-every", str(every))
+            options = (*store, "--checkpoint-bytes-per-s", str(rate), "--checkpoint-keep", "1")
             turn = functools.partial(beside, writing) if mode.beside else saves.turn
             parts.append(Part(mode.system, trained, model, [turn], coordinator=options, watched=True))
         else:
@@ -323,7 +324,8 @@ def _killed(group: Group, factor: Scale, data: str | None, out: Path) -> dict[st
         part = Part(mode.name, mode.trained, model, [turn], coordinator=options, watched=True)
     else:
         turn = Recovering(Kill(spec.seconds, seed, moment_s=MOMENT_S[spec.kills]))
-        part = Part(mode.name, mode.trained, model, [turn], spares=1, watched=True)
+        spares, least = SPARES[spec.kills]
+        part = Part(mode.name, mode.trained, model, [turn], spares=spares, least_spares=least, watched=True)
     place = functools.partial(_place, spec)
     experiment = Experiment(group.name.replace(", ", "-"), out, [part], spec.repeats, place=place, begin=start_training)
     (found,) = experiment.results().values()
