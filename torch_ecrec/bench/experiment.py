@@ -448,7 +448,7 @@ class Running:
                 self.changed.wait(TICK_S)
 
     def whole(self) -> str:
-        """Returns what is lacking until all slots are healthy, and all servers and enough spares are there; "": nothing.
+        """Returns what is lacking until all slots are healthy, and servers and enough spares are there; "": nothing.
 
         It is called with the lock.
         """
