@@ -336,7 +336,7 @@ def _panels(spec: Spec) -> list[Panel]:
     if spec.kind == "emulated":
         return [_emulated]
     if spec.kind == "kill":
-        return [_recovery_times, _shares, _progress_after]
+        return [_recovery_times, _shares, _progress_after if spec.repeats == 1 else _lost_steps]
     if len(spec.workers) > 1:
         return [_by_workers, _of_base]
     return [_rates, _overheads, _progress] if "XDL" in spec.modes else [_rates]
@@ -394,6 +394,12 @@ def _recovery_times(axes: Axes, spec: Spec, found: Found, results: Results) -> N
 def _shares(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
     series = _series(spec, found, lambda one: None if one["share"] is None else 100 * one["share"])
     _bars(axes, spec.models, series, "new samples/s while recovering,\n% of before")
+
+
+def _lost_steps(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
+    """Acknowledged steps that all kills together have taken."""
+    series = _series(spec, found, lambda one: one.get("lost_steps"))
+    _bars(axes, spec.models, series, f"acknowledged steps lost, of slots,\n{spec.repeats} kills in each mode")
 
 
 def _progress_after(axes: Axes, spec: Spec, found: Found, results: Results) -> None:
