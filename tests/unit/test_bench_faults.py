@@ -1,6 +1,7 @@
 """What benchmarks read off kills and outages: arithmetic, tables and pictures."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,21 +51,37 @@ def test_figures_of_a_kill() -> None:
     times = [t / 10 for t in range(100)] + [10.0 + t / 5 for t in range(13)]
     times += [12.5 + t / 10 for t in range(1, 100)]
     steps = steps_of([(t - 0.05, t) for t in times])
-    figures = faults.figures_of_kill(kill_at(10.0), steps, 14.0, (5.0, 15.0, 20.0), 100, (200_000_000, 100_000_000))
+    windows_s, lost = (5.0, 15.0, 20.0), (200_000_000, 100_000_000)
+    figures = faults.figures_of_kill(kill_at(10.0), steps, 14.0, windows_s, 100, lost, 0.01)
     assert set(figures) == set(KILLED)
     wanted = {"detected_s": 0.01, "rehosted_s": 0.5, "rebuilt_s": 2.5, "spare_s": 4.0, "rebuild_s": 2.0}
     wanted |= {"lost_mb": 300.0, "lost_data_mb": 200.0, "lost_mb_per_s": 150.0, "lost_data_mb_per_s": 100.0}
     wanted |= {"first_step_s": 0.2, "stall_s": 0.2, "before_samples_per_s": 1000.0, "after_samples_per_s": 1000.0}
     assert {name: figures[name] for name in wanted} == pytest.approx(wanted)
     assert figures["during_samples_per_s"] == pytest.approx(500.0, rel=0.03)
-    assert figures["during_share"] == pytest.approx(0.5, rel=0.03)
+    assert figures["during_share"] == figures["calm_share"] == pytest.approx(0.5, rel=0.03)
+    noisy = faults.figures_of_kill(kill_at(10.0), steps, 14.0, windows_s, 100, lost, 0.05)
+    assert noisy == {**figures, "stolen": 0.05, "calm_share": None}
+
+
+def test_what_others_get_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"s": 0.0, "steal": 7.0}
+    monkeypatch.setattr(faults.psutil, "cpu_times", lambda: SimpleNamespace(steal=now["steal"]))
+    monkeypatch.setattr(faults.time, "monotonic", lambda: now["s"])
+    monkeypatch.setattr(faults.os, "cpu_count", lambda: 2)
+    stolen = faults.Stolen()
+    assert stolen.share() == 0.0
+    now.update(s=10.0, steal=7.5)
+    assert stolen.share() == 0.025
+    monkeypatch.setattr(faults.psutil, "cpu_times", SimpleNamespace)  # not on Linux
+    assert faults.Stolen().share() == 0.0
 
 
 def test_nobody_trains_while_idle() -> None:
-    figures = faults.figures_of_kill(kill_at(10.0), Steps(0), 14.0, (5.0, 15.0, 20.0), 100, (2, 1))
+    figures = faults.figures_of_kill(kill_at(10.0), Steps(0), 14.0, (5.0, 15.0, 20.0), 100, (2, 1), 0.0)
     rates = {f"{phase}_samples_per_s" for phase in ("before", "during", "after")}
     assert {name for name, value in figures.items() if value is None} == {
-        "first_step_s", "stall_s", "during_share", *rates
+        "first_step_s", "stall_s", "during_share", "calm_share", *rates
     }  # fmt: skip
 
 

@@ -13,7 +13,9 @@ is there again.
 Of a kill, `KILLED`: seconds after SIGKILL (`demo/report.py` says of what), but `rebuild_s`, from re-hosted to rebuilt.
 Lost are the data and parity records of the slot. Samples per second are of all trainers together: `before` over a
 window that ends at the kill, `during` from the kill until all is rebuilt, the pause included, `after` over a window
-once a spare is there again (the next kill's `before`). A step counts in part where a window cuts it.
+once a spare is there again (the next kill's `before`). A step counts in part where a window cuts it. `stolen` is the
+share of the cores of a virtual machine that others on its hardware got meanwhile, `calm_share` the `during_share` of a
+kill where that is little.
 
 Of an outage, in seconds after it: `longest_s`, the longest time between the ends of two steps until training was
 undisturbed again; `detected_s`, somebody was taken for lost or fenced; `placed_s`, slots had another host;
@@ -35,6 +37,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import psutil
 
 from torch_ecrec.bench.experiment import STEP_S, WHOLE_S, Part, Running, Steps, Stopped
 from torch_ecrec.bench.places import Apart
@@ -48,6 +51,7 @@ from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.transport.etcd import Leader
 
 MB = 1e6
+STOLEN_MOST = 0.02  # of the cores: a window of which others got more says little of us
 WARM_S = 3.0  # of training, not measured
 MOMENT_S = 1.0  # a fault comes at a random moment of so many seconds
 IDLE_S = 0.5  # for what is under way to end, when trainers pause
@@ -63,6 +67,7 @@ KILLED = (
     *("detected_s", "rehosted_s", "first_step_s", "stall_s", "rebuilt_s", "spare_s", "rebuild_s"),
     *("lost_mb", "lost_data_mb", "lost_mb_per_s", "lost_data_mb_per_s"),
     *("before_samples_per_s", "during_samples_per_s", "after_samples_per_s", "during_share"),
+    *("stolen", "calm_share"),
 )
 HOST, KILL, CUT, ONE_WAY = "host", "kill", "cut", "cut-one-way"
 LEADER, LEADER_AND_SERVER, DRAIN = "leader", "leader-and-server", "drain"
@@ -104,6 +109,7 @@ def figures_of_kill(
     windows_s: tuple[float, float, float],
     samples: int,
     lost: tuple[int, int],
+    stolen: float,
 ) -> dict[str, float | None]:
     """Returns all figures of one kill, named in `KILLED`.
 
@@ -114,6 +120,7 @@ def figures_of_kill(
         windows_s: begin of the window before the kill, begin and end of the one after.
         samples: in one step of all trainers.
         lost: bytes of data and of parity records.
+        stolen: the share of all cores that others got, in `before` or `during`, whichever is more.
     """
     start_s, rehosted_s, rebuilt_s = kill.kill_s, kill.rehosted_s, kill.rebuilt_s
     assert rehosted_s is not None and rebuilt_s is not None
@@ -126,6 +133,7 @@ def figures_of_kill(
     }
     rates = {name: steps.rate(*span) for name, span in spans.items()}
     before, during = rates["before"], rates["during"]
+    share = during / before if during is not None and before else None
     return {
         "detected_s": since(kill.detected_s, start_s),
         "rehosted_s": since(rehosted_s, start_s),
@@ -139,7 +147,9 @@ def figures_of_kill(
         "lost_mb_per_s": sum(lost) / MB / rebuild_s,
         "lost_data_mb_per_s": lost[0] / MB / rebuild_s,
         **{f"{name}_samples_per_s": None if rate is None else rate * samples for name, rate in rates.items()},
-        "during_share": during / before if during is not None and before else None,
+        "during_share": share,
+        "stolen": stolen,
+        "calm_share": share if stolen <= STOLEN_MOST else None,
     }
 
 
@@ -169,6 +179,21 @@ def kill_host(running: Running, rng: random.Random) -> Killed:
     return kill
 
 
+class Stolen:
+    """Measures the share of all cores that others on the same hardware get from now on; 0 where no kernel tells it."""
+
+    def __init__(self) -> None:
+        self._begin_s, self._begin_stolen_s = time.monotonic(), self._stolen_s()
+
+    def _stolen_s(self) -> float:
+        return float(getattr(psutil.cpu_times(), "steal", 0.0))
+
+    def share(self) -> float:
+        """Returns it, until now."""
+        passed_s = (time.monotonic() - self._begin_s) * (os.cpu_count() or 1)
+        return (self._stolen_s() - self._begin_stolen_s) / passed_s if passed_s else 0.0
+
+
 class Kill:
     """Kills the host of a random slot (`kill_host`): a turn of a part.
 
@@ -186,35 +211,43 @@ class Kill:
         self.steady_s, self.mb_per_s, self.idle, self.moment_s = steady_s, mb_per_s, idle, moment_s
         self._rng = random.Random(str(seed))
         self._before_s = 0.0  # when the window began that ends at the next kill, if it trains since
+        self._stolen = Stolen()  # since then
+
+    def _trains(self, running: Running) -> tuple[float, float]:
+        self._stolen = Stolen()
+        return running.trains(self.steady_s)
 
     def __call__(self, running: Running) -> dict[str, Any]:
         """Kills once, and returns the figures. Raises `Stopped`."""
-        before_s = self._before_s if self._before_s > running.resumed_s else running.trains(self.steady_s)[0]
+        before_s = self._before_s if self._before_s > running.resumed_s else self._trains(running)[0]
         if self.idle:
             running.pause()
             time.sleep(IDLE_S)
         running.until(running.whole, WHOLE_S, "a status of a whole cluster")  # on a slow link the last may be old
         time.sleep(self._rng.uniform(0.0, self.moment_s))  # a window ends with a step: not always just after one
+        stolen = self._stolen.share()
         kill = kill_host(running, self._rng)
         shape, code = running.model.shape, running.mode.code
         assert code is not None
         record_bytes = optimizer("rowwise_adagrad").schema(shape.dim).nbytes
         sizes = [slot_bytes(code, shape.tables * shape.rows, record_bytes, slot) for slot in kill.lost]
         lost = (sum(data for data, _ in sizes), sum(parity for _, parity in sizes))
-        self._recover(running, kill, code.k * sum(lost))
+        stolen = max(stolen, self._recover(running, kill, code.k * sum(lost)))
         spare_s = time.time()
         if self.idle:
             running.go()
         time.sleep(GRACE_S)
-        after_s, end_s = running.trains(self.steady_s)
+        after_s, end_s = self._trains(running)
         with running.changed:
             steps = Steps(0) if self.idle else running.steps  # nobody trained: rates and steps mean nothing
-            figures = figures_of_kill(kill, steps, spare_s, (before_s, after_s, end_s), running.model.samples, lost)
+            windows_s, samples = (before_s, after_s, end_s), running.model.samples
+            figures = figures_of_kill(kill, steps, spare_s, windows_s, samples, lost, stolen)
         self._before_s = after_s
         return {"slot": kill.number, "server": kill.member, "pid": kill.pid, "kill_s": kill.kill_s, **figures}
 
-    def _recover(self, running: Running, kill: Killed, read_bytes: float) -> None:
-        """Waits for every phase, until all is whole again, with a spare."""
+    def _recover(self, running: Running, kill: Killed, read_bytes: float) -> float:
+        """Waits for every phase, until all is whole again, with a spare; returns what was stolen during the rebuild."""
+        while_rebuilt = Stolen()
         limit_s = REPAIR_S + 2 * read_bytes / MB / min(self.mb_per_s or LEAST_MB_PER_S, LEAST_MB_PER_S)
         phases: list[tuple[str, Callable[[], float | None], float]] = [
             ("detection", lambda: kill.detected_s, DETECT_S),
@@ -226,6 +259,7 @@ class Kill:
             if name != "first step after" or not self.idle:
                 what = f"{kill.member} (pid {kill.pid}, host of slot {kill.number}) was killed; its {name}"
                 running.until(lambda at=time_s: "" if at() is not None else "it", seconds, what)  # type: ignore[misc]
+        stolen = while_rebuilt.share()
         if isinstance(running.place, Apart):
             running.cluster.return_all()
         elif not running.part.restart:
@@ -233,6 +267,7 @@ class Kill:
         running.until(running.whole, WHOLE_S, "a spare")
         if running.part.least_spares is None:  # else some are always starting
             await_calm(running)
+        return stolen
 
 
 def await_calm(running: Running) -> None:

@@ -58,6 +58,8 @@ SHOWN = {
         "during_samples_per_s",
         "after_samples_per_s",
         "during_share",
+        "stolen",
+        "calm_share",
     ),
 }
 

@@ -236,10 +236,10 @@ class Settings:
         again: 1: if the cluster's job has ended, trainers continue it. 0: they are refused.
         look_ahead: how many batches a plain loop over what `attach` returned draws early, when a training forward ends.
             The lookups of the next batch then travel with the gradients of the step. More than one are drawn where a
-            slot is being rebuilt or a server has a tier: it repairs what they look up, or reads it from its disk, before
-            they do. "auto": 4 of a list, a tuple, or a `DataLoader`
-            with workers and a sampler of torch's, where this cannot be noticed. 1 to 16: of any reader; its batches
-            must then not depend on what the loop does between a forward and the draws. "0": none.
+            slot is being rebuilt or a server has a tier: it repairs what they look up, or reads it from its disk,
+            before they do. "auto": 4 of a list, a tuple, or a `DataLoader` with workers and a sampler of torch's, where
+            this cannot be noticed. 1 to 16: of any reader; its batches must then not depend on what the loop does
+            between a forward and the draws. "0": none.
         checkpoint_memory_bytes: the most that one slot keeps of records that steps change before a checkpoint has
             written them; a checkpoint that needs more is given up.
         tier: folder on a fast disk, where a server keeps records that do not fit in `tier_memory_bytes`; its files have
