@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_ecrec.errors import TierFailed
+from torch_ecrec.records.pages import mapped
 from torch_ecrec.runtime.threads import Worker, log_error
 
 log = logging.getLogger(__name__)
@@ -362,6 +363,8 @@ def release(array: NDArray[Any], first: int) -> None:
 
 
 def untouched(count: int, dtype: Any) -> NDArray[Any]:
-    """Returns zeros that begin with a page and take no memory until they are written, one page after the other."""
-    size = max(1, count * np.dtype(dtype).itemsize)
-    return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype, count)
+    """Returns zeros that begin with a page and take no memory until they are written, one page after the other.
+
+    There may be more of them than the system has memory.
+    """
+    return mapped(max(1, count * np.dtype(dtype).itemsize), sparse=True)[: count * np.dtype(dtype).itemsize].view(dtype)
