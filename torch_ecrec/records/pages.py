@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,6 +84,23 @@ def mapped(size: int, advice: int | None = None, sparse: bool = False) -> NDArra
     if advice is not None:
         mapping.madvise(advice)
     return np.frombuffer(mapping, np.uint8)
+
+
+def untouched(count: int, dtype: Any) -> NDArray[Any]:
+    """Returns zeros that begin with a page and take no memory until they are written, one page after the other.
+
+    There may be more of them than the system has memory.
+    """
+    size = count * np.dtype(dtype).itemsize
+    return mapped(max(1, size), sparse=True)[:size].view(dtype)
+
+
+def release(array: NDArray[Any], first: int = 0) -> None:
+    """Gives the memory of an array's items from `first` on back to the system, whole pages: they are zeros then."""
+    begin = array.ctypes.data + first * (array.nbytes // max(1, len(array)))
+    begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, (array.ctypes.data + array.nbytes) & -mmap.PAGESIZE
+    if begin < end:
+        _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
 class Memory:

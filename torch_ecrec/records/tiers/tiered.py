@@ -42,10 +42,10 @@ from numpy.typing import NDArray
 from torch_ecrec.codec import seals
 from torch_ecrec.codec.seals import SEAL_BYTES, SealsOf
 from torch_ecrec.errors import TierFailed
-from torch_ecrec.records.pages import Memory
+from torch_ecrec.records.pages import Memory, release, untouched
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.records.store import First, Use, View
-from torch_ecrec.records.tiers.disk import File, release, untouched
+from torch_ecrec.records.tiers.disk import File
 from torch_ecrec.records.tiers.kernels import (
     ABSENT,
     COMING,
