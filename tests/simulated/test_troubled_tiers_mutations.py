@@ -58,6 +58,19 @@ def frames_in_use_go(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TieredStore, "_pick", picked)
 
 
+def what_the_step_changes_goes(patch: pytest.MonkeyPatch) -> None:
+    """And not only what the one before it has changed."""
+    pick = TieredStore._pick_any
+
+    def picked(self: TieredStore, want: int, before: int) -> Any:
+        self._call += 1
+        frames = pick(self, want, before)
+        self._call -= 1
+        return frames
+
+    patch.setattr(TieredStore, "_pick_any", picked)
+
+
 def what_is_dirty_is_dropped(patch: pytest.MonkeyPatch) -> None:
     before = TieredStore._is
     patch.setattr(TieredStore, "_is", lambda self, flag, at_V: before(self, flag, at_V) & (flag != DIRTY))
@@ -134,6 +147,7 @@ def cleaning_loses_what_it_cannot_read(patch: pytest.MonkeyPatch) -> None:
 
 MUTATIONS: tuple[Patch, ...] = (
     frames_in_use_go,
+    what_the_step_changes_goes,
     what_is_dirty_is_dropped,
     a_place_that_was_let_go_is_taken,
     folds_are_taken_for_records,

@@ -110,7 +110,8 @@ def draws_unseen(reader: object) -> bool:
     """Returns whether nobody can tell if a batch was drawn early: other processes make it, ahead of the loop anyway.
 
     Persistent workers could: their state goes on into the next pass, if the loop leaves one. So could a sampler that
-    looks at what the loop has done, or draws in the middle of a pass from a generator that the loop may have, too.
+    looks at what the loop has done, or draws in the middle of a pass from a generator that the loop may have, too. A
+    `RandomSampler` draws from its own once more as it ends, for nothing: a loop that draws from that, too, is refused.
     """
     if type(reader) is not DataLoader or reader.num_workers == 0 or reader.persistent_workers:
         return False
