@@ -304,7 +304,15 @@ class Reader(Iterator[Any]):
             raise AttributeError(name)
         if name == "state_dict" and self._early and (state := self._early[0].state) is not None:
             return lambda: decode(state)
+        if name == "load_state_dict" and self._early:
+            return self._refuse_to_load
         return getattr(self._reader, name)
+
+    def _refuse_to_load(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError(
+            f"the state of the reader ({type(self._reader).__name__}) cannot be loaded in the middle of a pass of which"
+            f" the next batch was drawn already: {WITHOUT}"
+        )
 
     def enumerate(self, start: int = 0) -> Iterator[tuple[int, Any]]:
         """Iterates a pass with the number of each batch. Unlike `enumerate`, it counts batches before a restart."""
