@@ -187,6 +187,9 @@ class SmallTier(Tier):
     def let_go(self, stores: Iterable[RecordStore]) -> None:
         pass  # each has frames of its own
 
+    def require_room(self, sizes: Iterable[tuple[int, int, bool]]) -> None:
+        pass  # likewise, and a file of its own
+
     def make(self, rows: int, nbytes: int, parity: bool, sealed: bool, must: bool = False) -> RecordStore:
         if not rows or not sealed:
             return MemoryStore(rows, nbytes, sealed=sealed)

@@ -25,7 +25,7 @@ def tiered(out: Path, *words: str) -> tuple[subprocess.CompletedProcess[str], di
 def test_with_few_records_in_memory_and_a_kill_it_is_the_run_in_memory(tmp_path: Path, kind: str) -> None:
     tier = tmp_path / "tier"
     tier.mkdir()
-    memory = {"all": "5MB", "parities": "20MiB"}[kind]
+    memory = {"all": "8MB", "parities": "20MiB"}[kind]
     words = ("--tier", str(tier), "--memory", memory, "--tier-for", kind)
     done, result = tiered(tmp_path, *words, "--kill", "server:1@15")
     assert done.returncode == 0 and "EQUAL" in done.stdout, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,15 @@ def test_tables_that_are_to_be_kept_are_those_of_the_job(tmp_path: Path) -> None
     fatal = Keeping(tmp_path, first.name, "usres").go().fatal
     assert fatal is not None
     assert f"`tier_keep` names usres, and no table of the job is called so: it has {first.name}, " in fatal
+
+
+def test_servers_with_too_little_memory_say_at_once_how_much_all_tables_take(tmp_path: Path) -> None:
+    """Who gives them as much has a cluster that begins."""
+    scenario = dataclasses.replace(ONE_LOST, kills=())
+    assert len(scenario.job.slabs) > 1
+    fatal = Crowded(scenario, tmp_path, 1000).go().fatal
+    needed = re.search(r"too little for the records of this server: give it at least ([\d,]+)", fatal or "")
+    assert needed is not None, fatal
+    cluster = Crowded(scenario, tmp_path, int(needed[1].replace(",", "")))
+    cluster.go().check_against(simulate(calm(scenario)))
+    assert cluster.over == (0, 0)

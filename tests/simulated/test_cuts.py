@@ -85,7 +85,7 @@ def test_a_slot_that_cannot_be_repaired_where_it_is_leaves() -> None:
 
 
 KNEW_OF_THE_CUT = [  # and died before a slot moved to where the fenced server had been
-    Point("a move", 80, Cut("trainer-1", "server-2", True), ("crash_coordinator", 40)),
+    Point("a move", 82, Cut("trainer-1", "server-2", True), ("crash_coordinator", 40)),
     Point("a move", 125, Cut("server-2", "trainer-0", True), ("crash_coordinator", 80)),
 ]
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from faults import CODES, IN_TURNS, THREE_TWO, TWO_ONE, WIDTHS, check, oracle, points, spread, sweep, undisturbed
-from harness import Fault, Scenario, SimulatedCluster, half_tables, simulate
+from harness import Fault, Scenario, SimulatedCluster, half_tables, simulate, small_tables
 from harness.network import CRASH_COORDINATOR, CRASHES, LOSSES, Line
 from thinned import in_turns
 
@@ -298,6 +298,45 @@ def test_holders_are_asked_seldom_what_they_have_folded():
     run = check(Scenario(kills=((0, 1),), spares=2))
     kinds = Counter(message[2] for message in run.messages)
     assert run.kills == 1 and 0 < kinds["Versions"] < kinds["Fetch"] / TWO_ONE.k, kinds
+
+
+@pytest.mark.parametrize("scope", ["of its history", "of any"])
+@pytest.mark.parametrize("seed", [1, 2, 4])
+def test_an_old_answer_of_a_holder_costs_a_new_attempt_and_nothing_else(scope, seed, monkeypatch):
+    """Here the first one serves for ever, while holders are lost themselves, and steps are taken back."""
+    given, behind = {}, Counter()
+
+    def folded_by(self, holder):
+        history = self.host.history if scope == "of its history" else None
+        answer = self._folded.get(holder)
+        first = answer and given.setdefault((id(self), holder, history), answer)
+        behind[self.held.rule.applied - first[1] if first else 0] += 1
+        return first and first[2]
+
+    healthy = Scenario(
+        code=THREE_TWO if seed % 2 else TWO_ONE,
+        tables=tuple(dataclasses.replace(table, rows=600) for table in small_tables()),
+        touch=0.02,
+        steps=24,
+        tier_frames=0,
+    )
+    disturbed = dataclasses.replace(
+        healthy,
+        spares=2,
+        reborn=True,
+        trainers_return=True,
+        rebuild_chunk_bytes=400,
+        rebuild_bytes_per_s=200_000.0,
+        random_kills=3,
+        random_trainer_kills=seed % 3,
+        network_seed=seed,
+        noise=0.02,
+    )
+    expected = simulate(healthy)
+    monkeypatch.setattr(rebuild.Rebuild, "folded_by", folded_by)
+    run = simulate(disturbed)
+    run.check_against(expected)
+    assert run.kills and max(behind) > 1, "some were of more than a step before"
 
 
 class Kept:

@@ -31,7 +31,7 @@ SITUATIONS = {
     "initial values": dataclasses.replace(PLAIN, steps=1, loads=(Load(0, 0, 9), Load(0, 4, 12, change=True))),
     "a load": dataclasses.replace(PLAIN, steps=2, overwrites=OVERWRITES),
     "a move": dataclasses.replace(
-        PLAIN, steps=12, kills=((0, 1),), spares=0, reborn=True, rebuild_chunk_bytes=64, rebuild_bytes_per_s=1e4
+        PLAIN, steps=16, kills=((0, 1),), spares=0, reborn=True, rebuild_chunk_bytes=64, rebuild_bytes_per_s=1e4
     ),
     "a checkpoint": dataclasses.replace(with_checkpoints(PLAIN), steps=8, touch=0.1, spares=2),
 }

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from torch_ecrec.codec.linear import LinearCode
-from torch_ecrec.durability.holdings import Holdings
+from torch_ecrec.durability.holdings import Holdings, Missing
 from torch_ecrec.durability.none import Unprotected
 from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.protocol import wire
@@ -192,3 +196,28 @@ def test_without_protection_a_step_counts_at_once_and_nobody_else_is_served() ->
     assert answers == [wire.Acknowledged(1)] * TRAINERS
     slot.handle(wire.Versions(0, 0), answers.append)
     assert isinstance(answers[-1], wire.Refused) and "no protection" in answers[-1].reason
+
+
+# what is missing ----------------------------------------------------------------------------------
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux tells what is resident")
+def test_once_nothing_is_missing_the_notes_of_it_need_no_memory() -> None:
+    rows = 64 << 20
+    shard: Any = SimpleNamespace(data_rows=rows, parity_rows=100)
+    missing = Missing([shard], whole=False)
+    whole, some = resident_bytes(), np.arange(100)
+    missing.of(0, False)[100:] = False
+    assert missing.on_installed(0, False, np.arange(100, 101), rows - 100) == 0
+    assert missing.lacks(0, False, some) and whole - resident_bytes() < rows // 2, "some are missing"
+    missing.of(0, False)[some] = False
+    missing.of(0, True)[some] = False
+    missing.on_installed(0, False, some, 100)
+    missing.on_installed(0, True, some, 100)
+    assert missing.remaining == 0 and missing.has_all_data and whole - resident_bytes() > rows // 2
+    missing.damage(0, False, np.array([7, rows - 1]))
+    assert missing.remaining == 2 and np.flatnonzero(missing.of(0, False)).tolist() == [7, rows - 1]

@@ -453,6 +453,27 @@ def test_a_script_that_saves_the_readers_state_saves_that_of_its_own_draws() -> 
     assert early == SIZE - 3
 
 
+def test_a_script_that_loads_the_readers_state_in_the_middle_of_a_pass_is_refused() -> None:
+    """The batches that were drawn early are of the state before."""
+
+    def run(look_ahead: str) -> list[int]:
+        seen: list[int] = []
+        reader: Any = Reader(Slow(), look_ahead=look_ahead)
+        reader.load_state_dict({"turn": 1, "place": 0})
+        for batch in reader:
+            seen.append(batch.item())
+            reader.on_forward()
+            reader.look_ahead()
+            if seen == [101, 102, 103, 104]:
+                reader.load_state_dict({"turn": 1, "place": 1})
+        reader.load_state_dict({"turn": 2, "place": 0})  # between passes nothing was drawn early
+        return seen
+
+    assert run("0")[:6] == [101, 102, 103, 104, 102, 103]
+    with pytest.raises(RuntimeError, match=rf"state of the reader \(Slow\) cannot be loaded .*{ASKS_FOR_IT}"):
+        run("1")
+
+
 def test_nothing_is_drawn_early_in_a_pipeline_or_on_another_thread() -> None:
     reader = Reader([1] * 9, look_ahead="1")
     scope: dict[str, Any] = {"__name__": PIPELINES + ".train_pipelines"}

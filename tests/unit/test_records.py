@@ -475,6 +475,47 @@ def test_ready_memory_that_is_not_wanted_any_more_goes():
     assert not writers() and not ready.bytes
 
 
+@has_huge_pages
+def test_ready_memory_is_for_the_store_that_it_was_made_for():
+    """A small store, for which none is made ready, does not take that of a large one."""
+    ready, large, small = ReadyMemory(lambda: (1 << 40, 0)), 3 * HUGE_PAGE_BYTES, 5000
+    ready.prepare([small, large, large])
+    is_there(ready, 2 * large)
+    assert ready.take(small) is None and ready.take(small - 16) is None and ready.bytes == 2 * large
+    assert len(ready.take(large - 16)) == large - 16 and len(ready.take(large)) == large
+    assert ready.take(large) is None and not ready.bytes
+
+
+@has_huge_pages
+def test_memory_that_a_slot_took_which_did_not_come_is_made_ready_again():
+    ready, sizes = ReadyMemory(lambda: (1 << 40, 0)), [3 * HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES]
+    ready.prepare(sizes)
+    is_there(ready, sum(sizes))
+    assert ready.take(sizes[0]) is not None
+    ready.prepare(sizes)
+    is_there(ready, sum(sizes))
+    assert ready.take(sizes[0]) is not None and ready.take(sizes[1]) is not None
+    ready.prepare(())
+    assert not ready.bytes
+
+
+@has_huge_pages
+def test_spares_that_make_memory_ready_at_once_leave_an_eighth_free(monkeypatch):
+    """Each has looked how much is free before the others have written theirs."""
+    monkeypatch.setattr(pages, "LOOK_BYTES", HUGE_PAGE_BYTES)
+    size, looks = 8 * HUGE_PAGE_BYTES, []
+
+    def room():
+        looks.append(len(looks))
+        return 64 * HUGE_PAGE_BYTES, (40 + 4 * len(looks)) * HUGE_PAGE_BYTES  # others write, too
+
+    ready = ReadyMemory(room)
+    ready.prepare([size])
+    for thread in writers():
+        thread.join(60)
+    assert not writers() and not ready.bytes and 2 < len(looks) <= 5
+
+
 def test_more_memory_than_there_can_be():
     with pytest.raises(MemoryError):
         Memory(1 << 62)

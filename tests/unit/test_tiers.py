@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,15 +23,18 @@ from tiered_pairs import (
     check_frames_that_were_needed_once_are_given_back,
     check_zeros_and_other_records,
     pair,
+    put,
     store_of,
     tiny,
+    value_of,
 )
 
+from torch_ecrec.codec import seals
 from torch_ecrec.errors import TierFailed
 from torch_ecrec.records.store import Use
 from torch_ecrec.records.tiers import log as segments
 from torch_ecrec.records.tiers import tiered
-from torch_ecrec.records.tiers.budget import LEAST_SHARE, Tier
+from torch_ecrec.records.tiers.budget import LEAST_SHARE, Tier, least_budget, most_on_disk, need_of
 from torch_ecrec.records.tiers.disk import ScratchFile
 from torch_ecrec.records.tiers.tiered import TieredStore
 from torch_ecrec.records.tiers.trouble import Trouble
@@ -190,9 +194,9 @@ def test_a_slot_that_nobody_else_has_is_taken_where_memory_is_too_little_and_one
 ) -> None:
     """To refuse a lost slot is to lose those that are here with it."""
     rows, nbytes = 20_000, 64
-    needed = re.search(r"at least ([\d,]+)", too_little(Tier(tmp_path, 1000), rows, nbytes))
-    assert needed is not None
-    tier = Tier(tmp_path, 2 * int(needed[1].replace(",", "")) - 1000)
+    needed = least_budget(need_of([(rows, nbytes)]))
+    assert "is too little for the records of this server" in too_little(Tier(tmp_path, needed - 1000), rows, nbytes)
+    tier = Tier(tmp_path, 2 * needed - 1000)
     first: Any = tier.make(rows, nbytes, False, True)
     alone = first.frames
     second: Any = tier.make(rows, nbytes, False, True, must=True)
@@ -211,6 +215,109 @@ def test_a_slot_that_nobody_else_has_is_taken_where_memory_is_too_little_and_one
     assert below.frames < frames
     in_memory.let_go([other])
     assert below.frames == frames and kept.rows == 1000
+
+
+@pytest.mark.parametrize("parities_only", [False, True])
+def test_the_memory_that_is_named_as_enough_is_enough_for_all_stores_of_a_slot(
+    parities_only: bool, tmp_path: Path
+) -> None:
+    """Also where records are in memory whatever is asked for: of those an eighth is not for logs."""
+    sizes = [(20_000, 64, False), (10_000, 64, True), (90_000, 32, False), (45_000, 32, True)]
+    with pytest.raises(TierFailed) as refused:
+        Tier(tmp_path, 1000, parities_only).require_room(sizes)
+    needed = re.search(r"at least ([\d,]+)", str(refused.value))
+    assert needed is not None
+    tier = Tier(tmp_path, int(needed[1].replace(",", "")), parities_only)
+    tier.require_room(sizes)
+    stores = [tier.make(rows, nbytes, parity, True) for rows, nbytes, parity in sizes]
+    assert len(tier.stores) == (2 if parities_only else 4) and not tier.over_bytes
+    assert [store.in_place for store in stores] == [parities_only and not parity for _, _, parity in sizes]
+    with pytest.raises(TierFailed, match="is too little"):
+        tier.require_room(sizes[:1])
+
+
+def test_a_disk_must_have_room_for_all_stores_of_a_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files become longer as records are written: what those that are here will take is not free."""
+    whole, sizes = os.statvfs(tmp_path), [(20_000, 64, False), (20_000, 64, True)]
+    most = most_on_disk(20_000, 64)
+
+    class Small:
+        f_bavail, f_frsize = (2 * most) // whole.f_frsize, whole.f_frsize
+
+    monkeypatch.setattr(os, "statvfs", lambda _: Small)
+    tier = Tier(tmp_path, 64 << 20)
+    with pytest.raises(TierFailed, match=rf"bytes left, and 40,000 records need up to {2 * most:,}$"):
+        tier.require_room(sizes)
+    Small.f_bavail += 1
+    tier.require_room(sizes)
+    made = [tier.make(rows, nbytes, parity, True) for rows, nbytes, parity in sizes]
+    assert len(made) == len(tier.stores)
+    with pytest.raises(TierFailed, match="60,000 records need up to"):
+        tier.make(20_000, 64, False, True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="how much memory is promised is Linux's word")
+def test_a_store_may_be_larger_than_the_memory_of_the_host(tmp_path: Path) -> None:
+    """Linux refuses memory that is more than it has, unless it is told that most of it is never written."""
+    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
+        pytest.skip("this system promises no more than it has, whoever asks")
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    nbytes = 1 << 20
+    rows = 2 * total // nbytes
+    store = TieredStore(rows, nbytes, ScratchFile(tmp_path, READER), 2)
+    for position in (0, rows - 1, rows // 2, 7):
+        view = store.at(np.array([position]), Use.CHANGE)
+        view.records_XB[view.at_U] = position % 251
+        view.seals_X[view.at_U] = seals.seals_of(view.records_XB[view.at_U])
+    assert [int(store.look(np.array([at])).records_XB[0, 0]) for at in (0, rows - 1, rows // 2, 7)] == [
+        at % 251 for at in (0, rows - 1, rows // 2, 7)
+    ]
+    assert store.memory_bytes < 64 << 20
+
+
+def test_what_a_system_promises_to_nobody_ends_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more(*_: Any, **__: Any) -> Any:
+        raise MemoryError("no 7 bytes of memory: Cannot allocate memory")
+
+    monkeypatch.setattr(tiered, "Memory", no_more)
+    with pytest.raises(TierFailed, match=r"^no 7 bytes .* `vm.overcommit_memory` of this Linux is 2, set it to 0 or 1"):
+        Tier(tmp_path, 64 << 20).make(20_000, 64, False, True)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_weeks_of_calls_are_counted_anew_and_nothing_else_goes_than_would_have(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are more calls in weeks of training than numbers for them."""
+
+    def whereabouts() -> list[Any]:
+        doing, found = Doing(tiny(60, 3, 9), seed), []
+        for _ in range(8):
+            doing.go(25)
+            store: Any = doing.shards[1].stores[0]
+            found += [store._frame_P.tolist(), store._place_P.tolist(), store._count_P.tolist()]
+        return found
+
+    once, counted = whereabouts(), []
+    anew = TieredStore._count_calls_anew
+    monkeypatch.setattr(tiered, "LAST_CALL", 9)
+    monkeypatch.setattr(TieredStore, "_count_calls_anew", lambda store: (counted.append(store._call), anew(store)))
+    assert whereabouts() == once
+    assert len(counted) > 20 and max(counted) == 9
+
+
+def test_calls_have_numbers_as_long_as_anybody_trains() -> None:
+    store, _ = store_of(50, 4)
+    put(store, 7, 7)
+    store._call = store._steps[1] = (1 << 32) - 4
+    for value in range(30):
+        put(store, value, value)
+        store.at(np.array([value, 7]), Use.CHANGE)
+        reading, _ = store.want(np.array([0, 5]))
+        if reading is not None:
+            reading.run()
+            store.arrive(reading)
+    assert store._call < 1000 and [value_of(store, at) for at in (0, 7, 29)] == [0, 7, 29]
 
 
 def too_little(tier: Tier, rows: int, nbytes: int) -> str:

@@ -59,11 +59,12 @@ from torch_ecrec.observe.progress import Progress
 from torch_ecrec.records.initial import InitialRecords
 from torch_ecrec.records.merge import merge
 from torch_ecrec.records.optimizers import optimizer
+from torch_ecrec.records.pages import untouched
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.records.shard import Shard
 from torch_ecrec.records.store import First, MemoryStore, RecordStore, Use, View
 from torch_ecrec.records.tiers import tiered
-from torch_ecrec.records.tiers.disk import BLOCK_BYTES, DEPTH, Numbers, Reader, ScratchFile, Threads, reader, untouched
+from torch_ecrec.records.tiers.disk import BLOCK_BYTES, DEPTH, Numbers, Reader, ScratchFile, Threads, reader
 from torch_ecrec.records.tiers.tiered import FRAME_BYTES, ROW_BYTES, TieredStore
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.server.announced import SHARE

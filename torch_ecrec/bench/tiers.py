@@ -25,8 +25,9 @@ import numpy as np
 from torch_ecrec.bench import record, workload
 from torch_ecrec.bench.experiment import Experiment, Mode, Model, Part, Running, parse_mode
 from torch_ecrec.bench.train import Blocks, add_blocks, add_shape, blocks_of, shape_of, summarise
+from torch_ecrec.records.pages import untouched
 from torch_ecrec.records.tiers.budget import least_budget, need_of
-from torch_ecrec.records.tiers.disk import BLOCK_BYTES, Reader, ScratchFile, reader, untouched
+from torch_ecrec.records.tiers.disk import BLOCK_BYTES, Reader, ScratchFile, reader
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.settings import check_folder
 

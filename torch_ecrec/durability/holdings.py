@@ -20,6 +20,7 @@ from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.protocol.step_rule import StepRule
 from torch_ecrec.protocol.wire import Handed
 from torch_ecrec.records.delta_log import DeltaLog
+from torch_ecrec.records.pages import release
 from torch_ecrec.records.shard import Shard
 from torch_ecrec.records.store import Stores
 from torch_ecrec.spec.job import JobSpec
@@ -93,6 +94,7 @@ class Missing:
             How many of them had been damaged.
         """
         self._left[parity] -= count
+        self._let_go()
         damaged = self.damaged.get((slab, parity))
         if not damaged:
             return 0
@@ -111,6 +113,12 @@ class Missing:
             if not parity:
                 flags_P[:] = False
         self._left[False] = 0
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Once nothing is missing, all flags are zeros, which need no memory: a byte for each record."""
+        for flags_P in self._flags.values() if not self.remaining else ():
+            release(flags_P)
 
     def lose(self, slab: int, positions_U: np.ndarray, parity: bool = True) -> None:
         """Notes that these parities (or records), (U,) int64 without duplicates, stand for nothing any more."""

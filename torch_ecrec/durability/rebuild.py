@@ -31,6 +31,7 @@ from torch_ecrec.layout import repair
 from torch_ecrec.layout.stripes import StripeGroup
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.wire import A
+from torch_ecrec.records.pages import release
 from torch_ecrec.spec.settings import Settings
 
 RETRY_S = 0.02  # pause before the first new attempt; later ones wait for longer
@@ -86,7 +87,7 @@ class Rebuild:
 
     def _note_kinds(self) -> None:
         for kind in self.missing.kinds:
-            self.state.setdefault(kind, np.full(len(self.missing.of(*kind)), NOBODY, dtype=np.uint8))
+            self.state.setdefault(kind, np.zeros(len(self.missing.of(*kind)), np.uint8))
 
     def mend(self, slab: int, parity: bool, positions: np.ndarray) -> None:
         """Repairs these, which are damaged: from now on they are missing, and their repair starts at once.
@@ -182,6 +183,11 @@ class Rebuild:
         mended = self.missing.on_installed(slab, parity, positions, count)
         if mended:
             self.scrubber.on_mended(mended)
+        if self.missing.remaining == 0:
+            for state_P in self.state.values():  # what is still being repaired was brought back otherwise
+                if state_P.any():
+                    state_P[:] = NOBODY
+                release(state_P)  # a byte for each record: zeros need no memory
         if is_awaited or self.missing.remaining == 0:
             self.slot.progress()
         self.slot.check_rebuilt()

@@ -22,11 +22,13 @@ import ctypes
 import logging
 import mmap
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +42,10 @@ LEAST_BYTES = 4 << 20  # smaller memory is left to NumPy
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14; Python names neither yet
 _MADV_COLLAPSE = 25  # since Linux 6.1
+_NORESERVE = 0x4000  # likewise
 READY_SHARE = 0.1  # of a core, that makes memory ready
 READY_SPARE = 8  # memory is made ready where an eighth of it and more of what there is stay free
+LOOK_BYTES = 64 << 20  # after as many it is looked again how much is free: others may make memory ready, too
 
 _libc = ctypes.CDLL(None)
 
@@ -61,14 +65,42 @@ def _huge_page_bytes() -> int:
 HUGE_PAGE_BYTES = _huge_page_bytes()
 
 
-def _mapped(size: int, advice: int) -> NDArray[np.uint8]:
-    """Returns new memory of zeros. Raises MemoryError."""
+def mapped(size: int, advice: int | None = None, sparse: bool = False) -> NDArray[np.uint8]:
+    """Returns new memory of zeros, which begins with a page.
+
+    Args:
+        size: in bytes, at least 1.
+        advice: of `madvise`.
+        sparse: most of it will never be written: it may be more than the system has, unless that forbids it.
+
+    Raises:
+        MemoryError: there is not as much.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NORESERVE if sparse and sys.platform == "linux" else 0)
     try:
-        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = mmap.mmap(-1, size, flags=flags)
     except OSError as error:
         raise MemoryError(f"no {size} bytes of memory: {os.strerror(error.errno or 0)}") from error
-    mapping.madvise(advice)
+    if advice is not None:
+        mapping.madvise(advice)
     return np.frombuffer(mapping, np.uint8)
+
+
+def untouched(count: int, dtype: Any) -> NDArray[Any]:
+    """Returns zeros that begin with a page and take no memory until they are written, one page after the other.
+
+    There may be more of them than the system has memory.
+    """
+    size = count * np.dtype(dtype).itemsize
+    return mapped(max(1, size), sparse=True)[:size].view(dtype)
+
+
+def release(array: NDArray[Any], first: int = 0) -> None:
+    """Gives the memory of an array's items from `first` on back to the system, whole pages: they are zeros then."""
+    begin = array.ctypes.data + first * (array.nbytes // max(1, len(array)))
+    begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, (array.ctypes.data + array.nbytes) & -mmap.PAGESIZE
+    if begin < end:
+        _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
 class Memory:
@@ -78,6 +110,7 @@ class Memory:
         size: in bytes.
         scattered: it is first written here and there; `merge` is called before stretches of it are filled.
         ready: memory that was written before, all zeros, of `size` bytes; None: it is new.
+        sparse: most of it will never be written: see `mapped`.
 
     Attributes:
         array: (size,) uint8; begins with a cache line, so that no record lies in one more than it must.
@@ -86,7 +119,9 @@ class Memory:
         MemoryError: there is not as much.
     """
 
-    def __init__(self, size: int, scattered: bool = False, ready: NDArray[np.uint8] | None = None) -> None:
+    def __init__(
+        self, size: int, scattered: bool = False, ready: NDArray[np.uint8] | None = None, sparse: bool = False
+    ) -> None:
         self._first = 0  # address of the first huge page that could be
         self._small = np.zeros(0, np.bool_)  # for each huge page, whether it is not merged yet
         self.array: NDArray[np.uint8]
@@ -98,7 +133,7 @@ class Memory:
             first = -memory.__array_interface__["data"][0] % LINE_BYTES
             self.array = memory[first : first + size]
             return
-        self.array = _mapped(size, mmap.MADV_NOHUGEPAGE if scattered else mmap.MADV_HUGEPAGE)
+        self.array = mapped(size, mmap.MADV_NOHUGEPAGE if scattered else mmap.MADV_HUGEPAGE, sparse)
         if scattered:
             begin = self._address
             self._first = -(-begin // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
@@ -134,30 +169,35 @@ class ReadyMemory:
     def __init__(self, room: Callable[[], tuple[int, int]]) -> None:
         self._room = room
         self._lock = threading.Lock()  # guards all below
-        self._sizes: tuple[int, ...] = ()  # what is wanted
+        self._sizes: tuple[int, ...] = ()  # what is wanted, also what is too small to be made ready
         self._ready: list[NDArray[np.uint8]] = []
+        self._taken = False  # some of it was: there is not all that is wanted any more
         self._turn = 0  # rises when other sizes are wanted
 
     def prepare(self, sizes: Sequence[int]) -> None:
         """Begins to make pieces of memory ready, of these sizes in bytes, in place of those that were wanted before."""
-        wanted = tuple(size for size in sizes if HUGE_PAGE_BYTES and size >= LEAST_BYTES)
+        wanted = tuple(sizes)
         with self._lock:
-            if wanted == self._sizes:
+            if wanted == self._sizes and not self._taken:
                 return
-            self._sizes, self._ready = wanted, []
+            self._sizes, self._ready, self._taken = wanted, [], False
             self._turn += 1
             turn = self._turn
-        if wanted:
-            Worker(partial(self._write, turn, wanted), "ready memory", log_error).start()
+        large = [size for size in wanted if HUGE_PAGE_BYTES and size >= LEAST_BYTES]
+        if large:
+            Worker(partial(self._write, turn, large), "ready memory", log_error).start()
 
     def take(self, size: int) -> NDArray[np.uint8] | None:
-        """Returns `size` bytes of zeros that were written before, and are the caller's now; None: there are none."""
+        """Returns `size` bytes of zeros that were written before, and are the caller's now; None: there are none.
+
+        They are of the piece that was made for as much. A larger one, which is there, is for somebody else.
+        """
         with self._lock:
-            fitting = [array for array in self._ready if len(array) >= size]
-            if not fitting or not size:
+            wanted = min((one for one in self._sizes if one >= size), default=0)
+            best = next((array for array in self._ready if len(array) == wanted), None)
+            if best is None or not size:
                 return None
-            best = min(fitting, key=len)
-            self._ready = [array for array in self._ready if array is not best]
+            self._ready, self._taken = [array for array in self._ready if array is not best], True
             return best[:size]
 
     @property
@@ -166,17 +206,23 @@ class ReadyMemory:
         with self._lock:
             return sum(map(len, self._ready))
 
+    def _has_room(self, size: int, done: int = 0) -> bool:
+        """Whether there is memory for what is left of a piece of so many bytes."""
+        limit, used = self._room()
+        if limit and limit - used - (size - done) >= limit // READY_SPARE:
+            return True
+        log.info("no %d bytes of memory are made ready: %d of %d are in use", size, used, limit)
+        return False
+
     def _write(self, turn: int, sizes: Sequence[int]) -> None:
         """Makes memory ready until other sizes are wanted."""
         for size in sizes:
-            limit, used = self._room()
-            if limit - used - size < limit // READY_SPARE or not limit:
-                log.info("no %d bytes of memory are made ready: %d of %d are in use", size, used, limit)
+            if not self._has_room(size):
                 return
-            array = _mapped(size, mmap.MADV_HUGEPAGE)
+            array = mapped(size, mmap.MADV_HUGEPAGE)
             address: int = array.__array_interface__["data"][0]
             for begin in range(0, size, HUGE_PAGE_BYTES):
-                if self._turn != turn:
+                if self._turn != turn or (begin % LOOK_BYTES == 0 and not self._has_room(size, begin)):
                     return
                 began_s, many = time.thread_time(), min(HUGE_PAGE_BYTES, size - begin)
                 if _libc.madvise(address + begin, many, _MADV_POPULATE_WRITE):  # an older Linux

@@ -110,7 +110,8 @@ def draws_unseen(reader: object) -> bool:
     """Returns whether nobody can tell if a batch was drawn early: other processes make it, ahead of the loop anyway.
 
     Persistent workers could: their state goes on into the next pass, if the loop leaves one. So could a sampler that
-    looks at what the loop has done, or draws in the middle of a pass from a generator that the loop may have, too.
+    looks at what the loop has done, or draws in the middle of a pass from a generator that the loop may have, too. A
+    `RandomSampler` draws from its own once more as it ends, for nothing: a loop that draws from that, too, is refused.
     """
     if type(reader) is not DataLoader or reader.num_workers == 0 or reader.persistent_workers:
         return False
@@ -303,7 +304,15 @@ class Reader(Iterator[Any]):
             raise AttributeError(name)
         if name == "state_dict" and self._early and (state := self._early[0].state) is not None:
             return lambda: decode(state)
+        if name == "load_state_dict" and self._early:
+            return self._refuse_to_load
         return getattr(self._reader, name)
+
+    def _refuse_to_load(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError(
+            f"the state of the reader ({type(self._reader).__name__}) cannot be loaded in the middle of a pass of which"
+            f" the next batch was drawn already: {WITHOUT}"
+        )
 
     def enumerate(self, start: int = 0) -> Iterator[tuple[int, Any]]:
         """Iterates a pass with the number of each batch. Unlike `enumerate`, it counts batches before a restart."""

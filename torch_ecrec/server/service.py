@@ -323,6 +323,12 @@ class Host(ServerProcess):
         if unknown and not incarnation:
             few = ", ".join([table.name for table in job.tables][:TABLES_NAMED])
             raise TierFailed(f"`tier_keep` names {unknown}, and no table of the job is called so: it has {few} ...")
+        if self.tier is not None and not incarnation:
+            self.tier.require_room(
+                (rows, slab.schema.nbytes, parity)
+                for slab, layout in zip(job.slabs, self.layouts, strict=True)
+                for rows, parity in ((layout.data_rows(index), False), (layout.parity_rows(index), True))
+            )
         held = Holdings(job, self.code, self.layouts, index, incarnation, incarnations, fresh, sealed, filled, stores)
         held.keep_last_(known)
         return held

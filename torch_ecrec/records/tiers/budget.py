@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 FOR_LOGS = 8  # the 8th part of the budget is not for frames
 LEAST_SHARE = 64  # the 64th part of a store's records has frames, at least
+NAMED_BYTES = 1 << 20  # what is too little is told in whole MiB: slots have some records more, or fewer, than others
 
 
 class Need(NamedTuple):
@@ -65,9 +66,20 @@ def room_of(need: Need, memory_bytes: int, log_bytes: int = 0, others: int = 0) 
     return memory_bytes - max(memory_bytes // FOR_LOGS, log_bytes) - need.fixed - others
 
 
-def least_budget(need: Need, share: float = 1 / LEAST_SHARE) -> int:
-    """Returns the bytes of a budget that keeps a part of the records in memory; by default the least that is taken."""
-    return int((need.fixed + share * need.frames) * FOR_LOGS / (FOR_LOGS - 1)) + 1
+def least_budget(need: Need, share: float = 1 / LEAST_SHARE, others: int = 0) -> int:
+    """Returns the bytes of a budget that keeps a part of the records in memory; by default the least that is taken.
+
+    Args:
+        need, others: as of `room_of`.
+        share: which part.
+    """
+    return int((need.fixed + others + share * need.frames) * FOR_LOGS / (FOR_LOGS - 1)) + 1
+
+
+def most_on_disk(rows: int, nbytes: int) -> int:
+    """Returns how long the file of a store may become, in bytes."""
+    cells = bucket_of(nbytes)
+    return int(GARBAGE * rows * cells / (cells // nbytes)) + 8 * LEAST_SEGMENT_BYTES
 
 
 class Tier:
@@ -126,6 +138,47 @@ class Tier:
         """Those that there are now."""
         return list(self._tiered)
 
+    def require_room(self, sizes: Iterable[tuple[int, int, bool]]) -> None:
+        """Sees to it that there is memory and disk for more stores, all of them together.
+
+        Args:
+            sizes: of each, how many records, of how many bytes each, and whether they are parities.
+
+        Raises:
+            TierFailed: there is too little; says how much all stores that are here take with these.
+        """
+        self._check(list(sizes), must=False)
+
+    def _is_below(self, rows: int, parity: bool) -> bool:
+        """Whether records of such a store may go to the disk."""
+        return rows > 0 and (parity or not self.parities_only)
+
+    def _check(self, sizes: list[tuple[int, int, bool]], must: bool) -> None:
+        tiered = [(rows, nbytes) for rows, nbytes, parity in sizes if self._is_below(rows, parity)]
+        need = need_of([*((store.rows, store.nbytes) for store in self.stores), *tiered])
+        kept = sum(rows * nbytes for rows, nbytes, parity in sizes if not self._is_below(rows, parity))
+        in_memory = kept + self._in_memory_bytes
+        if room_of(need, self.memory_bytes, others=in_memory) < need.frames // LEAST_SHARE and not must:
+            least = -(-least_budget(need, others=in_memory) // NAMED_BYTES) * NAMED_BYTES
+            raise TierFailed(
+                f"`tier_memory_bytes` of {self.memory_bytes:,} is too little for the records of this server: give it"
+                f" at least {least:,}"
+            )
+        if not tiered:
+            return
+        needed = sum(most_on_disk(rows, nbytes) for rows, nbytes in tiered)
+        for store in self.stores:  # what their files may still grow by
+            needed += max(0, most_on_disk(store.rows, store.nbytes) - store.file.file_bytes)
+        with self._watch.waiting():
+            disk = os.statvfs(self.folder)
+        free = disk.f_bavail * disk.f_frsize
+        if free < needed:
+            records = sum(rows for rows, _ in tiered) + sum(store.rows for store in self.stores)
+            few = f"{self.folder} has {free:,} bytes left, and {records:,} records need up to {needed:,}"
+            if not must:
+                raise TierFailed(few)
+            log.warning("%s; goes on until it is full, since nobody else has them", few)
+
     def make(self, rows: int, nbytes: int, parity: bool, sealed: bool, must: bool = False) -> RecordStore:
         """Makes a store, and shares memory anew: `Stores`.
 
@@ -136,32 +189,19 @@ class Tier:
             TierFailed: there is too little memory or disk for it; says how much it takes.
         """
         require(sealed, "a tier needs seals: `record_checks` must not be none with `tier`")
-        if not rows or (self.parities_only and not parity):
-            found = MemoryStore(rows, nbytes, sealed=sealed)
-            self._in_memory.add(found)
-            self._share_with(found, must)
-            return found
-        cells = bucket_of(nbytes)
-        needed = int(GARBAGE * rows * cells / (cells // nbytes)) + 8 * LEAST_SEGMENT_BYTES
-        with self._watch.waiting():
-            disk = os.statvfs(self.folder)
-        free = disk.f_bavail * disk.f_frsize
-        if free < needed:
-            few = f"{self.folder} has {free:,} bytes left, and {rows:,} records need up to {needed:,}"
-            if not must:
-                raise TierFailed(few)
-            log.warning("%s; goes on until it is full, since nobody else has them", few)
-        store = TieredStore(rows, nbytes, self._file(self.folder, self.reader, self._watch), 1)
-        self._tiered.add(store)
-        self._share_with(store, must)
+        self._check([(rows, nbytes, parity)], must)
+        store: RecordStore
+        if self._is_below(rows, parity):
+            try:
+                store = TieredStore(rows, nbytes, self._file(self.folder, self.reader, self._watch), 1)
+            except MemoryError as error:
+                raise TierFailed(f"{error}; if `vm.overcommit_memory` of this Linux is 2, set it to 0 or 1") from error
+            self._tiered.add(store)
+        else:
+            store = MemoryStore(rows, nbytes, sealed=sealed)
+            self._in_memory.add(store)
+        self._share()
         return store
-
-    def _share_with(self, store: RecordStore, must: bool) -> None:
-        try:
-            self._share(must)
-        except TierFailed:
-            self._discard(store)
-            raise
 
     def _discard(self, store: RecordStore) -> None:
         self._tiered.discard(store)  # type: ignore[arg-type]
@@ -171,19 +211,19 @@ class Tier:
         """A slot has left with its stores: the others have its memory, however long something still holds them."""
         for store in stores:
             self._discard(store)
-        self._share(must=True)
+        self._share()
 
-    def _share(self, must: bool) -> None:
+    @property
+    def _in_memory_bytes(self) -> int:
+        """How many bytes records have that are in memory whatever is asked for."""
+        return sum(store.memory_bytes for store in self._in_memory)
+
+    def _share(self) -> None:
         """Gives each store its frames."""
         stores = self.stores
-        need, in_memory = need_of((s.rows, s.nbytes) for s in stores), sum(s.memory_bytes for s in self._in_memory)
+        need = need_of((store.rows, store.nbytes) for store in stores)
         whole, enough = need.frames, need.frames // LEAST_SHARE
-        room = room_of(need, self.memory_bytes, others=in_memory)
-        if room < enough and not must:
-            raise TierFailed(
-                f"`tier_memory_bytes` of {self.memory_bytes:,} is too little for the records of this server: give it"
-                f" at least {least_budget(need) + in_memory:,}"
-            )
+        room = room_of(need, self.memory_bytes, others=self._in_memory_bytes)
         self.over_bytes = max(0, enough - room)
         if self.over_bytes:
             log.warning("the slots that are here take %s bytes more than `tier_memory_bytes`", f"{self.over_bytes:,}")

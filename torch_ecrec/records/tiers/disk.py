@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_ecrec.errors import TierFailed
+from torch_ecrec.records.pages import untouched
 from torch_ecrec.runtime.threads import Worker, log_error
 
 log = logging.getLogger(__name__)
@@ -351,17 +352,3 @@ class ScratchFile:
         os.preadv(self._handle, [block.data], offset)
         block[bit // 8] ^= np.uint8(1 << (bit % 8))
         os.pwrite(self._handle, block.data, offset)
-
-
-def release(array: NDArray[Any], first: int) -> None:
-    """Gives the memory of an array's items from `first` on back to the system, whole pages: they are zeros then."""
-    begin = array.ctypes.data + first * (array.nbytes // max(1, len(array)))
-    begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, (array.ctypes.data + array.nbytes) & -mmap.PAGESIZE
-    if begin < end:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
-
-
-def untouched(count: int, dtype: Any) -> NDArray[Any]:
-    """Returns zeros that begin with a page and take no memory until they are written, one page after the other."""
-    size = max(1, count * np.dtype(dtype).itemsize)
-    return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype, count)

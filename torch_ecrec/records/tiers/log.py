@@ -27,8 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_ecrec.codec.seals import SealsOf
+from torch_ecrec.records.pages import untouched
 from torch_ecrec.records.positions import Bytes
-from torch_ecrec.records.tiers.disk import BLOCK_BYTES, File, untouched
+from torch_ecrec.records.tiers.disk import BLOCK_BYTES, File
 from torch_ecrec.records.tiers.kernels import pack, unpack
 
 log = logging.getLogger(__name__)

@@ -42,10 +42,10 @@ from numpy.typing import NDArray
 from torch_ecrec.codec import seals
 from torch_ecrec.codec.seals import SEAL_BYTES, SealsOf
 from torch_ecrec.errors import TierFailed
-from torch_ecrec.records.pages import Memory
+from torch_ecrec.records.pages import Memory, release, untouched
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.records.store import First, Use, View
-from torch_ecrec.records.tiers.disk import File, release, untouched
+from torch_ecrec.records.tiers.disk import File
 from torch_ecrec.records.tiers.kernels import (
     ABSENT,
     COMING,
@@ -68,6 +68,7 @@ NO_PLACE = (1 << 32) - 1
 ROW_BYTES = 4 + 4 + SEAL_BYTES + 1  # of memory for a record, wherever it is
 FRAME_BYTES = SEAL_BYTES + 4 + 8 + 4  # of memory for a frame, beside its record
 HALVE_AFTER = 1024  # steps
+LAST_CALL = (1 << 32) - 2  # that has a number: then they are counted anew
 SLACK, LEAST_SLACK = 16, 1024  # more frames than there should be are given back once they are a 16th, and so many
 SPARE = 1 / 32  # of the frames are emptied at once, at least
 CLEANED_AT_ONCE = 1 << 14  # records
@@ -140,8 +141,8 @@ class TieredStore:
         self.rows, self.nbytes, self.frames = rows, nbytes, max(1, frames)
         self._first: First | None = None
         self._log = SegmentLog(file, nbytes, rows)
-        # Of as many frames as there are records: what is never touched takes no memory.
-        self._records_FB: Bytes = Memory(rows * nbytes).array.reshape(-1, nbytes)
+        # Of as many frames as there are records: what is never touched takes no memory, and may be more than there is.
+        self._records_FB: Bytes = Memory(rows * nbytes, sparse=True).array.reshape(-1, nbytes)
         self._seals_F: SealsOf = untouched(rows, np.uint32)
         self._position_F = untouched(rows, np.int32)  # plus 1; see `_positions_of`
         self._meta_F = untouched(2 * rows, np.uint32).reshape(-1, 2)  # the call of its last use, and its state
@@ -150,7 +151,7 @@ class TieredStore:
         self._free_F, self._free = untouched(rows, np.int32), 0  # a stack, and how many there are on it
         self._top = 0  # frames below it were given out at least once
         self._in_use = self._hand = 0
-        self._call = 1
+        self._call = 1  # the number of the last call
         self._steps = [1, 1]  # the calls of the last two steps
         self._halve_in = HALVE_AFTER
         self.hits = self.misses = self.damaged = 0
@@ -286,7 +287,7 @@ class TieredStore:
             nobody need read any. And whether any is on its way, by this or by others.
         """
         new_U = np.empty(len(positions_U), np.int64)
-        self._call += 1
+        self._begin_call()
         file, none = self._log, np.uint32(NO_PLACE)
         count, coming = want(
             positions_U,
@@ -331,7 +332,7 @@ class TieredStore:
         (some,) = np.nonzero(coming_A & self._unmoved(reading))
         if not len(some):
             return
-        self._call += 1
+        self._begin_call()
         at_V = self._frames_for(positions_A[some], 0)
         words_XW, words_AW = self._records_FB.view(np.uint32), reading.records_AB.view(np.uint32)
         copy_frames(words_AW, reading.seals_A, some, words_XW, self._seals_F, at_V)
@@ -424,8 +425,25 @@ class TieredStore:
 
     # frames -------------------------------------------------------------------------------------
 
-    def _next_call(self, use: Use) -> None:
+    def _begin_call(self) -> None:
+        """Gives the call that begins its number; weeks of training have more calls than there are numbers."""
+        if self._call >= LAST_CALL:
+            self._count_calls_anew()
         self._call += 1
+
+    def _count_calls_anew(self) -> None:
+        """Numbers the calls of before by what is asked of them: which side of the last two steps they are on."""
+        edges = np.array([*self._steps, self._call])  # ascending
+
+        def anew(calls: Any) -> Any:
+            return np.searchsorted(edges, calls, "left") + np.searchsorted(edges, calls, "right")
+
+        uses_F = self._meta_F[: self._top, 0]
+        uses_F[:] = anew(uses_F)
+        *self._steps, self._call = anew(edges).tolist()
+
+    def _next_call(self, use: Use) -> None:
+        self._begin_call()
         if use in (Use.CHANGE, Use.FOLD):
             self._steps = [self._steps[1], self._call]
             if self._top > self.frames + self.frames // SLACK + LEAST_SLACK:
