@@ -25,7 +25,7 @@ from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.server.capture import Portion
 from torch_ecrec.server.process import CheckpointReader, CheckpointWriter
-from torch_ecrec.spec.job import JobSpec, SlabSpec
+from torch_ecrec.spec.job import JobSpec, TableGroup
 from torch_ecrec.transport.node import Node
 
 WRITE_S = (0.0002, 0.006)  # of one portion
@@ -50,7 +50,7 @@ class Shelf:
         begun: (slot, life) of those that began anew -> the prioritised saves that it has read, oldest first.
         failing: says whether the next write, or read, fails, and why.
         hangs: what fails may be there later.
-        others: folder -> records of checkpoints of other runs, of each slab (rows, B) uint8.
+        others: folder -> records of checkpoints of other runs, of each table group (rows, B) uint8.
     """
 
     def __init__(self, clock: VirtualClock, seed: int, job: JobSpec) -> None:
@@ -125,20 +125,24 @@ class Shelf:
         return next(one for one in (*self.counts, *self.saves) if one.folder == folder)
 
     def records(self, job: JobSpec, finished: Finished, saves: Sequence[str] = ()) -> list[torch.Tensor]:
-        """What a checkpoint holds, with all that it builds on, and these saves on it: of each slab (rows, B) uint8.
+        """What a checkpoint holds, with all that it builds on, and these saves on it: of each table group (rows, B)
+        uint8.
 
         Raises if a row lacks.
         """
-        found = [torch.zeros(slab.rows, slab.schema.nbytes, dtype=torch.uint8) for slab in job.slabs]
-        have = [torch.zeros(slab.rows, dtype=torch.bool) for slab in job.slabs]
+        found = [
+            torch.zeros(table_group.rows, table_group.schema.nbytes, dtype=torch.uint8)
+            for table_group in job.table_groups
+        ]
+        have = [torch.zeros(table_group.rows, dtype=torch.bool) for table_group in job.table_groups]
         some = [self.find(name) for name in saves]
         assert all(one.base == finished.folder for one in some)
         for one in (*self._chain(finished), *some):
             for slot in one.parts:
                 for portion in self.parts[one.folder, slot].portions:
                     rows_N = torch.from_numpy(portion.rows_N)
-                    found[portion.slab][rows_N] = torch.from_numpy(portion.records_NB)
-                    have[portion.slab][rows_N] = True
+                    found[portion.table_group][rows_N] = torch.from_numpy(portion.records_NB)
+                    have[portion.table_group][rows_N] = True
         assert all(bool(have_R.all()) for have_R in have), f"{finished.folder} lacks rows"
         return found
 
@@ -161,14 +165,14 @@ class _VirtualReader:
         done: Callable[[], None],
         failed: Callable[[str, bool], None],
     ) -> _VirtualWriting:
-        """See `CheckpointReader`. A slab at a time."""
+        """See `CheckpointReader`. A table group at a time."""
         reading = _VirtualWriting()
         names = [name for name, _ in partial_restore.saves]
         life = next(life for other, life, _ in partial_restore.lives if other == slot)
         self._shelf.begun[slot, life] = names
         if (records := self._shelf.others.get(partial_restore.folder, [])) == []:
             records = self._shelf.records(job, self._shelf.find(partial_restore.folder), names)
-        slabs = list(enumerate(job.layouts))
+        table_groups = list(enumerate(job.layouts))
 
         def go_on(reason: str) -> None:
             if self._alive() and not reading.cancelled:
@@ -177,12 +181,12 @@ class _VirtualReader:
         def go_on_inside(reason: str) -> None:
             if reason:
                 failed(reason, self._shelf.hangs)
-            elif not slabs:
+            elif not table_groups:
                 done()
             else:
-                slab, layout = slabs.pop()
+                table_group, layout = table_groups.pop()
                 positions_N = np.arange(layout.rows_on(slot))[::-1].copy()
-                take(slab, positions_N, records[slab].numpy()[layout.row_at(slot, positions_N)])
+                take(table_group, positions_N, records[table_group].numpy()[layout.row_at(slot, positions_N)])
                 self._shelf.later(WRITE_S, f"read of slot {slot}", go_on)
 
         self._shelf.later(WRITE_S, f"first read of slot {slot}", go_on)
@@ -197,7 +201,7 @@ class _VirtualScribe:
         self,
         order: messages.Capture,
         slot: int,
-        slabs: Sequence[SlabSpec],
+        table_groups: Sequence[TableGroup],
         next_portion: Callable[[int], Portion | None],
         dense: Sequence[tuple[Key, Part]],
         done: Callable[[dict[str, Any]], None],

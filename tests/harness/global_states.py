@@ -47,7 +47,7 @@ class GlobalState:
         lines: (from, to, words), by name: connections with the coordinator that have words under way.
         connected: members that the coordinator has a connection with.
         left: crashes that may still come.
-        life: how many coordinators there were before.
+        term: how many coordinators there were before.
         cuts: (from, to): nothing passes.
     """
 
@@ -56,7 +56,7 @@ class GlobalState:
     lines: tuple[tuple[str, str, tuple[int, ...]], ...]
     connected: tuple[str, ...]
     left: Budget
-    life: int
+    term: int
     cuts: tuple[tuple[str, str], ...] = ()
 
 
@@ -68,7 +68,7 @@ class Draft:
         self.flight = list(state.flight)
         self.lines = {(origin, to): list(words) for origin, to, words in state.lines}
         self.connected = set(state.connected)
-        self.left, self.life, self.cuts = state.left, state.life, set(state.cuts)
+        self.left, self.term, self.cuts = state.left, state.term, set(state.cuts)
 
     def say(self, origin: str, to: str, word: int) -> None:
         self.lines.setdefault((origin, to), []).append(word)
@@ -84,6 +84,6 @@ class Draft:
             tuple((*ends, tuple(words)) for ends, words in sorted(self.lines.items()) if words),
             tuple(sorted(self.connected)),
             self.left,
-            self.life,
+            self.term,
             tuple(sorted(self.cuts)),
         )

@@ -158,7 +158,7 @@ def view_of(process: Process) -> dict[str, Any]:
     }
     if isinstance(process, Trainer):
         client = process.node
-        in_training = client.origin is not None and client.is_trained(client.resumable)
+        in_training = client.load_end is not None and client.is_trained(client.resumable)
         snapshot = client.resumable if in_training else 0
         view |= {"done": process.phase[0] == "done", "complete": client.complete, "snapshot": snapshot}
         view |= {"era": client.era, "rank": process.rank}

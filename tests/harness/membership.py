@@ -257,7 +257,7 @@ class ControlPlane:
         self.is_stopped: Callable[[], bool] = lambda: False  # the coordinator
         self.sent = 0
         self.connections = 0  # so far
-        self.life = 0  # which coordinator it is
+        self.term = 0  # which coordinator it is
         self._down = False  # nobody is in the place of the last one yet
         self.center: Center  # the one, or the last one
         self.begin()
@@ -266,7 +266,7 @@ class ControlPlane:
     def begin(self) -> None:
         """The first coordinator is there."""
         center = Center(self)
-        center.router = self.new_router(center, f"{self.life}", again=self.life > 0)
+        center.router = self.new_router(center, f"{self.term}", again=self.term > 0)
         self.center = center
 
     @property
@@ -482,7 +482,7 @@ class ControlPlane:
         if not self.lives:
             return
         self._down = True
-        self.life += 1
+        self.term += 1
         for process in self.processes:
             if process.connection is not None and not process.dead:
                 process.connection.open, process.connection = False, None

@@ -68,9 +68,9 @@ class Call:
 
 @dataclass
 class Oracle:
-    """What an undisturbed run gives: the records of each slab after each step, lookups, losses, dense values."""
+    """What an undisturbed run gives: the records of each table group after each step, lookups, losses, dense values."""
 
-    records: list[list[np.ndarray]]  # [step][slab]: (rows, B) uint8; the first steps load initial values
+    records: list[list[np.ndarray]]  # [step][table group]: (rows, B) uint8; the first steps load initial values
     run: SimulationResult
 
     @staticmethod
@@ -78,7 +78,10 @@ class Oracle:
         """Runs the simulated cluster for 0, 1, ... steps; its records after fewer steps are those on the way."""
         runs = [simulate(with_fields(scenario, steps=0, loads=scenario.loads[:n])) for n in range(len(scenario.loads))]
         runs += [simulate(with_fields(scenario, steps=steps)) for steps in range(scenario.steps + 1)]
-        return Oracle([[slab.contiguous().view(torch.uint8).numpy() for slab in run.records] for run in runs], runs[-1])
+        return Oracle(
+            [[table_group.contiguous().view(torch.uint8).numpy() for table_group in run.records] for run in runs],
+            runs[-1],
+        )
 
 
 @dataclass(eq=False)
@@ -220,33 +223,33 @@ class Server(Process):
         """I1 to I4 of what is here: it follows from the undisturbed run alone. Raises AssertionError."""
         with AskedStore.checking():
             for slot in [slot for slot in self.node.slots.values() if slot.ready]:
-                for slab, layout in enumerate(slot.layouts):
-                    self._check_records(slot, slab, layout)
-                    self._check_parities(slot, slab, layout)
+                for table_group, layout in enumerate(slot.layouts):
+                    self._check_records(slot, table_group, layout)
+                    self._check_parities(slot, table_group, layout)
                 for what, steps in steps_kept(slot).items():
                     assert steps <= BOUNDS[what], f"slot {slot.index}: {what} of {steps} steps"
 
-    def _check_records(self, slot: Slot, slab: int, layout: Layout) -> None:
+    def _check_records(self, slot: Slot, table_group: int, layout: Layout) -> None:
         positions = np.arange(layout.data_rows(slot.index), dtype=np.int64)
-        present = slot.missing.present(slab, False, positions)
+        present = slot.missing.present(table_group, False, positions)
         if present is not None:
             positions = np.flatnonzero(present).astype(np.int64)
         rows = layout.row_at(slot.index, positions)
         for step in range(min(slot.log.floor, slot.rule.applied), slot.rule.applied + 1):
-            here, right = slot.held.records_as_of(slab, positions, step), self._right(step, slab, rows)
+            here, right = slot.held.records_as_of(table_group, positions, step), self._right(step, table_group, rows)
             assert np.array_equal(here, right), f"slot {slot.index}: records as of step {step} are wrong"
 
-    def _right(self, step: int, slab: int, rows_U: np.ndarray) -> np.ndarray:
+    def _right(self, step: int, table_group: int, rows_U: np.ndarray) -> np.ndarray:
         """(U, B) uint8, what these rows are after a step; -1 is padding, which is zeros."""
-        records_UB: np.ndarray = self._oracle.records[step][slab][rows_U]  # fresh
+        records_UB: np.ndarray = self._oracle.records[step][table_group][rows_U]  # fresh
         records_UB[rows_U < 0] = 0
         return records_UB
 
-    def _check_parities(self, slot: Slot, slab: int, layout: Layout) -> None:
-        code, shard = slot.code, slot.shards[slab]
+    def _check_parities(self, slot: Slot, table_group: int, layout: Layout) -> None:
+        code, shard = slot.code, slot.shards[table_group]
         every = np.arange(shard.parity_rows, dtype=np.int64)
         for group in layout.group(slot.index, True, every):
-            present = slot.missing.present(slab, True, every[group.where])
+            present = slot.missing.present(table_group, True, every[group.where])
             sources = [int(layout.member_slot[group.base, member]) for member in range(code.k)]
             if not all(source in slot.rule.folded for source in sources):
                 continue  # counts from the time that the source is known
@@ -254,8 +257,10 @@ class Server(Process):
             for member, source in enumerate(sources):
                 rotations = group.rotations[layout.exists(group.base, member, group.rotations)]
                 rows = layout.rows_of(group.base, member, rotations)
-                records.append(self._right(slot.rule.folded[source], slab, rows))
-            right = (parity_of(slot, slab, group, records) == shard.gather(every[group.where], parity=True)).all(axis=1)
+                records.append(self._right(slot.rule.folded[source], table_group, rows))
+            right = (parity_of(slot, table_group, group, records) == shard.gather(every[group.where], parity=True)).all(
+                axis=1
+            )
             if present is not None:
                 right |= ~present
             assert right.all(), f"slot {slot.index}: a parity is not the code of its stripe as of {slot.rule.folded}"
@@ -304,11 +309,11 @@ class Trainer(Process):
         yield lambda: client.placement is not None
         self.phase = "resume", 0
         yield lambda: client.resumed
-        if rank == 0 and client.origin is None:
+        if rank == 0 and client.load_end is None:
             self.phase = "load", 0
             yield from load_all(client, self._scenario.loads)
-        yield lambda: client.origin is not None
-        assert client.origin is not None
+        yield lambda: client.load_end is not None
+        assert client.load_end is not None
         done = client.resume_done
         if done:
             self.phase, self.got = ("restore", done), []
@@ -325,19 +330,21 @@ class Trainer(Process):
                 client.run(client.lookup_bags, routes, bags, lambda *looked: self.rows.append(looked))
             yield lambda: bool(self.rows)
             weights = [*(torch.cat(parts) for parts in self.rows[0][0]), *self.rows[0][1]]
-            for slab, (mine, right) in enumerate(zip(weights, known.lookups[step, rank], strict=True)):
-                assert torch.equal(mine, right), f"trainer {rank}: lookup of step {step} is wrong in slab {slab}"
+            for table_group, (mine, right) in enumerate(zip(weights, known.lookups[step, rank], strict=True)):
+                assert torch.equal(mine, right), (
+                    f"trainer {rank}: lookup of step {step} is wrong in table group {table_group}"
+                )
             loss = loss_of(weights, self.dense)
             assert loss == known.losses[step, rank], f"trainer {rank}: loss of step {step} is wrong"
             self.phase = "push", step
             yield client.may_push
             gradients = gradients_of(weights, step, rank, self.dense)
-            rates, slabs = [slab.optimizer.lr for slab in job.slabs], len(job.slabs)
+            rates, table_groups = [table_group.optimizer.lr for table_group in job.table_groups], len(job.table_groups)
             self.rows, then = [], list[LookUp]()
             if asked := step < self._scenario.steps and asks_ahead(step, rank):
                 coming = routes_of(self._scenario, step + 1, rank, client)
                 then.append(client.ahead(*coming, lambda *looked: self.rows.append(looked)))
-            client.run(client.push, routes, gradients[:slabs], rates, bags, gradients[slabs:], then)
+            client.run(client.push, routes, gradients[:table_groups], rates, bags, gradients[table_groups:], then)
             self.phase, self.got = ("exchange losses", step), []
             for other in range(job.trainers):
                 if other != rank:
@@ -354,9 +361,9 @@ class Trainer(Process):
 class Center(Process):
     """The coordinator's process. Without a `Router`: no connection ends here but with its process."""
 
-    def __init__(self, scenario: Scenario, life: int) -> None:
+    def __init__(self, scenario: Scenario, term: int) -> None:
         super().__init__("coordinator", "coordinator")
-        self.scenario, self.first = scenario, life == 0
+        self.scenario, self.first = scenario, term == 0
         self.core = Coordinator(
             scenario.cluster,
             send=lambda name, message: self.out.append(("send", name, messages.json_of(message))),

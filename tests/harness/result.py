@@ -23,7 +23,9 @@ class SimulationResult:
     dense: dict[int, float] = field(default_factory=dict)  # after each step
     reads: dict[int, torch.Tensor] = field(default_factory=dict)  # what was read for each load that changes
     overwritten: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # (number, trainer): rows before it
-    records: list[torch.Tensor] = field(default_factory=list)  # of each slab, (rows, M) float32: their memory in words
+    records: list[torch.Tensor] = field(
+        default_factory=list
+    )  # of each table group, (rows, M) float32: their memory in words
     snapshots: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # (step, trainer)
     messages: list[tuple[str, str, str]] = field(default_factory=list)
     kills: int = 0  # of servers
@@ -50,12 +52,16 @@ class SimulationResult:
         for key, read in undisturbed.overwritten.items():
             assert torch.equal(self.overwritten[key], read), f"what was read before (overwrite, trainer) {key} differs"
         for key, weights in undisturbed.lookups.items():
-            for slab, (mine, theirs) in enumerate(zip(self.lookups[key], weights, strict=True)):
-                assert torch.equal(mine, theirs), f"lookup of (step, trainer) {key} differs in slab {slab}"
+            for table_group, (mine, theirs) in enumerate(zip(self.lookups[key], weights, strict=True)):
+                assert torch.equal(mine, theirs), (
+                    f"lookup of (step, trainer) {key} differs in table group {table_group}"
+                )
         assert self.losses == undisturbed.losses, "losses differ"
         assert self.dense == undisturbed.dense, "dense values differ"
-        for slab, (mine, theirs) in enumerate(zip(self.records, undisturbed.records, strict=True)):
-            assert torch.equal(mine.view(torch.int32), theirs.view(torch.int32)), f"records of slab {slab} differ"
+        for table_group, (mine, theirs) in enumerate(zip(self.records, undisturbed.records, strict=True)):
+            assert torch.equal(mine.view(torch.int32), theirs.view(torch.int32)), (
+                f"records of table group {table_group} differ"
+            )
         every = self.scenario.snapshot_every
         last = self.scenario.steps // every * every if every else 0
         for trainer in range(self.scenario.trainers if last else 0):
@@ -65,8 +71,8 @@ class SimulationResult:
     def collect(self, slots: Sequence[Slot]) -> None:
         """Takes records and snapshots from the slots, once all is settled: the live incarnation of each, in order."""
         job = self.scenario.job
-        for s, slab in enumerate(job.slabs):
-            records = np.zeros((slab.rows, slab.schema.nbytes // 4), dtype=np.float32)
+        for s, table_group in enumerate(job.table_groups):
+            records = np.zeros((table_group.rows, table_group.schema.nbytes // 4), dtype=np.float32)
             for slot in slots:
                 layout = slot.layouts[s]
                 positions = np.arange(layout.rows_on(slot.index), dtype=np.int64)

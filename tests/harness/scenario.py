@@ -22,12 +22,12 @@ from torch_ecrec.spec.experiment import Experiment
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
 
 NO_LEASE_S = 1e9
-BAGS = 4  # of a slab, a trainer and a step, that slots pool
+BAGS = 4  # of a table group, a trainer and a step, that slots pool
 
 
 def small_tables() -> tuple[TableSpec, ...]:
-    """Two slabs: one with state, that is placed, a table of it whole on one slot, and one without; row counts that
-    leave padding, or partial stripes and rotations."""
+    """Two table groups: one with state, that is placed, a table of it whole on one slot, and one without; row counts
+    that leave padding, or partial stripes and rotations."""
     adagrad = OptimizerSpec("rowwise_adagrad", lr=0.1)
     return (
         TableSpec("a", rows=17, dim=3, low=-1.0, high=1.0, optimizer=adagrad),
@@ -37,7 +37,7 @@ def small_tables() -> tuple[TableSpec, ...]:
 
 
 def half_tables() -> tuple[TableSpec, ...]:
-    """A slab of each dtype: one with an odd number of weights of 16 bits, whose last word is half empty."""
+    """A table group of each dtype: one with an odd number of weights of 16 bits, whose last word is half empty."""
     adam, adagrad = OptimizerSpec("adam", lr=0.1), OptimizerSpec("rowwise_adagrad", lr=0.1)
     return (
         TableSpec("a", rows=17, dim=3, low=-1.0, high=1.0, optimizer=adagrad, weights="float16"),
@@ -49,13 +49,13 @@ def half_tables() -> tuple[TableSpec, ...]:
 
 @dataclass(frozen=True)
 class Load:
-    """Rows first to end - 1 of a slab get other values, or a function of those that they hold (`change`).
+    """Rows first to end - 1 of a table group get other values, or a function of those that they hold (`change`).
 
     `writers` says who writes what of it in training: "first", trainer 0 all; "rows" and "columns", each trainer some;
     "all", each of them everything, of which the last one's counts.
     """
 
-    slab: int
+    table_group: int
     first: int
     end: int
     change: bool = False
@@ -67,7 +67,7 @@ class Load:
             after_UW = before_UW * 0.5 + 1.0
             after_UW[:, -1] = before_UW[:, -1]
             return after_UW
-        rng = np.random.default_rng([self.slab, self.first, self.end])
+        rng = np.random.default_rng([self.table_group, self.first, self.end])
         return torch.from_numpy(rng.random(tuple(before_UW.shape), dtype=np.float32) + 0.25)
 
     def part(
@@ -204,22 +204,26 @@ class Scenario:
 
 
 def touched(scenario: Scenario, step: int, trainer: int) -> list[np.ndarray]:
-    """Rows of each slab that a trainer touches in a step: a function of nothing but its arguments."""
+    """Rows of each table group that a trainer touches in a step: a function of nothing but its arguments."""
     rng = np.random.default_rng([scenario.seed, step, trainer])
-    return [np.flatnonzero(rng.random(slab.rows) < scenario.touch).astype(np.int64) for slab in scenario.job.slabs]
+    return [
+        np.flatnonzero(rng.random(table_group.rows) < scenario.touch).astype(np.int64)
+        for table_group in scenario.job.table_groups
+    ]
 
 
 def bags_of(
     scenario: Scenario, step: int, trainer: int
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """Bags of each slab that a trainer has pooled in a step: rows (N,), lengths (G,), in every other step weights (N,).
+    """Bags of each table group that a trainer has pooled in a step: rows (N,), lengths (G,), in every other step
+    weights (N,).
 
     A function of nothing but its arguments. Some bags are empty, and some rows come twice.
     """
     rng, found = np.random.default_rng([scenario.seed, step, trainer, 1]), []
-    for slab in scenario.job.slabs:
+    for table_group in scenario.job.table_groups:
         lengths = torch.from_numpy(rng.integers(0, 5, BAGS).astype(np.int32))
-        rows = torch.from_numpy(rng.integers(0, slab.rows, int(lengths.sum())))
+        rows = torch.from_numpy(rng.integers(0, table_group.rows, int(lengths.sum())))
         factors = torch.from_numpy(rng.random(len(rows), dtype=np.float32))
         found.append((rows, lengths, factors if step % 2 else None))
     return found
@@ -256,21 +260,21 @@ def load_all(
         loads: in this order.
         on_read: gets the number of a load that changes what there is, and what it has read.
     """
-    for slab, rows in client.left_behind():
+    for table_group, rows in client.left_behind():
         yield client.may_push
-        client.run(client.load, slab, client.route(slab, rows), None)
+        client.run(client.load, table_group, client.route(table_group, rows), None)
     for number, load in enumerate(loads):
-        route = client.route(load.slab, torch.arange(load.first, load.end))
-        schema = client.job.slabs[load.slab].schema
+        route = client.route(load.table_group, torch.arange(load.first, load.end))
+        schema = client.job.table_groups[load.table_group].schema
         numbers_UW = torch.zeros(load.end - load.first, schema.width)
         if load.change:
             read: list[torch.Tensor] = []
-            client.run(client.read, load.slab, route, read.append)
+            client.run(client.read, load.table_group, route, read.append)
             yield lambda read=read: bool(read)  # type: ignore[misc]
             numbers_UW = numbers_in(read[0], schema)
             on_read(number, numbers_UW)
         yield client.may_push
-        client.run(client.load, load.slab, route, records_with(load.values(numbers_UW), schema))
+        client.run(client.load, load.table_group, route, records_with(load.values(numbers_UW), schema))
     yield client.all_acknowledged
     client.run(client.end_loading)
 

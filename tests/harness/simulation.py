@@ -31,7 +31,7 @@ from harness.scenario import Scenario
 from harness.standbys import StandbyPlane
 from harness.tiers import tier_of
 from harness.trainer_scripts import TrainerScripts
-from harness.verification import Verifier, check_parity, origin_of
+from harness.verification import Verifier, check_parity, load_end_of
 from torch_ecrec.client.client import Client
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.errors import Fenced, TrainersLost
@@ -270,15 +270,15 @@ class SimulatedCluster:
         if not self.whole() or not all(client.all_survive for client in self.clients.values()):
             return False
         slots, scenario = self.slots(), self.scenario
-        last = self.origin + scenario.steps + len(scenario.overwrites)
+        last = self.load_end + scenario.steps + len(scenario.overwrites)
         return len(slots) == self.scenario.code.slots and all(
             s.whole and s.rule.applied == s.rule.settled == last for s in slots
         )
 
     @property
-    def origin(self) -> int:
+    def load_end(self) -> int:
         """The step that training began after, as far as it is known."""
-        return origin_of(self.clients.values())
+        return load_end_of(self.clients.values())
 
     def slots(self) -> list[Slot]:
         """The live incarnation of every slot, in order."""

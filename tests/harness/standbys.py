@@ -161,7 +161,7 @@ class StandbyPlane(ControlPlane):
 
     def on_leads(self, center: Standby) -> None:
         """One begins to lead: everything that it knows, members tell it."""
-        self.center, self.life = center, self.life + 1
+        self.center, self.term = center, self.term + 1
         self.leaderships += 1
         self.on_leadership(center)
 

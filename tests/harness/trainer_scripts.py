@@ -42,7 +42,7 @@ def routes_of(scenario: Scenario, step: int, trainer: int, client: Client) -> tu
     """What a trainer looks up and pushes in a step."""
     rows = [torch.from_numpy(r) for r in touched(scenario, step, trainer)]
     pooled = bags_of(scenario, step, trainer) if scenario.pooled else []
-    bags = [client.route_bags(slab, *of_slab) for slab, of_slab in enumerate(pooled)]
+    bags = [client.route_bags(table_group, *of_table_group) for table_group, of_table_group in enumerate(pooled)]
     return [client.route(s, r) for s, r in enumerate(rows)], bags
 
 
@@ -98,13 +98,13 @@ class TrainerScripts:
         scenario, job = self._scenario, self._scenario.job
         yield lambda: client.placement is not None and client.resumed
         self._dense_of[i], done = 1.0, 0
-        if client.origin is not None:
+        if client.load_end is not None:
             done = client.resume_done
             self._result.resumed += [done] if i == 0 else []
         elif i == 0:
             yield from load_all(client, self._loads, self._on_read)
             self._result.loaded_again += client.resume_step > 0
-        yield lambda: client.origin is not None
+        yield lambda: client.load_end is not None
         if done:
             stored: list[wire.Snapshots] = []
             client.run(client.stored, 0, client.resume_step, stored.append)
@@ -128,7 +128,7 @@ class TrainerScripts:
                 client.run(client.waits.held, True)
                 yield client.may_push
                 client.run(client.waits.held, False)
-            rates, slabs = [slab.optimizer.lr for slab in job.slabs], len(job.slabs)
+            rates, table_groups = [table_group.optimizer.lr for table_group in job.table_groups], len(job.table_groups)
             before, ahead = (routes, bags), None
             if scenario.asks_ahead and step < scenario.steps and asks_ahead(step, i):
                 routes, bags = routes_of(scenario, step + 1, i, client)
@@ -136,7 +136,9 @@ class TrainerScripts:
                 ahead = client.ahead(routes, bags, lambda *looked, got=got: got.append(looked))
                 self._result.asked_ahead += 1
             then = [] if ahead is None else [ahead]
-            client.run(client.push, before[0], gradients[:slabs], rates, before[1], gradients[slabs:], then)
+            client.run(
+                client.push, before[0], gradients[:table_groups], rates, before[1], gradients[table_groups:], then
+            )
             self._announce(i, client, step, first=step == done + 1)
             self._contributions.setdefault(step, {})[i] = loss
             yield lambda step=step: len(self._contributions[step]) == scenario.trainers  # type: ignore[misc]
@@ -163,11 +165,11 @@ class TrainerScripts:
             if (after, late) != (step, ended):
                 continue
             rows = torch.arange(load.first, load.end)
-            route = client.route(load.slab, rows)
+            route = client.route(load.table_group, rows)
             read: list[torch.Tensor] = []
-            client.run(client.read, load.slab, route, read.append)
+            client.run(client.read, load.table_group, route, read.append)
             yield lambda read=read: bool(read)  # type: ignore[misc]
-            schema = client.job.slabs[load.slab].schema
+            schema = client.job.table_groups[load.table_group].schema
             before_UW = numbers_in(read[0], schema)
             self._same(self._result.overwritten, (number, i), before_UW)
             client.run(client.without_snapshot)
@@ -177,7 +179,7 @@ class TrainerScripts:
                 client.run(client.pass_)
             else:
                 rows, values_Ub, first_byte = part
-                client.run(client.load, load.slab, client.route(load.slab, rows), values_Ub, first_byte)
+                client.run(client.load, load.table_group, client.route(load.table_group, rows), values_Ub, first_byte)
 
     @property
     def _loads(self) -> tuple[Load, ...]:

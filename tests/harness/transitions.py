@@ -47,8 +47,8 @@ class Transitions:
         return state
 
     def _start_coordinator(self, draft: Draft) -> None:
-        scenario, life = self.scenario, draft.life
-        draft.processes[COORDINATOR] = self.states.birth(f"{COORDINATOR} {life}", lambda: Center(scenario, life))
+        scenario, term = self.scenario, draft.term
+        draft.processes[COORDINATOR] = self.states.birth(f"{COORDINATOR} {term}", lambda: Center(scenario, term))
 
     def _at(self, draft: Draft, name: str, kind: str, what: Any, key: int) -> None:
         """An event at a process, and what follows from what it says."""
@@ -125,7 +125,7 @@ class Transitions:
         elif kind == "start trainers":
             self._at(draft, COORDINATOR, "start", None, 0)
         elif kind == "start coordinator":
-            draft.life += 1
+            draft.term += 1
             self._start_coordinator(draft)
         elif kind == "rejoin":
             draft.connected.add(action[1])

@@ -29,9 +29,9 @@ BOUNDS = {  # in steps: what a slot or a trainer keeps at most
 }
 
 
-def origin_of(clients: Iterable[Client]) -> int:
+def load_end_of(clients: Iterable[Client]) -> int:
     """The step that training began after, as far as it is known."""
-    return max((client.origin or 0 for client in clients), default=0)
+    return max((client.load_end or 0 for client in clients), default=0)
 
 
 class Verifier:
@@ -90,7 +90,7 @@ class Verifier:
         """Of the last step that every trainer calls complete, each holder that is whole has the dense snapshot."""
         clients = self._clients if self._scenario.snapshot_every else ()
         step = min((client.resumable for client in clients), default=0)
-        in_training = all(client.origin is not None and client.is_trained(step) for client in clients)
+        in_training = all(client.load_end is not None and client.is_trained(step) for client in clients)
         for holder in range(self._scenario.code.parities + 1) if clients and in_training else ():
             if holder in slots and self._placed[holder].healthy:
                 for trainer in range(self._scenario.trainers):
@@ -132,10 +132,10 @@ def steps_kept(slot: Slot) -> dict[str, int]:
     }
 
 
-def parity_of(holder: Slot, slab: int, group: StripeGroup, records: Sequence[np.ndarray]) -> np.ndarray:
+def parity_of(holder: Slot, table_group: int, group: StripeGroup, records: Sequence[np.ndarray]) -> np.ndarray:
     """(G, B) what the parities of a group should be; `records`: per data member, those of the stripes that have it."""
-    layout, code = holder.layouts[slab], holder.code
-    expected = np.zeros((len(group.where), holder.shards[slab].schema.nbytes), dtype=np.uint8)
+    layout, code = holder.layouts[table_group], holder.code
+    expected = np.zeros((len(group.where), holder.shards[table_group].schema.nbytes), dtype=np.uint8)
     for member, records_MB in enumerate(records):
         rows_M = np.flatnonzero(layout.exists(group.base, member, group.rotations)).astype(np.int64)
         coefficient = code.coefficients[group.member - code.k, member]
@@ -148,10 +148,10 @@ def check_parity_as_of(holder: Slot, slots: dict[int, Slot]) -> None:
 
     Looks at the stripes of which nothing is missing and all members know each other's present incarnation.
     """
-    for slab, shard in enumerate(holder.shards):
-        layout, code = holder.layouts[slab], holder.code
+    for table_group, shard in enumerate(holder.shards):
+        layout, code = holder.layouts[table_group], holder.code
         for group in layout.group(holder.index, True, np.arange(shard.parity_rows, dtype=np.int64)):
-            here = holder.missing.present(slab, True, group.where)
+            here = holder.missing.present(table_group, True, group.where)
             there = np.ones(len(group.where), dtype=bool) if here is None else here
             records = []
             for member in range(code.k):
@@ -168,15 +168,17 @@ def check_parity_as_of(holder: Slot, slots: dict[int, Slot]) -> None:
                     break
                 exists = layout.exists(group.base, member, group.rotations)
                 positions = layout.position(group.base, member, group.rotations)[exists]
-                present = source.missing.present(slab, False, positions)
+                present = source.missing.present(table_group, False, positions)
                 if present is not None:
                     there[exists] &= present
-                records.append(source.held.records_as_of(slab, positions, step))
+                records.append(source.held.records_as_of(table_group, positions, step))
             else:
-                right = (parity_of(holder, slab, group, records) == shard.gather(group.where, parity=True)).all(axis=1)
+                right = (parity_of(holder, table_group, group, records) == shard.gather(group.where, parity=True)).all(
+                    axis=1
+                )
                 assert (right | ~there).all(), (
-                    f"a parity of base {group.base} in slab {slab} on slot {holder.index} is not the code of its stripe"
-                    f" as of {holder.rule.folded}"
+                    f"a parity of base {group.base} in table group {table_group} on slot {holder.index} is not the code"
+                    f" of its stripe as of {holder.rule.folded}"
                 )
 
 
@@ -200,5 +202,6 @@ def check_parity(slots: Sequence[Slot]) -> None:
                 position = layout.first_position(int(base[stripe]), code.k + j) + rotation[stripe]
                 here = holder.shards[s].gather(np.array([position]), parity=True)[0]
                 assert np.array_equal(here, parity[j, stripe]), (
-                    f"parity {j} of stripe {stripe} in slab {s}, on slot {holder.index}, is not the code of its stripe"
+                    f"parity {j} of stripe {stripe} in table group {s}, on slot {holder.index}, is not the code"
+                    " of its stripe"
                 )

@@ -272,8 +272,8 @@ def check_a_state_dict_of_one_trainer(trainer: int, folder: Path, saved: dict[st
         assert train(model, batches(trainer, seed)) == train(right, batches(trainer, seed))
     if trainer == 0:
         local(model.state_dict()[WIDE])[0].zero_()
-    jobs = model.session.job.slabs
-    rows, gradients = [torch.tensor([1])] * len(jobs), [torch.ones(1, slab.dim) for slab in jobs]
+    jobs = model.session.job.table_groups
+    rows, gradients = [torch.tensor([1])] * len(jobs), [torch.ones(1, table_group.dim) for table_group in jobs]
     with pytest.raises(
         RuntimeError, match=r"this trainer (has a state dict|trains), and another one does something else"
     ):

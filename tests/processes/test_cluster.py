@@ -241,11 +241,11 @@ def test_servers_lost_while_values_are_loaded_are_replaced(tmp_path: Path) -> No
     # With as many spares, no process ever hosts two slots.
     with cluster(tmp_path, CodeSpec(3, 2, 1), spares=4, trainers=1, load=True, hold_load=True, reads=1) as running:
         (trainer,) = running.children
-        for slab in range(3):
-            assert trainer.expect("held") == f"loading {slab}"
-            pids = running.kill(slab)
+        for table_group in range(3):
+            assert trainer.expect("held") == f"loading {table_group}"
+            pids = running.kill(table_group)
             trainer.tell("go")
-            running.wait_until_replaced(pids, slab)
+            running.wait_until_replaced(pids, table_group)
             running.wait_for("all is rebuilt", lambda s: all(p.healthy and p.server for p in s.slots))
         assert trainer.expect("held") == "read 0"
         status = running.supervisor.status()
@@ -272,8 +272,16 @@ def test_whoever_joins_while_members_rejoin_gets_a_name_that_nobody_has() -> Non
             "rank": -1,
             "session_id": "one",
         }
-        known = {"job": None, "placement": None, "era": 0, "frozen": False, "resume_step": 0, "done": 0, "origin": None}
-        world = {"run": "run", "life": 0, "endpoint": "here", "roster": 1, "world": ["server-0", "server-1"]}
+        known = {
+            "job": None,
+            "placement": None,
+            "era": 0,
+            "frozen": False,
+            "resume_step": 0,
+            "done": 0,
+            "load_end": None,
+        }
+        world = {"run": "run", "term": 0, "endpoint": "here", "roster": 1, "world": ["server-0", "server-1"]}
         plain = {"slots": 3, "k": 2, "r": 1, "protection": "parity"}
         clients["old"].send({**hello, **world, "known": known, "type": "rejoin", "name": "server-0", "code": plain})
         wait_until(
@@ -283,7 +291,7 @@ def test_whoever_joins_while_members_rejoin_gets_a_name_that_nobody_has() -> Non
         )
         clients["new"].send({**hello, "type": "join", "session_id": "another"})
         rejoined, welcome = said["old"].get(timeout=LIMIT_S), said["new"].get(timeout=LIMIT_S)
-        assert (rejoined["type"], rejoined["life"]) == ("rejoined", 1)
+        assert (rejoined["type"], rejoined["term"]) == ("rejoined", 1)
         assert (welcome["type"], welcome["name"]) == ("welcome", "server-1000")
         for client in clients.values():
             client.close()

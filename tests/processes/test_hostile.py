@@ -58,7 +58,7 @@ REJOIN = nested(
         "role": "server",
         "name": "server-1",
         "code": {"slots": 3, "k": 2, "r": 1, "protection": "parity"},
-        "life": 0,
+        "term": 0,
         "endpoint": "here",
         "roster": 1,
         "world": ["server-0", "server-1", "server-2", "trainer-0"],
@@ -68,7 +68,7 @@ REJOIN = nested(
         "frozen": False,
         "resume_step": 0,
         "done": 0,
-        "origin": None,
+        "load_end": None,
         "whole": [[1, 0]],
         "incarnations": [0, 0, 0],
         "run": "run",
@@ -97,7 +97,7 @@ TO_THE_COORDINATOR: list[dict[str, Any]] = [
         "snapshots": [[2, 2, [0]], [3, 3, [0]]],
     },
     {"type": "durable", "slot": 1, "incarnation": 0, "era": 0},
-    {"type": "loaded", "origin": 0},
+    {"type": "loaded", "load_end": 0},
     {"type": "progress", "trainer": 0, "step": 3, "loss": 0.5},
 ]
 TO_A_MEMBER: list[dict[str, Any]] = [
@@ -106,15 +106,15 @@ TO_A_MEMBER: list[dict[str, Any]] = [
         "name": "server-0",
         "code": REJOIN["code"],
         "restarted": False,
-        "life": 0,
+        "term": 0,
         "transport": "rpc",
         "run": "run",
     },
     {"type": "roster", "version": 1, "endpoints": {"server-0": "here"}, "addresses": {}},
     {"type": "job", "job": JOB.to_json()},
     {"type": "placement", "placement": PLACEMENT},
-    {"type": "era", "era": 1, "step": None, "origin": None, "done": 0},
-    {"type": "rejoined", "life": 1},
+    {"type": "era", "era": 1, "step": None, "load_end": None, "done": 0},
+    {"type": "rejoined", "term": 1},
     {"type": "left", "trainers": [1]},
     {"type": "fatal", "kind": "fenced", "reason": "a reason"},
 ]
@@ -262,11 +262,11 @@ class Live:
             core.roster.version,
             core.roster.names,
             core.era,
-            core.origin,
+            core.load_end,
             core.fatal,
             core.step,
         )
-        return repr((known, core.life, core.regathering, core.going_back, core.job, list(self.router._connections)))
+        return repr((known, core.term, core.regathering, core.going_back, core.job, list(self.router._connections)))
 
     def close(self) -> None:
         for client in self.members.values():
@@ -429,7 +429,7 @@ def end_of_member(line: bytes, welcome: bool) -> BaseException:
             make_node=lambda name, port, code: Idle(name, port, 1.0),
             on_control=lambda message: None,
             on_end=ends.put,
-            known=lambda: Known(job=None, placement=None, era=0, frozen=False, resume_step=0, done=0, origin=None),
+            known=lambda: Known(job=None, placement=None, era=0, frozen=False, resume_step=0, done=0, load_end=None),
         )
     except ClusterError as error:
         return error

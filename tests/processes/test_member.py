@@ -27,7 +27,7 @@ WELCOME = {
     "name": "server-7",
     "code": {"slots": 3, "k": 2, "r": 1, "protection": "parity"},
     "restarted": False,
-    "life": 0,
+    "term": 0,
     "transport": "sockets",
     "run": "run",
 }
@@ -67,7 +67,7 @@ class Coordinator:
 SERVER = join_of("server", "one", os.getpid())
 JOB = JobSpec((TableSpec("a", rows=4, dim=1, low=0.0, high=1.0),), CodeSpec(3, 2, 1), 2)
 TRAINER = join_of("trainer", "one", os.getpid(), rank=0, job=JOB)
-NOTHING = messages.Known(job=JOB, placement=None, era=0, frozen=False, resume_step=0, done=0, origin=None)
+NOTHING = messages.Known(job=JOB, placement=None, era=0, frozen=False, resume_step=0, done=0, load_end=None)
 
 
 def join(
@@ -289,7 +289,7 @@ class Deaf(Coordinator):
         super()._on_message(connection, message)
         if message["type"] == "rejoin":
             self.rejoins += 1
-            connection.send({"type": "rejoined", "life": 1})
+            connection.send({"type": "rejoined", "term": 1})
         elif message["type"] == "leave" and not self.rejoins:
             self.server.close() if self.dies else connection.close()
         elif message["type"] == "leave":
@@ -437,10 +437,10 @@ def test_a_last_word_of_the_connection_before_ends_no_search(monkeypatch: pytest
     coordinator.server.call_soon(first.close)
     slow = connections.get(timeout=LIMIT_S)  # it hears "rejoined" only when it is to look for another
     member._on_closed("another leads now")
-    coordinator.server.call_soon(lambda: slow.send({"type": "rejoined", "life": 1}))
+    coordinator.server.call_soon(lambda: slow.send({"type": "rejoined", "term": 1}))
     assert isinstance(words.get(timeout=LIMIT_S), messages.Rejoined)
     found = connections.get(timeout=LIMIT_S)
-    coordinator.server.call_soon(lambda: found.send({"type": "rejoined", "life": 1}))
+    coordinator.server.call_soon(lambda: found.send({"type": "rejoined", "term": 1}))
     assert isinstance(words.get(timeout=LIMIT_S), messages.Rejoined)
     assert ends.empty() and not member._rules.looks
     member.close()

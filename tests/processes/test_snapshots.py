@@ -29,7 +29,7 @@ class Holder:
         self.life, self.dead, self.ready = (index, 1), False, True
         self.held = SimpleNamespace(job=SimpleNamespace(trainers=trainers), sealed=True)
         self.snapshot_slots = (0, 1)
-        self.origin = None
+        self.load_end = None
         self.met: list[tuple[int, int]] = []
         self.answers: list[Any] = []
         self.lock = threading.RLock()

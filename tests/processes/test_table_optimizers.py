@@ -335,7 +335,11 @@ def with_rates(rates: dict[str, float]) -> EmbeddingBagCollection:
 def test_tables_of_one_layout_have_rates_of_their_own() -> None:
     rates = {"wide": 0.5, "shared": 0.01, "small": 0.1, "last": 0.1}  # two of dim 8, two of dim 4
     ours, session = shard(Net(with_rates(rates)))
-    assert [(slab.dim, slab.optimizer.lr) for slab in session.job.slabs] == [(8, 0.5), (4, 0.1), (8, 0.01)]
+    assert [(table_group.dim, table_group.optimizer.lr) for table_group in session.job.table_groups] == [
+        (8, 0.5),
+        (4, 0.1),
+        (8, 0.01),
+    ]
     (losses, rows, _), (their_losses, theirs, _) = end_of(ours, 0), end_of(plain_torchrec(Net(with_rates(rates)), 1), 0)
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(their_losses), rtol=1e-5, atol=1e-6)
     for key in theirs:
@@ -377,7 +381,7 @@ def of_kind(kind: str) -> Net:
 def test_state_travels_under_torchrecs_names(kind: str) -> None:
     """As TorchRec has it: the first is `momentum1`, others as FBGEMM's `get_optimizer_state` calls them."""
     model, session = shard(of_kind(kind))
-    assert {slab.optimizer.kind for slab in session.job.slabs} == {kind}
+    assert {table_group.optimizer.kind for table_group in session.job.table_groups} == {kind}
     train(model, [batch_of(6, seed) for seed in range(3)])
     saved, state = model.state_dict(), model.fused_optimizer.state_dict()
     wide = state["state"]["collections.0.embedding_bags.wide.weight"]

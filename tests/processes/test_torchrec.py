@@ -141,7 +141,10 @@ def load_not_alike(trainer: int) -> None:
     model, session = shard(Net(collection()), 2, trainer)
     train(model, [batch_of(4, trainer)])
     step = model._step
-    rows, gradients = [torch.tensor([1])] * len(session.job.slabs), [torch.ones(1, s.dim) for s in session.job.slabs]
+    rows, gradients = (
+        [torch.tensor([1])] * len(session.job.table_groups),
+        [torch.ones(1, s.dim) for s in session.job.table_groups],
+    )
     for who_loads in range(2):
         with pytest.raises(
             RuntimeError, match=r"step 2: this trainer (loads x|trains), and another one does something"

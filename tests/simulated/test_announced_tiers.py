@@ -51,8 +51,10 @@ class Late(OnDisks):
     def on_event(self, number: int) -> None:
         super().on_event(number)
         for slot in self.slots():
-            for slab, shard in enumerate(slot.shards):
-                assert slot.announced.announced(slab) <= shard.frames // 2, "announced records have half of the frames"
+            for table_group, shard in enumerate(slot.shards):
+                assert slot.announced.announced(table_group) <= shard.frames // 2, (
+                    "announced records have half of the frames"
+                )
 
 
 @functools.cache
@@ -148,10 +150,10 @@ class Waits(SimulatedCluster):
                 slot.reads._lookup_of = functools.partial(self._look, slot, slot.reads._lookup_of)  # type: ignore[method-assign]
 
     def _look(self, slot: Slot, make: Any, asked: Any, step: int, int8: bool) -> Any:
-        for slab, (shard, positions) in enumerate(zip(slot.shards, asked.positions, strict=True)):
+        for table_group, (shard, positions) in enumerate(zip(slot.shards, asked.positions, strict=True)):
             store: Any = shard.stores[0]
             if shard.in_memory:
-                if slot.missing.lacks(slab, False, positions.numpy()):
+                if slot.missing.lacks(table_group, False, positions.numpy()):
                     self.waits += 1
                     break
                 continue
@@ -176,15 +178,15 @@ def trained() -> tuple[SimulatedCluster, Slot]:
 
 
 def away(slot: Slot, many: int) -> np.ndarray:
-    """So many records of slab 0 that are on the disk only."""
+    """So many records of table group 0 that are on the disk only."""
     below = slot.shards[0].stores[0].below()
     assert len(below) >= many
     return below[:many]
 
 
 def announce(slot: Slot, later: int, positions: np.ndarray) -> None:
-    of_slab = [torch.from_numpy(positions), torch.empty(0, dtype=torch.int64)]
-    request = wire.Announce(slot.index, slot.incarnation, slot.rule.applied + later, of_slab)
+    of_table_group = [torch.from_numpy(positions), torch.empty(0, dtype=torch.int64)]
+    request = wire.Announce(slot.index, slot.incarnation, slot.rule.applied + later, of_table_group)
     answers: list[Any] = []
     slot.host.run(slot.handle, request, answers.append)
     assert answers == [wire.Announced()]

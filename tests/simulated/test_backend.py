@@ -34,7 +34,7 @@ JOB = JobSpec(
     CodeSpec(3, 2, 1),
     trainers=1,
 )
-SLABS = range(len(JOB.slabs))
+TABLE_GROUPS = range(len(JOB.table_groups))
 RATES = [0.5, 0.1, 0.25]
 
 
@@ -87,12 +87,12 @@ def session(lives: Lives) -> Any:
     return lives.session
 
 
-def every(slab: int) -> Tensor:
-    return torch.arange(JOB.slabs[slab].rows)
+def every(table_group: int) -> Tensor:
+    return torch.arange(JOB.table_groups[table_group].rows)
 
 
 def all_records(session: EmbeddingBackend) -> list[Tensor]:
-    return [session.read(slab, every(slab)).clone() for slab in SLABS]
+    return [session.read(table_group, every(table_group)).clone() for table_group in TABLE_GROUPS]
 
 
 def random_of(seed: int, *shape: int) -> Tensor:
@@ -100,11 +100,11 @@ def random_of(seed: int, *shape: int) -> Tensor:
 
 
 def batch(session: EmbeddingBackend, seed: int) -> list[Tensor]:
-    """Unique rows of each slab, as the nn layer has them."""
+    """Unique rows of each table group, as the nn layer has them."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        session.arrange(s, torch.randint(0, slab.rows, (12,), generator=generator))[0]
-        for s, slab in enumerate(JOB.slabs)
+        session.arrange(s, torch.randint(0, table_group.rows, (12,), generator=generator))[0]
+        for s, table_group in enumerate(JOB.table_groups)
     ]
 
 
@@ -170,22 +170,24 @@ def test_arranged_rows_are_unique_and_can_be_put_back(lives: Lives, rows: list[i
 
 @pytest.mark.parametrize("arranged", [True, False])
 def test_a_lookup_gives_the_weights_in_the_order_of_its_rows(session: Any, arranged: bool) -> None:
-    rows = batch(session, 1) if arranged else [torch.tensor([9, 0, 4, 12]) for _ in SLABS]
+    rows = batch(session, 1) if arranged else [torch.tensor([9, 0, 4, 12]) for _ in TABLE_GROUPS]
     records = all_records(session)
     for _ in range(2):
         found = session.lookup_parts(rows)
-        for s, slab in enumerate(JOB.slabs):
-            assert found[s] and all(part.dtype == torch.float32 and part.shape[1] == slab.dim for part in found[s])
-            assert torch.equal(torch.cat(found[s]), records[s][rows[s], : slab.dim])
+        for s, table_group in enumerate(JOB.table_groups):
+            assert found[s] and all(
+                part.dtype == torch.float32 and part.shape[1] == table_group.dim for part in found[s]
+            )
+            assert torch.equal(torch.cat(found[s]), records[s][rows[s], : table_group.dim])
     assert session.step == 1, "a lookup ends nothing"
 
 
 def test_a_lookup_of_no_rows_has_parts_all_the_same(session: Any) -> None:
     nothing = torch.empty(0, dtype=torch.int64)
-    for rows in ([nothing for _ in SLABS], [nothing, torch.tensor([3]), nothing]):
+    for rows in ([nothing for _ in TABLE_GROUPS], [nothing, torch.tensor([3]), nothing]):
         found = session.lookup_parts(rows)
         assert [torch.cat(parts).shape for parts in found] == [
-            (len(r), slab.dim) for r, slab in zip(rows, JOB.slabs, strict=True)
+            (len(r), table_group.dim) for r, table_group in zip(rows, JOB.table_groups, strict=True)
         ]
 
 
@@ -211,10 +213,10 @@ def test_a_push_ends_the_step_and_moves_what_it_names(session: Any) -> None:
     for number in range(1, 4):
         rows, gradients = step(session, number)
         assert session.step == number + 1
-        for s, (slab, rows_U, gradient_UD) in enumerate(zip(JOB.slabs, rows, gradients, strict=True)):
-            records, dim = expected[s][rows_U], slab.dim
+        for s, (table_group, rows_U, gradient_UD) in enumerate(zip(JOB.table_groups, rows, gradients, strict=True)):
+            records, dim = expected[s][rows_U], table_group.dim
             scale = torch.ones(1)
-            if slab.optimizer.kind != "sgd":
+            if table_group.optimizer.kind != "sgd":
                 squares = gradient_UD.square()
                 records[:, dim:] += squares.mean(1, keepdim=True) if records.shape[1] == dim + 1 else squares
                 scale = records[:, dim:].sqrt() + 1e-8
@@ -230,7 +232,11 @@ def test_a_push_ends_the_step_and_moves_what_it_names(session: Any) -> None:
 
 def test_a_push_without_rows_is_a_step(session: Any) -> None:
     before = all_records(session)
-    session.push([torch.empty(0, dtype=torch.int64) for _ in SLABS], [torch.empty(0, s.dim) for s in JOB.slabs], RATES)
+    session.push(
+        [torch.empty(0, dtype=torch.int64) for _ in TABLE_GROUPS],
+        [torch.empty(0, s.dim) for s in JOB.table_groups],
+        RATES,
+    )
     assert session.step == 2 and all(map(torch.equal, all_records(session), before))
 
 
@@ -265,13 +271,13 @@ def test_what_is_loaded_is_read_and_looked_up(lives: Lives) -> None:
     before[0][2] = given[1]
     session.loaded()
     assert all(map(torch.equal, all_records(session), before)), "the last values count"
-    assert torch.equal(weights(session, [rows, rows[:2], rows[:2]])[0], before[0][rows, : JOB.slabs[0].dim])
+    assert torch.equal(weights(session, [rows, rows[:2], rows[:2]])[0], before[0][rows, : JOB.table_groups[0].dim])
     assert session.step == 1
 
 
 def test_nobody_trains_before_loading_has_ended_nor_loads_after_it(lives: Lives) -> None:
-    session, rows = lives.session, [torch.tensor([1]) for _ in SLABS]
-    gradients = [torch.zeros(1, slab.dim) for slab in JOB.slabs]
+    session, rows = lives.session, [torch.tensor([1]) for _ in TABLE_GROUPS]
+    gradients = [torch.zeros(1, table_group.dim) for table_group in JOB.table_groups]
     for action in (
         lambda: session.lookup_parts(rows),
         lambda: session.look_ahead(rows),
@@ -279,7 +285,7 @@ def test_nobody_trains_before_loading_has_ended_nor_loads_after_it(lives: Lives)
     ):
         with pytest.raises(RuntimeError, match="calls `loaded`"):
             action()
-    record = torch.zeros(1, JOB.slabs[0].schema.width)
+    record = torch.zeros(1, JOB.table_groups[0].schema.width)
     for bad in ([51], [-1]):
         with pytest.raises(ValueError, match="`rows` must be"):
             session.load(0, torch.tensor(bad), record)
@@ -299,19 +305,20 @@ def test_what_is_overwritten_in_training_is_read_and_looked_up(session: Any) -> 
     rows = batch(session, 2)
     before = all_records(session)
     session.look_ahead(rows)
-    values = random_of(5, JOB.slabs[0].rows, before[0].shape[1])
+    values = random_of(5, JOB.table_groups[0].rows, before[0].shape[1])
     session.overwrite(0, every(0), values.view(torch.uint8))
     before[0] = values.clone()
     values.zero_()
     assert all(map(torch.equal, all_records(session), before)), "copied, and nothing else has changed"
-    assert torch.equal(weights(session, rows)[0], before[0][rows[0], : JOB.slabs[0].dim])
+    assert torch.equal(weights(session, rows)[0], before[0][rows[0], : JOB.table_groups[0].dim])
     assert session.step == 2
     step(session, 2)
     assert session.step == 3
 
 
 def test_some_bytes_of_records_may_be_overwritten(session: Any) -> None:
-    """Of slab 1, rows of 8 weights and one number of state: weights 2 to 4, then the state; then nothing at all."""
+    """Of table group 1, rows of 8 weights and one number of state: weights 2 to 4, then the state; then nothing at
+    all."""
     step(session, 1)
     before, rows = all_records(session), torch.tensor([3, 4, 16])
     values = random_of(6, 3, 4)
@@ -324,7 +331,7 @@ def test_some_bytes_of_records_may_be_overwritten(session: Any) -> None:
 
 
 def test_bad_overwrites_are_refused(lives: Lives) -> None:
-    session, record = lives.session, torch.zeros(1, JOB.slabs[0].schema.nbytes, dtype=torch.uint8)
+    session, record = lives.session, torch.zeros(1, JOB.table_groups[0].schema.nbytes, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="calls `loaded`"):
         session.overwrite(0, torch.tensor([1]), record)
     session.loaded()
@@ -349,7 +356,7 @@ def test_the_next_life_has_what_was_overwritten_if_the_step_ended_with_it(
     rows = batch(session, 7)
     if steps:
         session.push(rows, [torch.ones_like(w) for w in weights(session, rows)], RATES)
-    values = random_of(5, 5, JOB.slabs[0].schema.width)
+    values = random_of(5, 5, JOB.table_groups[0].schema.width)
     plain = all_records(session)
     snapshot = torch.tensor([steps, 2, 3], dtype=torch.uint8), [steps, steps]
     if ended and steps:
@@ -376,7 +383,11 @@ def test_the_next_life_has_what_was_overwritten_if_the_step_ended_with_it(
 
 
 def test_a_header_is_a_list_of_int(session: Any) -> None:
-    session.push([torch.empty(0, dtype=torch.int64) for _ in SLABS], [torch.empty(0, s.dim) for s in JOB.slabs], RATES)
+    session.push(
+        [torch.empty(0, dtype=torch.int64) for _ in TABLE_GROUPS],
+        [torch.empty(0, s.dim) for s in JOB.table_groups],
+        RATES,
+    )
     with pytest.raises(TypeError, match="`header` must be a list of int"):
         session.snapshot(torch.zeros(1, dtype=torch.uint8), [1, "no"])
 
@@ -392,7 +403,7 @@ def test_the_next_life_goes_on_after_the_last_step(lives: Lives, steps: int) -> 
     lives.die()
     session = lives.session
     assert session.restarted is True
-    session.load(0, torch.tensor([0, 1]), torch.zeros(2, JOB.slabs[0].schema.width))  # does nothing
+    session.load(0, torch.tensor([0, 1]), torch.zeros(2, JOB.table_groups[0].schema.width))  # does nothing
     done, parts = session.resume()
     assert done == steps
     assert [(payload.tolist(), list(header)) for payload, header in parts] == ([([3, 2, 3], [3, 3])] if steps else [])

@@ -74,7 +74,7 @@ def test_a_checkpoint_of_what_has_changed_has_no_more_than_that() -> None:
         )
         for finished in (first, second)
     }
-    everything = sum(slab.rows for slab in scenario.job.slabs)
+    everything = sum(table_group.rows for table_group in scenario.job.table_groups)
     assert rows[first.folder] == everything > rows[second.folder] > 0
 
 

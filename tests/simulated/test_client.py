@@ -161,7 +161,7 @@ def test_a_route_splits_and_joins(client, rows):
 
 def push(client):
     routes = [client.route(s, torch.empty(0, dtype=torch.int64)) for s in range(2)]
-    gradients = [torch.empty(0, slab.dim) for slab in JOB.slabs]
+    gradients = [torch.empty(0, table_group.dim) for table_group in JOB.table_groups]
     client.run(client.push, routes, gradients, [0.1, 0.1])
     client.run(client.snapshot, torch.zeros(3, dtype=torch.uint8), "{}")
 
@@ -200,9 +200,9 @@ def test_a_trainer_runs_two_steps_ahead_and_no_further(client):
 
 def test_a_step_without_a_snapshot_holds_none_up_that_come_after_it(client):
     """Two backwards of one forward: the first step has no snapshot, and never will."""
-    client.origin = 0
+    client.load_end = 0
     routes = [client.route(s, torch.empty(0, dtype=torch.int64)) for s in range(2)]
-    client.run(client.push, routes, [torch.empty(0, slab.dim) for slab in JOB.slabs], [0.1, 0.1])
+    client.run(client.push, routes, [torch.empty(0, table_group.dim) for table_group in JOB.table_groups], [0.1, 0.1])
     push(client)
     for slot in range(3):
         answer(client, wire.Push, slot)
@@ -258,7 +258,7 @@ def test_a_stored_of_the_old_incarnation_that_comes_late_does_not_count_for_the_
 
 
 def ask_for(client, rows, errors):
-    """Looks rows of slab 0 up, as they are; returns the answer's way back."""
+    """Looks rows of table group 0 up, as they are; returns the answer's way back."""
     client.on_error = errors.append
     route = client.route(0, torch.tensor([0]))
     slot = next(slot for slot in range(3) if len(route.positions[slot]))
@@ -281,7 +281,7 @@ def test_a_request_that_is_malformed_is_an_error_at_once(client, rows):
 def test_a_request_that_was_spoilt_on_its_way_is_made_again(client):
     errors = []
     done = ask_for(client, [0], errors)
-    done(Ok(Malformed("position 1099511627776 of slab 0")))
+    done(Ok(Malformed("position 1099511627776 of table group 0")))
     assert client.port.fire() == [RETRY_S] and len(client.port.calls) == 2 and not errors
 
 
@@ -316,7 +316,7 @@ def test_trainer_0_may_load_for_longer_than_give_up_s(caplog):
     waiting = Waiting(give_up_s=0.05)
     waiting.until_it_has_waited(caplog, times=2)
     waiting.session.on_control(messages.Loaded(3))
-    assert waiting.outcome.get(timeout=60.0) is None and waiting.session.client.origin == 3
+    assert waiting.outcome.get(timeout=60.0) is None and waiting.session.client.load_end == 3
 
 
 def test_the_wait_for_trainer_0_ends_with_the_cluster(caplog):
@@ -361,7 +361,7 @@ def values(rows, width, seed):
     ids=str,
 )
 def test_loaded_values_have_their_parity(code, pieces):
-    """Whole slabs, parts of them, in any order, rows twice: the last value counts, and every parity fits."""
+    """Whole table groups, parts of them, in any order, rows twice: the last value counts, and every parity fits."""
     session = session_over(code)
     every = torch.arange(25)
     expected = session.read(0, every)
@@ -371,7 +371,7 @@ def test_loaded_values_have_their_parity(code, pieces):
         session.load(0, rows, expected[first:end].clone())
         assert torch.equal(session.read(0, every), expected), "a read has all that was loaded so far"
     session.loaded()
-    assert session.step == 1 and session.client.origin == len(pieces)
+    assert session.step == 1 and session.client.load_end == len(pieces)
     assert torch.equal(session.read(0, every), expected)
     assert torch.equal(session.read(0, torch.tensor([24, 3]).sort().values), expected[[3, 24]])
     check_parity(session.cluster.slots())
@@ -424,11 +424,15 @@ def test_rows_asked_for_ahead_are_those_of_a_lookup_and_asked_for_once():
     for session in (ahead, plain):
         session.client.snapshot_every = 0
         session.loaded()
-        asked = [[session.arrange(s, rows)[0] for s in range(len(session.job.slabs))] for rows in batches]
+        asked = [[session.arrange(s, rows)[0] for s in range(len(session.job.table_groups))] for rows in batches]
         for step, rows in enumerate(asked):
             found = lookup(session, rows)
             weights[session].append([w.clone() for w in found])
-            session.push(rows, [torch.ones_like(w) for w in found], [slab.optimizer.lr for slab in session.job.slabs])
+            session.push(
+                rows,
+                [torch.ones_like(w) for w in found],
+                [table_group.optimizer.lr for table_group in session.job.table_groups],
+            )
             if session is ahead and step + 1 < len(asked):
                 exchanges = len(session.client.calls)
                 session.look_ahead(asked[step + 1])

@@ -210,7 +210,7 @@ def test_a_server_that_leaves_in_mid_training_is_lost() -> None:
 
 def test_loaded_reaches_all_trainers_also_late_ones() -> None:
     h = Harness().start()
-    h.say("trainer-0", type="loaded", origin=0)
+    h.say("trainer-0", type="loaded", load_end=0)
     assert {n for n, m in h.sent if m["type"] == "loaded"} == set(h.core.members), "servers tell the next coordinator"
 
 
@@ -339,7 +339,7 @@ SAYS: tuple[dict[str, Any], ...] = (
     *({"type": "durable", "slot": s, "incarnation": 0, "era": e} for s in (0, 9) for e in (0, 7)),
     {"type": "reach", "slot": 9, "incarnation": 0, "era": 0, "applied": 1, "floor": 0, "snapshots": []},
     {"type": "reach", "slot": 0, "incarnation": 0, "era": 0, "applied": 1, "floor": 0, "snapshots": [[1, 1, [99]]]},
-    {"type": "loaded", "origin": 0},
+    {"type": "loaded", "load_end": 0},
     {"type": "not_exact", "step": 3, "what": "a table begins anew"},
     {"type": "progress", "trainer": 0, "step": 1},
     {"type": "progress", "trainer": 9, "step": 1},

@@ -116,11 +116,13 @@ def test_tables_that_are_to_be_kept_are_those_of_the_job(tmp_path: Path) -> None
     cluster = Keeping(tmp_path, first.name)
     run = cluster.go()
     run.check_against(simulate(calm(ONE_LOST)))
-    slab, start = ONE_LOST.job.place_of_table[first.name]
+    table_group, start = ONE_LOST.job.place_of_table[first.name]
     for slot in cluster.slots():
-        row_U = slot.layouts[slab].row_at(slot.index, np.arange(slot.layouts[slab].data_rows(slot.index)))
+        row_U = slot.layouts[table_group].row_at(slot.index, np.arange(slot.layouts[table_group].data_rows(slot.index)))
         wanted = np.flatnonzero((row_U >= start) & (row_U < start + first.rows)).tolist()
-        assert [at for begin, end in slot.shards[slab].stores[0]._last_to_go for at in range(begin, end)] == wanted
+        assert [
+            at for begin, end in slot.shards[table_group].stores[0]._last_to_go for at in range(begin, end)
+        ] == wanted
     fatal = Keeping(tmp_path, first.name, "usres").go().fatal
     assert fatal is not None
     assert f"`tier_keep` names usres, and no table of the job is called so: it has {first.name}, " in fatal
@@ -129,7 +131,7 @@ def test_tables_that_are_to_be_kept_are_those_of_the_job(tmp_path: Path) -> None
 def test_servers_with_too_little_memory_say_at_once_how_much_all_tables_take(tmp_path: Path) -> None:
     """Who gives them as much has a cluster that begins."""
     scenario = dataclasses.replace(ONE_LOST, kills=())
-    assert len(scenario.job.slabs) > 1
+    assert len(scenario.job.table_groups) > 1
     fatal = Crowded(scenario, tmp_path, 1000).go().fatal
     needed = re.search(r"too little for the records of this server: give it at least ([\d,]+)", fatal or "")
     assert needed is not None, fatal

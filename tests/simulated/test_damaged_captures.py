@@ -78,9 +78,9 @@ def test_what_is_written_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule, taken out: a checkpoint that counts has a bit that had flipped."""
     look = Scrubber.look
 
-    def blind(self: Scrubber, slab: int, parity: bool, positions_U: Any) -> None:
+    def blind(self: Scrubber, table_group: int, parity: bool, positions_U: Any) -> None:
         if self._slot.checkpoints._capture is None:
-            look(self, slab, parity, positions_U)
+            look(self, table_group, parity, positions_U)
 
     monkeypatch.setattr(Scrubber, "look", blind)
     with pytest.raises(AssertionError):
@@ -122,15 +122,15 @@ class KeptFlipped(Checkpointed):
         found = []
         for slot in self.slots():
             capture = slot.checkpoints._capture
-            for slab, captured in enumerate(capture._captured if capture is not None else []):
+            for table_group, captured in enumerate(capture._captured if capture is not None else []):
                 kept = np.flatnonzero(captured._marks_P == KEPT)
-                found += [(slot, slab, captured, int(at)) for at in kept[kept >= captured.next]]
+                found += [(slot, table_group, captured, int(at)) for at in kept[kept >= captured.next]]
         if found:
-            slot, slab, captured, at = self.chance.choice(found)
+            slot, table_group, captured, at = self.chance.choice(found)
             piece, row = divmod(int(captured._number_P[at]), captured._piece_rows)
             byte = self.chance.randrange(captured._pieces[piece].shape[1])  # its seal's, too
             captured._pieces[piece][row, byte] ^= 1 << self.chance.randrange(8)
-            self.name = slot.held.name_of(slot.index, slab, at)
+            self.name = slot.held.name_of(slot.index, table_group, at)
 
     def voided(self) -> list[str]:
         reasons = [event["reason"] for event in events(self.run, "checkpoint_void")]
@@ -156,7 +156,7 @@ def test_a_checkpoint_is_given_up_for_a_record_that_was_damaged_where_it_was_kep
 
 def test_what_was_kept_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule, taken out: a checkpoint that counts has a bit that had flipped."""
-    monkeypatch.setattr(SlotCheckpoints, "_on_broken", lambda self, slab, positions_U: None)
+    monkeypatch.setattr(SlotCheckpoints, "_on_broken", lambda self, table_group, positions_U: None)
     with pytest.raises(AssertionError):
         for at in numbers("full", 1):
             check(KeptFlipped(at, "full"))

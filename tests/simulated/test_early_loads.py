@@ -212,7 +212,7 @@ def loading_script(seen, rank, session: TurnsSession):
     """Has initial values of its own, reads, loads all tables twice in portions, each trainer its rows, and trains."""
     dense, first = begin(rank, session, torch.ones(1, dtype=torch.float64))
     if rank == 0:
-        spec = session.job.slabs[1]
+        spec = session.job.table_groups[1]
         session.load(1, torch.arange(spec.rows), torch.full((spec.rows, spec.schema.nbytes // 4), 0.25))
     session.loaded()
     note_life(seen, rank, session)
@@ -231,20 +231,20 @@ def note_life(seen, rank, session):
 
 
 def read_all(seen, rank, session, turn):
-    for slab, spec in enumerate(session.job.slabs):
-        read = session.read(slab, torch.arange(spec.rows)).view(torch.int32)
-        assert torch.equal(seen.setdefault((turn, slab, rank), read), read), "another value than before"
+    for table_group, spec in enumerate(session.job.table_groups):
+        read = session.read(table_group, torch.arange(spec.rows)).view(torch.int32)
+        assert torch.equal(seen.setdefault((turn, table_group, rank), read), read), "another value than before"
 
 
 def overwrite_all(rank, session, turn):
-    for slab, spec in enumerate(session.job.slabs):
-        rng = np.random.default_rng([turn, slab])
+    for table_group, spec in enumerate(session.job.table_groups):
+        rng = np.random.default_rng([turn, table_group])
         values = torch.from_numpy(rng.random((spec.rows, spec.dim), dtype=np.float32)).view(torch.uint8)
         mine = torch.arange(spec.rows)[rank::2].split(2)
         for rows in mine:
-            session.overwrite(slab, rows, values[rows])
+            session.overwrite(table_group, rows, values[rows])
         for _ in range((spec.rows + 3) // 4 - len(mine)):
-            session.overwrite(slab, torch.empty(0, dtype=torch.int64), None)
+            session.overwrite(table_group, torch.empty(0, dtype=torch.int64), None)
 
 
 class LoadingEarly(Trainers):
@@ -323,7 +323,7 @@ def test_sessions_of_trainers_that_are_lost(who, restored, every):
 
 @pytest.mark.parametrize("welcomed", (False, True))
 @pytest.mark.parametrize(
-    ("step", "origin", "counts"),
+    ("step", "load_end", "counts"),
     [
         (9, 5, True),  # after steps of training, or loads
         (5, 5, True),
@@ -331,10 +331,10 @@ def test_sessions_of_trainers_that_are_lost(who, restored, every):
         (9, 12, False),  # likewise, and it hears late: trainer 0 has loaded all again
     ],
 )
-def test_who_was_told_that_values_are_there_knows_whether_they_count(welcomed, step, origin, counts):
+def test_who_was_told_that_values_are_there_knows_whether_they_count(welcomed, step, load_end, counts):
     """A trainer that joined before they were loaded is never told that they count, however late it hears of them."""
     session = Session(Client("trainer-1", NoPort(), JOB, 1, Settings()), print, print, restarted=welcomed)
-    session.on_control(messages.Resume(1, step, origin, 0))
+    session.on_control(messages.Resume(1, step, load_end, 0))
     assert session.restarted is (welcomed and counts)
 
 
@@ -348,9 +348,9 @@ class NoPort:
 # mutations ----------------------------------------------------------------------------------------
 
 
-def logs_reach_back_to_the_origin(patch):
+def logs_reach_back_to_the_load_end(patch):
     """What is loaded before the first step is kept, as before this was thought of."""
-    patch.setattr(Client, "is_trained", lambda self, step: self.origin is not None and step > self.origin)
+    patch.setattr(Client, "is_trained", lambda self, step: self.load_end is not None and step > self.load_end)
 
 
 def no_reset(patch):
@@ -362,8 +362,8 @@ def goes_on_where_they_were(patch):
     """All go back to the last step, and the new trainers are told that all is loaded."""
     choose = going_back.choose_step
 
-    def anywhere(reach, origin, trainers):
-        chosen = choose(reach, origin, trainers)
+    def anywhere(reach, load_end, trainers):
+        chosen = choose(reach, load_end, trainers)
         return choose(reach, None, trainers) if chosen is None else chosen
 
     patch.setattr(going_back, "choose_step", anywhere)
@@ -379,7 +379,7 @@ MUTATIONS = {
     no_reset: hunt_at("Load", "crash_sender", late=12, **HUNT),
     goes_on_where_they_were: hunt_at("Load", "crash_sender", late=12, **HUNT),
     trained_steps_need_none: hunt_at("Push", "crash_sender", late=12, **{**HUNT, "steps": 6, "snapshot_every": 3}),
-    logs_reach_back_to_the_origin: hunt_at("Load", "drop", **{**HUNT, "overwrites": portions(MANY), "steps": 1}),
+    logs_reach_back_to_the_load_end: hunt_at("Load", "drop", **{**HUNT, "overwrites": portions(MANY), "steps": 1}),
 }
 
 

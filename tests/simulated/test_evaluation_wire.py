@@ -7,7 +7,7 @@ import dataclasses
 import fbgemm_gpu  # noqa: F401  registers torch.ops.fbgemm
 import pytest
 import torch
-from test_backend import JOB, SLABS, Real, all_records, batch, step, weights
+from test_backend import JOB, TABLE_GROUPS, Real, all_records, batch, step, weights
 from torch import Tensor
 
 from torch_ecrec.protocol import wire
@@ -62,9 +62,9 @@ def run(
             evaluations.append([torch.cat(parts) for parts in session.lookup_parts(rows, evaluation=True)])
             exact = [by_fbgemm(values) for values in weights(session, rows)]
             assert all(map(torch.equal, evaluations[-1], exact)), f"after step {number}"
-    nothing = [torch.empty(0, dtype=torch.int64) for _ in SLABS]
+    nothing = [torch.empty(0, dtype=torch.int64) for _ in TABLE_GROUPS]
     empty = [torch.cat(parts).shape for parts in session.lookup_parts(nothing, evaluation=True)]
-    assert empty == [(0, slab.dim) for slab in JOB.slabs]
+    assert empty == [(0, table_group.dim) for table_group in JOB.table_groups]
     session.flush()
     assert not dooms, "nobody was killed"
     if lost_slot is not None:

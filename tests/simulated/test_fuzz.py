@@ -252,15 +252,18 @@ class Live:
     def step(self) -> None:
         number = self.session.step
         rng = np.random.default_rng(number)
-        rows = [torch.from_numpy(np.flatnonzero(rng.random(slab.rows) < 0.5)) for slab in self.job.slabs]
+        rows = [
+            torch.from_numpy(np.flatnonzero(rng.random(table_group.rows) < 0.5))
+            for table_group in self.job.table_groups
+        ]
         weights = [torch.cat(parts) for parts in self.session.lookup_parts(rows)]
         self.session.push(rows, [torch.sin(w * 3 + number) for w in weights], [0.1] * len(rows))
 
     def digest(self) -> str:
         self.session.flush()
         found = hashlib.sha256()
-        for slab, spec in enumerate(self.job.slabs):
-            found.update(self.session.read(slab, torch.arange(spec.rows)).numpy().tobytes())
+        for table_group, spec in enumerate(self.job.table_groups):
+            found.update(self.session.read(table_group, torch.arange(spec.rows)).numpy().tobytes())
         return found.hexdigest()
 
     def close(self) -> None:
@@ -404,13 +407,15 @@ def valid_requests(live: Live, slot: int) -> list[wire.Request]:
     host, job = live.hosts[slot], live.job
     step, layouts = host.slots[slot].rule.applied + 1, host.layouts
     positions = [torch.arange(min(3, layout.data_rows(slot))) for layout in layouts]
-    gradients = [torch.zeros(len(p), slab.dim) for p, slab in zip(positions, job.slabs, strict=True)]
+    gradients = [
+        torch.zeros(len(p), table_group.dim) for p, table_group in zip(positions, job.table_groups, strict=True)
+    ]
     source = host.slots[slot].rule.sources[0]
-    runs = [(slab, run) for slab, layout in enumerate(layouts) for run in layout.runs(source, slot)]
+    runs = [(table_group, run) for table_group, layout in enumerate(layouts) for run in layout.runs(source, slot)]
     parts = [torch.arange(run.first, run.end) for _, run in runs]
     deltas = [
-        torch.zeros((len(p), job.slabs[slab].schema.nbytes), dtype=torch.uint8)
-        for p, (slab, _) in zip(parts, runs, strict=True)
+        torch.zeros((len(p), job.table_groups[table_group].schema.nbytes), dtype=torch.uint8)
+        for p, (table_group, _) in zip(parts, runs, strict=True)
     ]
     one = positions[0][:1]
     return [
@@ -480,8 +485,8 @@ def test_a_trainers_own_malformed_request_ends_it_at_once(what: str) -> None:
     with live(False) as cluster:
         cluster.step()
         job, row = cluster.job, torch.tensor([0, 1])
-        rows = [torch.ones_like(row) if what == "rows" else row for _ in job.slabs]
-        gradients = [torch.ones(len(row), slab.dim) for slab in job.slabs]
+        rows = [torch.ones_like(row) if what == "rows" else row for _ in job.table_groups]
+        gradients = [torch.ones(len(row), table_group.dim) for table_group in job.table_groups]
         if what == "dtype":
             gradients = [gradient.double() for gradient in gradients]
         with pytest.raises(ValueError, match=r"slot \d refuses a Push: not a request"):

@@ -7,7 +7,7 @@ from coordinator_harness import Harness, durable, go_back, known, reach, rejoin,
 
 def test_lost_trainers_are_awaited_while_the_servers_go_back() -> None:
     h = Harness().start()
-    h.say("trainer-0", type="loaded", origin=0)
+    h.say("trainer-0", type="loaded", load_end=0)
     h.lose("trainer-1")
     assert h.core.fatal is None and h.core.era == 1
     assert [m["kind"] for m in told(h, "trainer-0", "fatal")] == ["trainers_lost"], "it cannot go on alone"
@@ -15,7 +15,7 @@ def test_lost_trainers_are_awaited_while_the_servers_go_back() -> None:
         "type": "era",
         "era": 1,
         "step": None,
-        "origin": 0,
+        "load_end": 0,
         "done": 0,
         "keeps": False,
         "floor": 0,
@@ -33,7 +33,7 @@ def test_lost_trainers_are_awaited_while_the_servers_go_back() -> None:
     assert all(told(h, name, "welcome")[-1]["restarted"] for name in names)
     assert not told(h, names[0], "resume"), "slot 2 is not there yet"
     durable(h, 2)
-    assert told(h, names[0], "resume") == [{"type": "resume", "era": 1, "step": 6, "origin": 0, "done": 6}]
+    assert told(h, names[0], "resume") == [{"type": "resume", "era": 1, "step": 6, "load_end": 0, "done": 6}]
     assert h.core.going_back is None
 
 
@@ -68,7 +68,7 @@ def test_a_server_lost_meanwhile_begins_another_era() -> None:
 
 def test_without_a_snapshot_that_all_can_go_back_to_the_job_ends() -> None:
     h = Harness().start()
-    h.say("trainer-0", type="loaded", origin=0)
+    h.say("trainer-0", type="loaded", load_end=0)
     h.lose("trainer-0")
     for slot in range(3):
         reach(h, slot, 20, floor=15, snapshots=[[16, 16, [0]]], done=20)  # of one trainer only
@@ -78,7 +78,7 @@ def test_without_a_snapshot_that_all_can_go_back_to_the_job_ends() -> None:
 def test_why_it_ends_is_told_in_steps_of_training() -> None:
     """24 steps loaded tables before the first of them."""
     h = Harness().start()
-    h.say("trainer-0", type="loaded", origin=0)
+    h.say("trainer-0", type="loaded", load_end=0)
     h.lose("trainer-0")
     for slot in range(3):
         reach(h, slot, 49 - slot % 2, floor=46, snapshots=[], done=25 - slot % 2)
@@ -88,7 +88,7 @@ def test_why_it_ends_is_told_in_steps_of_training() -> None:
 def loaded_early() -> Harness:
     """Tables were loaded before the first step, steps 3 to 20; all servers have stopped."""
     h = Harness().start()
-    h.say("trainer-0", type="loaded", origin=2)
+    h.say("trainer-0", type="loaded", load_end=2)
     h.lose("trainer-0")
     return h
 
@@ -100,12 +100,12 @@ def test_before_any_step_of_training_is_safe_all_begin_anew() -> None:
         kept = [[21, 1, [0]]] if slot == 0 else []
         reach(h, slot, applied, floor=15 + slot, snapshots=kept, done=done)
     assert h.core.fatal is None and h.core.going_back is not None
-    assert (h.core.going_back.step, h.core.origin) == (19, None), "any step that all know"
+    assert (h.core.going_back.step, h.core.load_end) == (19, None), "any step that all know"
     era = {
         "type": "era",
         "era": 1,
         "step": 19,
-        "origin": None,
+        "load_end": None,
         "done": 0,
         "keeps": False,
         "floor": 19,
@@ -118,9 +118,9 @@ def test_before_any_step_of_training_is_safe_all_begin_anew() -> None:
     for slot in range(3):
         durable(h, slot)
     for name in names:
-        assert told(h, name, "resume")[-1] == {"type": "resume", "era": 1, "step": 19, "origin": None, "done": 0}
-    h.say(names[0], type="loaded", origin=30)
-    assert h.core.origin == 30 and told(h, names[1], "loaded")[-1]["origin"] == 30
+        assert told(h, name, "resume")[-1] == {"type": "resume", "era": 1, "step": 19, "load_end": None, "done": 0}
+    h.say(names[0], type="loaded", load_end=30)
+    assert h.core.load_end == 30 and told(h, names[1], "loaded")[-1]["load_end"] == 30
 
 
 def test_what_was_kept_in_part_does_not_count_once_all_begin_anew() -> None:
@@ -128,7 +128,7 @@ def test_what_was_kept_in_part_does_not_count_once_all_begin_anew() -> None:
     for slot in range(3):
         reach(h, slot, 21, floor=15, snapshots=[[21, 1, [0]]] if slot == 0 else [], done=1)
     assert h.core.going_back is not None
-    assert (h.core.going_back.step, h.core.going_back.done, h.core.origin) == (21, 0, None)
+    assert (h.core.going_back.step, h.core.going_back.done, h.core.load_end) == (21, 0, None)
 
 
 def test_nobody_begins_anew_who_need_not() -> None:
@@ -137,7 +137,7 @@ def test_nobody_begins_anew_who_need_not() -> None:
         h = loaded_early()
         for slot in range(3):
             reach(h, slot, 21, floor=floor, snapshots=snapshots, done=1)
-        assert h.core.going_back is not None and h.core.origin == 2
+        assert h.core.going_back is not None and h.core.load_end == 2
         assert (h.core.going_back.step, h.core.going_back.done) == (step, done)
 
 
@@ -146,7 +146,7 @@ def test_all_begin_anew_in_the_next_era_too_if_a_server_is_lost_meanwhile() -> N
     for slot in range(3):
         reach(h, slot, 20, floor=15, snapshots=[], done=None)
     h.lose("server-1")
-    assert h.core.era == 2 and h.core.origin is None
+    assert h.core.era == 2 and h.core.load_end is None
     for slot in range(3):
         reach(h, slot, 18 + slot, floor=16, snapshots=[], done=None)
     assert h.core.going_back is not None and h.core.going_back.step == 18
@@ -155,20 +155,20 @@ def test_all_begin_anew_in_the_next_era_too_if_a_server_is_lost_meanwhile() -> N
 def test_the_next_coordinator_knows_that_all_begin_anew() -> None:
     """Of the newest era, those that go on already know more than those that stand still."""
     h = Harness().start()
-    told_of = dict(era=1, resume_step=19, origin=None)
-    stopped, before = dict(era=1, frozen=True, origin=2), dict(era=0, origin=2)
-    for said, origin in (
+    told_of = dict(era=1, resume_step=19, load_end=None)
+    stopped, before = dict(era=1, frozen=True, load_end=2), dict(era=0, load_end=2)
+    for said, load_end in (
         ((told_of, stopped, before), None),
         ((stopped, stopped, before), 2),
-        ((told_of, told_of, {**told_of, "origin": 30}), 30),  # all is loaded again, and not everybody has heard
-        ((before, before, {**before, "origin": None}), 2),
+        ((told_of, told_of, {**told_of, "load_end": 30}), 30),  # all is loaded again, and not everybody has heard
+        ((before, before, {**before, "load_end": None}), 2),
     ):
         later = Harness()
         for number, fields in enumerate(said):
             rejoin(later, known(h, f"server-{number}", **fields))
         later.now_s += 3
         later.core.on_tick(later.now_s)
-        assert not later.core.regathering and later.core.origin == origin
+        assert not later.core.regathering and later.core.load_end == load_end
 
 
 def test_trainers_that_left_are_done_and_new_ones_go_on_from_there() -> None:
@@ -193,7 +193,7 @@ def test_others_hear_of_trainer_0_that_leaves_without_loading() -> None:
     trainer_1.say("trainer-1", type="leave")
     assert not told(trainer_1, "trainer-0", "fatal")
     loaded = Harness().start()
-    loaded.say("trainer-0", type="loaded", origin=2)
+    loaded.say("trainer-0", type="loaded", load_end=2)
     loaded.say("trainer-0", type="leave")
     assert not told(loaded, "trainer-1", "fatal")
 

@@ -25,7 +25,7 @@ from torch_ecrec.spec.job import CodeSpec
 OTHER_CODES = {"another code": CodeSpec(4, 2, 2), "another cluster": None, "another cluster, code": CodeSpec(4, 3, 1)}
 SECOND = ("second launch", "second launch, then a trainer dies")
 WRONG_S = 0.4  # virtual: until the right coordinator is in the place of the wrong one, at the latest
-LIFE = 500  # of the wrong coordinator: names of its own
+TERM = 500  # of the wrong coordinator: names of its own
 DIES_S = 0.1  # from the second launch to the death of a trainer of the first
 EVERY = in_turns("every", 11)
 
@@ -77,7 +77,7 @@ class Disturbed(Lives):
         checkpoint = dataclasses.replace(self.plane.settings.checkpoint, run="another")
         code = OTHER_CODES[kind] or self.scenario.code
         settings: ClusterSettings = dataclasses.replace(
-            self.plane.settings, code=code, checkpoint=checkpoint, spares=0, life=LIFE
+            self.plane.settings, code=code, checkpoint=checkpoint, spares=0, term=TERM
         )
         now_s = self.network.clock.now_s
         router = Router(

@@ -55,9 +55,9 @@ class FromMemory:
     """The tables of `records`; a `Source`."""
 
     def rows(self, table: str, field: Field, first: int, last: int) -> Bytes | None:
-        slab, first_row = JOB.place_of_table[table]
-        begin, end = JOB.slabs[slab].schema.bytes_of(field.name)
-        found: Bytes = records()[slab][first_row + first : first_row + last, begin:end]
+        table_group, first_row = JOB.place_of_table[table]
+        begin, end = JOB.table_groups[table_group].schema.bytes_of(field.name)
+        found: Bytes = records()[table_group][first_row + first : first_row + last, begin:end]
         return found
 
 
@@ -76,7 +76,9 @@ def imported() -> Imported:
     layouts = JOB.layouts
     dense = np.frombuffer(np.float64(DENSE).tobytes(), np.uint8)
     parts = [([0], dense)] * TRAINERS
-    manifest = importing.write(Catalog(url), JOB, FromMemory(), parts, lambda slab, rows: layouts[slab].locate(rows)[0])
+    manifest = importing.write(
+        Catalog(url), JOB, FromMemory(), parts, lambda table_group, rows: layouts[table_group].locate(rows)[0]
+    )
     return Imported(Restored(url, manifest.id, 0))
 
 
@@ -84,8 +86,8 @@ def script(rank: int, session: TurnsSession) -> None:
     """A script that loads for itself, or is given what was imported. Its gradients depend on all that it has seen."""
     dense, first = begin(rank, session, torch.full((1,), DENSE, dtype=torch.float64))
     if not session.restarted and rank == 0:
-        for slab, records_RB in enumerate(records()):
-            session.load(slab, torch.arange(len(records_RB)), torch.from_numpy(records_RB).view(torch.float32))
+        for table_group, records_RB in enumerate(records()):
+            session.load(table_group, torch.arange(len(records_RB)), torch.from_numpy(records_RB).view(torch.float32))
     session.loaded()
     train(rank, session, dense, range(first, STEPS + 1))
 
@@ -174,7 +176,9 @@ def somebody_elses() -> str:
     layouts = JOB.layouts
     parts = [([0], np.zeros(8, np.uint8))] * TRAINERS
     catalog = Catalog("memory://imported")
-    other = importing.write(catalog, JOB, Nothing(), parts, lambda slab, rows: layouts[slab].locate(rows)[0])
+    other = importing.write(
+        catalog, JOB, Nothing(), parts, lambda table_group, rows: layouts[table_group].locate(rows)[0]
+    )
     assert catalog.newest().id == other.id != imported().restored.folder
     return other.id
 

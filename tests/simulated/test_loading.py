@@ -80,7 +80,7 @@ def test_rows_hold_what_was_loaded_last_or_what_the_servers_gave_them():
     expected = [records.clone() for records in plain.records]
     for load in LOADS:
         rows = slice(load.first, load.end)
-        expected[load.slab][rows] = load.values(expected[load.slab][rows])
+        expected[load.table_group][rows] = load.values(expected[load.table_group][rows])
     for mine, right, before in zip(loaded.records, expected, plain.records, strict=True):
         assert torch.equal(mine, right) and not torch.equal(mine, before)
     assert not loaded.resumed and loaded.longest["log"] > 0
@@ -168,7 +168,7 @@ def test_many_loads_keep_no_more_than_steps_do():
 
 
 class Net(nn.Module):
-    """Table a brings its own weights, b is initialised by the servers; they share a slab, and one stripe."""
+    """Table a brings its own weights, b is initialised by the servers; they share a table group, and one stripe."""
 
     def __init__(self, own: bool = True) -> None:
         super().__init__()
@@ -307,7 +307,7 @@ def test_a_script_that_loads_before_its_first_step_begins_anew(told):
         cluster = new_cluster()
         for life in range(1, lives + 1):
             if life == 2:
-                assert min(slot.log.floor for slot in cluster.slots()) > cluster.origin > 0
+                assert min(slot.log.floor for slot in cluster.slots()) > cluster.load_end > 0
                 other_life(cluster)
             model = model_over(cluster, restarted=told and life == 2)
             states[lives, life, "built"] = built = model.full_state_dict()

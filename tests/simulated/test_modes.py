@@ -323,7 +323,7 @@ def test_who_needs_a_locked_range_waits_and_without_locks_it_is_repaired_first()
 
 
 def test_ranges_are_whole_one_after_another():
-    """Of every slab and for any number of ranges: no two are decoded at once."""
+    """Of every table group and for any number of ranges: no two are decoded at once."""
     begun = []
 
     class Noted(locked_ranges.LockedRebuild):

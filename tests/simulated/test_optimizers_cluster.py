@@ -30,7 +30,8 @@ DTYPES = {"float32": ("float32", "float32"), "halves": ("float16", "bfloat16")}
 
 
 def scenario_of(kind, dtypes="float32", **more):
-    """Two slabs of one layout, which differ in the learning rate alone, and a third with other hyperparameters."""
+    """Two table groups of one layout, which differ in the learning rate alone, and a third with other
+    hyperparameters."""
     one, (first, second) = OptimizerSpec(kind, lr=0.1, **variants(kind)[-1]), DTYPES[dtypes]
     tables = (
         TableSpec("a", rows=17, dim=3, low=-1.0, high=1.0, optimizer=one, weights=first),
@@ -51,20 +52,25 @@ def undisturbed(kind, dtypes="float32"):
 def test_training_is_a_replay_by_the_formula_bit_for_bit(kind, dtypes):
     scenario, dense = scenario_of(kind, dtypes), 1.0
     job = scenario.job
-    assert [(slab.dim, slab.optimizer.lr, len(slab.tables)) for slab in job.slabs] == [
+    assert [
+        (table_group.dim, table_group.optimizer.lr, len(table_group.tables)) for table_group in job.table_groups
+    ] == [
         (3, 0.1, 2),
         (2, 0.1, 1),
         (2, 0.02, 1),
     ]
-    tables = [numbers_of(slab.initial(job.seed).of(np.arange(slab.rows)), slab.schema).copy() for slab in job.slabs]
+    tables = [
+        numbers_of(table_group.initial(job.seed).of(np.arange(table_group.rows)), table_group.schema).copy()
+        for table_group in job.table_groups
+    ]
 
     def rounded(s):
-        tables[s] = numbers_of(records_of(tables[s], job.slabs[s].schema), job.slabs[s].schema).copy()
+        tables[s] = numbers_of(records_of(tables[s], job.table_groups[s].schema), job.table_groups[s].schema).copy()
 
     def overwrite(load):
-        part = torch.from_numpy(tables[load.slab][load.first : load.end].copy())
-        tables[load.slab][load.first : load.end] = load.values(part).numpy()
-        rounded(load.slab)
+        part = torch.from_numpy(tables[load.table_group][load.first : load.end].copy())
+        tables[load.table_group][load.first : load.end] = load.values(part).numpy()
+        rounded(load.table_group)
 
     for load in LOADS:
         overwrite(load)
@@ -72,13 +78,13 @@ def test_training_is_a_replay_by_the_formula_bit_for_bit(kind, dtypes):
         losses, parts = {}, [[] for _ in tables]
         for trainer in range(scenario.trainers):
             rows = touched(scenario, step, trainer)
-            weights = [torch.from_numpy(t[r, : s.dim]) for t, r, s in zip(tables, rows, job.slabs, strict=True)]
+            weights = [torch.from_numpy(t[r, : s.dim]) for t, r, s in zip(tables, rows, job.table_groups, strict=True)]
             losses[trainer] = loss_of(weights, dense)
             gradients = gradients_of(weights, step, trainer, dense)
             for part, row, gradient in zip(parts, rows, gradients, strict=True):
                 part.append((row, gradient.numpy()))
-        for s, slab in enumerate(job.slabs):
-            merged, spec = merge(parts[s]), slab.optimizer
+        for s, table_group in enumerate(job.table_groups):
+            merged, spec = merge(parts[s]), table_group.optimizer
             args = merged.positions, merged.gradients(), spec.lr, step, dict(spec.fixed)
             tables[s] = stepped(kind, tables[s], *args)
             rounded(s)
@@ -89,8 +95,8 @@ def test_training_is_a_replay_by_the_formula_bit_for_bit(kind, dtypes):
     found = undisturbed(kind, dtypes)
     assert found.dense[STEPS] == dense
     for s, table in enumerate(tables):
-        records = records_of(table, job.slabs[s].schema)
-        assert np.array_equal(found.records[s].numpy().view(np.uint8), records), f"slab {s}"
+        records = records_of(table, job.table_groups[s].schema)
+        assert np.array_equal(found.records[s].numpy().view(np.uint8), records), f"table group {s}"
 
 
 LOSSES = {

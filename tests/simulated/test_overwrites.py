@@ -162,7 +162,7 @@ def loads_count(patch):
 
     def counted(self, *args):
         (load if args else pass_)(self, *args)
-        self.done += self.origin is not None
+        self.done += self.load_end is not None
 
     patch.setattr(Client, "pass_", counted)
     patch.setattr(Client, "load", counted)

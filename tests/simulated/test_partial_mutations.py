@@ -66,7 +66,7 @@ def parities_stay(patch: pytest.MonkeyPatch) -> None:
 
 
 def parities_are_not_encoded_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Missing, "lose", lambda self, slab, positions_U: None)
+    patch.setattr(Missing, "lose", lambda self, table_group, positions_U: None)
 
 
 def folds_are_not_forgotten(patch: pytest.MonkeyPatch) -> None:

@@ -43,9 +43,9 @@ def test_lost_slots_take_what_was_saved_since_the_checkpoint(code: CodeSpec, sav
         assert used and at is not None
         plain = run.shelf.records(JOB, run.shelf.find(partial_restore.folder))
         some = run.shelf.records(JOB, run.shelf.find(partial_restore.folder), used)
-        for slab, layout in enumerate(oracle.layouts):
+        for table_group, layout in enumerate(oracle.layouts):
             rows = torch.from_numpy(layout.row_at(slot, np.arange(layout.data_rows(slot))))
-            newer += int((plain[slab][rows] != some[slab][rows]).any(dim=1).sum())
+            newer += int((plain[table_group][rows] != some[table_group][rows]).any(dim=1).sum())
     assert newer > 0, "rows are newer by what was saved"
     status = run.coordinator.status(0.0).checkpoints.saves
     assert (status.saver, status.saves) == (saver, len(run.coordinator._state.saving.known.since))
@@ -63,9 +63,11 @@ def test_a_save_has_the_portion_of_rows_at_most_and_changed_ones_only(saver: str
             part = run.shelf.parts[save.folder, slot]
             assert not part.dense, "it has nothing that a restore could begin with"
             for portion in part.portions:
-                rows[slot, portion.slab] += len(portion.rows_N)
+                rows[slot, portion.table_group] += len(portion.rows_N)
         assert rows.total() > 0
-        assert all(count <= max(1, layouts[slab].data_rows(slot) // 6) for (slot, slab), count in rows.items())
+        assert all(
+            count <= max(1, layouts[table_group].data_rows(slot) // 6) for (slot, table_group), count in rows.items()
+        )
 
 
 def test_checkpoints_are_the_same_with_saves_and_without() -> None:

@@ -73,13 +73,16 @@ class Measured:
             batches = []
             for session in self.sessions:
                 rows = [
-                    session.arrange(s, torch.randint(0, slab.rows, (IDS,), generator=random))[0]
-                    for s, slab in enumerate(session.job.slabs)
+                    session.arrange(s, torch.randint(0, table_group.rows, (IDS,), generator=random))[0]
+                    for s, table_group in enumerate(session.job.table_groups)
                 ]
                 session.lookup_parts(rows)
                 batches.append(rows)
             for session, rows in zip(self.sessions, batches, strict=True):
-                gradients = [torch.ones(len(r), slab.dim) for r, slab in zip(rows, session.job.slabs, strict=True)]
+                gradients = [
+                    torch.ones(len(r), table_group.dim)
+                    for r, table_group in zip(rows, session.job.table_groups, strict=True)
+                ]
                 session.push(rows, gradients, [0.1] * len(rows))
                 session.snapshot(torch.zeros(8, dtype=torch.uint8), [session.step - 1])
             self.log_bytes = max(self.log_bytes, sum(slot.log_bytes for slot in self.slots()))

@@ -15,7 +15,7 @@ from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import Placement, Restored
 
 BEGINS = Restored("memory://somewhere", "000000000010-a-1-1", 10)
-RESUME = {"type": "resume", "step": 0, "origin": 0, "done": 10}
+RESUME = {"type": "resume", "step": 0, "load_end": 0, "done": 10}
 
 
 def restoring(**options: Any) -> Harness:
@@ -51,9 +51,9 @@ def placement(h: Harness, name: str) -> dict[str, Any]:
 def test_training_begins_once_every_slot_knows_that_all_is_restored() -> None:
     h = restoring()
     assert placement(h, "server-0")["restoring"] and told(h, "server-0", "job")[-1]["restored"]["done"] == 10
-    assert [place.healthy for place in h.core.slots] == [False] * 3 and h.core.origin is None
+    assert [place.healthy for place in h.core.slots] == [False] * 3 and h.core.load_end is None
     restored(h)
-    assert h.core.origin == 0 and h.core.era == 1 and not placement(h, "server-0")["restoring"]
+    assert h.core.load_end == 0 and h.core.era == 1 and not placement(h, "server-0")["restoring"]
     words = [word["type"] for name, word in h.sent if name == "server-0" and word["type"] in ("era", "placement")]
     for slot in range(3):
         reach(h, slot, 0, snapshots=[])
@@ -96,8 +96,8 @@ def test_a_trainer_that_leaves_has_nothing_to_load() -> None:
     h = restoring()
     h.say("trainer-0", type="leave")
     assert not told(h, "trainer-1", "fatal")
-    objection = h.say("trainer-1", type="loaded", origin=7)
-    assert objection is not None and "has begun with a checkpoint" in objection and h.core.origin is None
+    objection = h.say("trainer-1", type="loaded", load_end=7)
+    assert objection is not None and "has begun with a checkpoint" in objection and h.core.load_end is None
 
 
 @pytest.mark.parametrize("beyond", ["stop", "checkpoint"])
@@ -123,7 +123,7 @@ def test_where_nothing_that_was_trained_is_safe_all_begin_with_it_again() -> Non
     begin(h)
     places = h.places
     begun_again(h)
-    assert h.core.fatal is None and h.core.going_back is None and h.core.restores and h.core.origin is None
+    assert h.core.fatal is None and h.core.going_back is None and h.core.restores and h.core.load_end is None
     assert [place.incarnation for place in h.core.slots] == [1, 1, 1] and h.places == places
     era = told(h, "server-0", "era")[-1]
     assert (era["era"], era["step"], era["done"], era["keeps"], era["floor"]) == (2, 0, 10, True, 0)
@@ -143,7 +143,7 @@ def next_one(before: Harness, lacks: tuple[str, ...] = (), **others: dict[str, A
     there = messages.json_of(Placement(before.core.epoch, tuple(before.core.slots), before.core.restores))
     for name in MEMBERS:
         if name not in lacks:
-            fields = {"placement": there, "restored": messages.json_of(BEGINS), "origin": None}
+            fields = {"placement": there, "restored": messages.json_of(BEGINS), "load_end": None}
             rejoin(after, known(before, name, **{**fields, **others.get(name, {})}))
     after.now_s += REGATHER_S + 0.1
     after.core.on_tick(after.now_s)
@@ -156,7 +156,7 @@ def test_the_next_coordinator_goes_on_with_it() -> None:
     before.rebuilt(0)
     before.rebuilt(1)
     after = next_one(before, lacks=("server-1",))
-    assert after.core.fatal is None and after.core.restores and after.core.origin is None and after.core.era == 0
+    assert after.core.fatal is None and after.core.restores and after.core.load_end is None and after.core.era == 0
     assert [(place.incarnation, place.healthy) for place in after.core.slots] == [(0, True), (1, False), (0, False)]
     for slot in (1, 2):
         after.rebuilt(slot)
@@ -169,8 +169,8 @@ def test_the_next_coordinator_ends_it_where_all_are_whole() -> None:
     before = restoring()
     for slot in range(3):
         before.core.slots[slot] = messages.SlotPlace(before.places[slot], 0, True)
-    after = next_one(before, **{"server-0": {"era": 1, "frozen": True, "origin": 0}})
-    assert not after.core.restores and after.core.origin == 0 and after.core.era == 2
+    after = next_one(before, **{"server-0": {"era": 1, "frozen": True, "load_end": 0}})
+    assert not after.core.restores and after.core.load_end == 0 and after.core.era == 2
 
 
 def test_where_not_all_know_that_it_has_ended_trainers_begin_again() -> None:
@@ -179,7 +179,7 @@ def test_where_not_all_know_that_it_has_ended_trainers_begin_again() -> None:
     early = messages.json_of(Placement(before.core.epoch, tuple(before.core.slots), True))
     restored(before)
     after = next_one(before, **{"server-1": {"placement": early}})
-    assert not after.core.restores and after.core.origin == 0 and after.core.going_back is not None
+    assert not after.core.restores and after.core.load_end == 0 and after.core.going_back is not None
     assert told(after, "trainer-0", "fatal")[-1]["kind"] == "trainers_lost"
 
 

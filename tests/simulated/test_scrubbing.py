@@ -208,14 +208,14 @@ def stray(cluster: Flipped) -> tuple[str, int, int]:
     """A delta that no step made is folded into a parity: its name. All seals fit."""
     while True:
         slot = cluster.chance.choice(cluster.slots())
-        slab = cluster.chance.randrange(len(slot.shards))
-        shard = slot.shards[slab]
+        table_group = cluster.chance.randrange(len(slot.shards))
+        shard = slot.shards[table_group]
         if shard.parity_rows:
             at = np.array([cluster.chance.randrange(shard.parity_rows)])
             delta = np.zeros((1, shard.schema.nbytes), np.uint8)
             delta[0, cluster.chance.randrange(shard.schema.nbytes)] = cluster.chance.randrange(1, 256)
             shard.fold_(slot.code, at, delta, np.ones(1, np.uint8))
-            (place,) = slot.scrubber.places(slab, True, at)
+            (place,) = slot.scrubber.places(table_group, True, at)
             return place
 
 

@@ -84,10 +84,10 @@ def who_reads_is_not_told(patch: pytest.MonkeyPatch) -> None:
 def damage_is_not_missing(patch: pytest.MonkeyPatch) -> None:
     """What is damaged is used until it is repaired, and is written over then."""
 
-    def damage(self: Missing, slab: int, parity: bool, positions_U: np.ndarray) -> None:
+    def damage(self: Missing, table_group: int, parity: bool, positions_U: np.ndarray) -> None:
         if not self._flags:
             self._count(False)
-        self.damaged.setdefault((slab, parity), set()).update(positions_U.tolist())
+        self.damaged.setdefault((table_group, parity), set()).update(positions_U.tolist())
 
     patch.setattr(Missing, "damage", damage)
 
@@ -99,9 +99,9 @@ def loads_do_not_look(patch: pytest.MonkeyPatch) -> None:
 def parities_are_not_mended(patch: pytest.MonkeyPatch) -> None:
     before = Rebuild.mend
 
-    def mend(self: Rebuild, slab: int, parity: bool, positions: np.ndarray) -> None:
+    def mend(self: Rebuild, table_group: int, parity: bool, positions: np.ndarray) -> None:
         if not parity:
-            before(self, slab, parity, positions)
+            before(self, table_group, parity, positions)
 
     patch.setattr(Rebuild, "mend", mend)
 

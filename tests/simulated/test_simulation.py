@@ -53,7 +53,7 @@ def test_the_oracle_depends_on_every_lookup():
         cluster._run_trainers()
         cluster.network.clock.advance()
     cluster.slots()[0].shards[0].undo_(
-        np.zeros(1, np.int64), np.eye(1, cluster.scenario.job.slabs[0].schema.nbytes, dtype=np.uint8)
+        np.zeros(1, np.int64), np.eye(1, cluster.scenario.job.table_groups[0].schema.nbytes, dtype=np.uint8)
     )
     cluster.verify = lambda: None  # it would notice first
     with pytest.raises(AssertionError, match=r"parity|differs"):

@@ -21,7 +21,7 @@ def test_members_tell_a_new_coordinator_what_they_know() -> None:
     for name in MEMBERS:
         assert not after.core.slots
         rejoin(after, known(before, name))
-    assert after.places == before.places and after.core.epoch == before.core.epoch + 1 and after.core.origin == 0
+    assert after.places == before.places and after.core.epoch == before.core.epoch + 1 and after.core.load_end == 0
     assert after.core.roster.version == before.core.roster.version, "it has changed nothing"
     assert after.core.era == 0 and after.core.fatal is None
     assert after.server() == "server-1000", "names that were given before may be known to nobody here"
@@ -305,7 +305,7 @@ def test_the_coordinator_outlives_a_training_whose_servers_have_left() -> None:
 def test_a_trainer_that_is_done_is_not_missing_to_the_next_coordinator() -> None:
     """Another one still evaluates: it was told who is done, and tells that."""
     before, after = Harness().start(), Harness()
-    before.say("trainer-0", type="loaded", origin=0)
+    before.say("trainer-0", type="loaded", load_end=0)
     before.say("trainer-0", type="leave")
     assert told(before, "trainer-1", "left") == told(before, "trainer-0", "left") == [{"type": "left", "trainers": [0]}]
     before.lose("trainer-0")
@@ -341,7 +341,7 @@ def test_a_trainer_that_was_not_heard_to_leave_says_it_again() -> None:
 def test_who_goes_on_without_a_trainer_that_is_done_tells_of_who_comes_later() -> None:
     """Else it could not reach a server that came after that."""
     h = Harness().start()
-    h.say("trainer-0", type="loaded", origin=0)
+    h.say("trainer-0", type="loaded", load_end=0)
     h.say("trainer-0", type="leave")
     h.server()
     h.enter()
@@ -380,23 +380,23 @@ def test_versions_never_become_less() -> None:
         before.server()
     for rank in range(2):
         before.trainer(rank)
-    first = known(before, "server-0", roster=7, life=3, era=2, world=["server-0"], placement=None)
+    first = known(before, "server-0", roster=7, term=3, era=2, world=["server-0"], placement=None)
     rejoin(after, first)
     after.now_s += REGATHER_S + 0.1
     after.core.on_tick(after.now_s)
-    assert (after.core.roster.version, after.core.life, after.core.era) == (7, 4, 2) and after.core.origin is not None
+    assert (after.core.roster.version, after.core.term, after.core.era) == (7, 4, 2) and after.core.load_end is not None
     late = {
         "roster": 2,
-        "life": 0,
+        "term": 0,
         "era": 0,
         "world": ["server-1"],
         "placement": None,
-        "origin": None,
+        "load_end": None,
     }
     rejoin(after, known(before, "server-1", **late))
     after.now_s += REGATHER_S + 0.1
     after.core.on_tick(after.now_s)
-    assert (after.core.roster.version, after.core.life, after.core.era) == (7, 4, 2) and after.core.origin is not None
+    assert (after.core.roster.version, after.core.term, after.core.era) == (7, 4, 2) and after.core.load_end is not None
     assert after.server() == "server-4000" and after.trainer(0) == "trainer-0_4001"
 
 
@@ -407,7 +407,7 @@ def test_slots_that_were_not_placed_yet_are_placed_by_the_next_one() -> None:
         before.server()
     for rank in range(2):
         before.trainer(rank)
-    world = {"roster": 1, "placement": None, "whole": [], "incarnations": [], "origin": None}
+    world = {"roster": 1, "placement": None, "whole": [], "incarnations": [], "load_end": None}
     for name in MEMBERS:
         rejoin(after, known(before, name, **world))
     after.now_s += REGATHER_S + 0.1

@@ -134,7 +134,7 @@ def seals_are_not_checked(patch: pytest.MonkeyPatch) -> None:
 
 
 def who_was_given_damage_is_not_told(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scrubber, "came_whole", lambda self, slab, parity: True)
+    patch.setattr(Scrubber, "came_whole", lambda self, table_group, parity: True)
 
 
 def nothing_is_brought_before_it_is_used(patch: pytest.MonkeyPatch) -> None:

@@ -62,11 +62,16 @@ def valid(cluster: SimulatedCluster) -> dict[str, wire.Request]:
     slot, job = host.slots[SLOT], host.job
     step = slot.rule.applied + 1
     positions = [ones(0, 2), ones(1)]
-    gradients = [torch.zeros(len(p), slab.dim) for p, slab in zip(positions, job.slabs, strict=True)]
-    of_bags = [torch.zeros(len(bags.lengths), slab.dim) for bags, slab in zip(BAGS, job.slabs, strict=True)]
-    runs = [(slab, run) for slab, layout in enumerate(host.layouts) for run in layout.runs(SOURCE, SLOT)]
+    gradients = [
+        torch.zeros(len(p), table_group.dim) for p, table_group in zip(positions, job.table_groups, strict=True)
+    ]
+    of_bags = [
+        torch.zeros(len(bags.lengths), table_group.dim)
+        for bags, table_group in zip(BAGS, job.table_groups, strict=True)
+    ]
+    runs = [(table_group, run) for table_group, layout in enumerate(host.layouts) for run in layout.runs(SOURCE, SLOT)]
     parts = [torch.arange(run.first, run.end) for _, run in runs]
-    widths = [job.slabs[slab].schema.nbytes for slab, _ in runs]
+    widths = [job.table_groups[table_group].schema.nbytes for table_group, _ in runs]
     deltas = [torch.zeros((len(p), width), dtype=torch.uint8) for p, width in zip(parts, widths, strict=True)]
     sources = {source: step for source in range(3)}
     return {
@@ -110,24 +115,28 @@ HUGE = 1 << 40
 BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("Announce", {"step": 0}, "`step` must be at least 1"),
     ("Announce", {"step": HUGE}, "`step` must be at most"),
-    ("Announce", {"positions": [ones(0)]}, "`positions` must be one of each of 2 slabs, got 1"),
-    ("Announce", {"positions": [ones(), ones(1, -1)]}, "position -1 of slab 1"),
+    ("Announce", {"positions": [ones(0)]}, "`positions` must be one of each of 2 table groups, got 1"),
+    ("Announce", {"positions": [ones(), ones(1, -1)]}, "position -1 of table group 1"),
     ("Lookup", {"step": 0}, "`step` must be at least 1"),
     ("Lookup", {"step": HUGE}, "`step` must be at most"),
     ("Push", {"trainer": 2}, r"`trainer` must be in 0\.\.1, got 2"),
     ("Push", {"trainer": -1}, "`trainer` must be"),
     ("Lookup", {"bfloat16": True, "int8": True}, "`bfloat16` and `int8` must not both be asked for"),
-    ("Lookup", {"positions": [ones(0)]}, "`positions` must be one of each of 2 slabs, got 1"),
-    ("Lookup", {"positions": [ones(0, -1), ones()]}, "position -1 of slab 0"),
-    ("Lookup", {"positions": [ones(0), ones(HUGE)]}, f"position {HUGE} of slab 1: slot 1 has"),
-    ("Lookup", {"bags": BAGS[:1]}, "`bags` must be one of each of 2 slabs, got 1"),
+    ("Lookup", {"positions": [ones(0)]}, "`positions` must be one of each of 2 table groups, got 1"),
+    ("Lookup", {"positions": [ones(0, -1), ones()]}, "position -1 of table group 0"),
+    ("Lookup", {"positions": [ones(0), ones(HUGE)]}, f"position {HUGE} of table group 1: slot 1 has"),
+    ("Lookup", {"bags": BAGS[:1]}, "`bags` must be one of each of 2 table groups, got 1"),
     ("Lookup", {"int8": True}, "`int8` must not be asked for with `bags`"),
-    ("Lookup", {"bags": [BAGS[0], bags([99], [1])]}, "`bags` of slab 1: .*99"),
-    ("Lookup", {"bags": [BAGS[0], bags([-1], [1])]}, "`bags` of slab 1: .*-1"),
-    ("Lookup", {"bags": [BAGS[0], bags([0, 1], [2, 0])]}, "`bags` of slab 1: lengths must be at least 1, got 0"),
-    ("Lookup", {"bags": [BAGS[0], bags([0, 1], [1])]}, "`bags` of slab 1: lengths must sum to 2 positions, got 1"),
-    ("Lookup", {"bags": [BAGS[0], bags([0, 1], [2], [1.0])]}, "`bags` of slab 1: weights must be 2"),
-    ("Push", {"bags": [BAGS[0], bags([99], [1])]}, "`bags` of slab 1: .*99"),
+    ("Lookup", {"bags": [BAGS[0], bags([99], [1])]}, "`bags` of table group 1: .*99"),
+    ("Lookup", {"bags": [BAGS[0], bags([-1], [1])]}, "`bags` of table group 1: .*-1"),
+    ("Lookup", {"bags": [BAGS[0], bags([0, 1], [2, 0])]}, "`bags` of table group 1: lengths must be at least 1, got 0"),
+    (
+        "Lookup",
+        {"bags": [BAGS[0], bags([0, 1], [1])]},
+        "`bags` of table group 1: lengths must sum to 2 positions, got 1",
+    ),
+    ("Lookup", {"bags": [BAGS[0], bags([0, 1], [2], [1.0])]}, "`bags` of table group 1: weights must be 2"),
+    ("Push", {"bags": [BAGS[0], bags([99], [1])]}, "`bags` of table group 1: .*99"),
     ("Push", {"bag_gradients": [torch.zeros(2, 3)]}, "`bag_gradients` must be 2, got 1"),
     ("Push", {"bag_gradients": [torch.zeros(1, 3), torch.zeros(1, 2)]}, r"must have shape \(2, 3\), got \(1, 3\)"),
     ("Push", {"step": 0, "resumable": -1}, "`resumable` must not be negative"),
@@ -144,20 +153,28 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("Push", {"rates": [0.1]}, "`rates` must be one of each"),
     ("Push", {"iteration": 0}, r"`iteration` must be in 1\.\."),
     ("Push", {"iteration": HUGE}, r"`iteration` must be in 1\.\."),
-    ("Push", {"then": [wire.Ask([ones(0)])]}, "`positions` must be one of each of 2 slabs, got 1"),
-    ("Push", {"then": [wire.Ask([ones(0), ones()]), wire.Ask([ones(), ones(HUGE)])]}, f"position {HUGE} of slab 1"),
-    ("Push", {"then": [wire.Ask([ones(), ones()], False, BAGS[:1])]}, "`bags` must be one of each of 2 slabs, got 1"),
+    ("Push", {"then": [wire.Ask([ones(0)])]}, "`positions` must be one of each of 2 table groups, got 1"),
+    (
+        "Push",
+        {"then": [wire.Ask([ones(0), ones()]), wire.Ask([ones(), ones(HUGE)])]},
+        f"position {HUGE} of table group 1",
+    ),
+    (
+        "Push",
+        {"then": [wire.Ask([ones(), ones()], False, BAGS[:1])]},
+        "`bags` must be one of each of 2 table groups, got 1",
+    ),
     ("Push", {"then": [wire.Ask([ones(), ones()])] * 1025}, "`then` must be at most 1024 lookups, got 1025"),
     ("WhenAcknowledged", {"step": 0}, "`step` must be at least 1"),
     ("WhenAcknowledged", {"step": HUGE}, "`step` must be at most"),
     ("Load", {"step": HUGE}, "`step` must be at most"),
-    ("Load", {"slab": 2}, "`slab` must be in"),
+    ("Load", {"table_group": 2}, "`table_group` must be in"),
     ("Load", {"positions": ones(0, HUGE)}, r"positions must be in 0\.\."),
     ("Load", {"positions": ones(2, 0)}, "must be ascending"),
     ("Load", {"trainer": 2}, "`trainer` must be in"),
     ("Load", {"alone": True}, "`trainer` must be 0 if `alone`, got 1"),
     ("Load", {"first_byte": 4}, "`first_byte` must be 0 without `records`"),
-    ("Load", {"records": torch.zeros(1, 5, dtype=torch.uint8)}, "`records` of slab 0 must have shape"),
+    ("Load", {"records": torch.zeros(1, 5, dtype=torch.uint8)}, "`records` of table group 0 must have shape"),
     ("Load", {"records": torch.zeros(2, 0, dtype=torch.uint8)}, "`records` must be bytes of 16, got 0 from 0"),
     ("Load", {"records": torch.zeros(2, 17, dtype=torch.uint8)}, "`records` must be bytes of 16, got 17 from 0"),
     ("Load", {"records": torch.zeros(2, 4, dtype=torch.uint8), "first_byte": 13}, "got 4 from 13"),
@@ -170,11 +187,11 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("Snapshot", {"header": [HUGE]}, "`header` must begin with steps of training"),
     ("Snapshot", {"step": HUGE}, "`step` must be at most"),
     ("Snapshot", {"trainer": 7}, "`trainer` must be"),
-    ("Export", {"slab": 2}, r"`slab` must be in 0\.\.1, got 2"),
-    ("Export", {"slab": -1}, "`slab` must be"),
+    ("Export", {"table_group": 2}, r"`table_group` must be in 0\.\.1, got 2"),
+    ("Export", {"table_group": -1}, "`table_group` must be"),
     ("Export", {"step": -1}, "`step` must not be negative"),
     ("Export", {"positions": ones(HUGE)}, "position"),
-    ("Export", {"parity": True, "positions": ones(99)}, "position 99 of slab 0: slot 1 has 5 parities"),
+    ("Export", {"parity": True, "positions": ones(99)}, "position 99 of table group 0: slot 1 has 5 parities"),
     ("Export", {"step": 0}, "cannot show step 0"),
     ("Fold", {"source": SLOT}, "`source` must be another slot, got 1"),
     ("Fold", {"source": 3}, "`source` must be another slot"),
@@ -192,19 +209,19 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("Adopt", {"lost_incarnation": HUGE}, "`lost_incarnation` must be"),
     ("Cut", {"cut": HUGE}, "`cut` must be at most"),
     ("Cut", {"cut": 0, "lost_incarnation": 1}, "before the log"),
-    ("Fetch", {"slab": 5}, "`slab` must be"),
+    ("Fetch", {"table_group": 5}, "`table_group` must be"),
     ("Fetch", {"positions": ones()}, "parities of one base, got 0"),
-    ("Fetch", {"positions": ones(77)}, "position 77 of slab 0"),
+    ("Fetch", {"positions": ones(77)}, "position 77 of table group 0"),
     ("Fetch", {"as_of": {}}, "`as_of` must have a step of slots"),
     ("Fetch", {"parity": False, "as_of": {2: 3}}, r"`as_of` must have a step of slots \[1\]"),
-    ("FetchSeals", {"slab": 5}, "`slab` must be"),
-    ("FetchSeals", {"positions": ones(77)}, "position 77 of slab 0"),
+    ("FetchSeals", {"table_group": 5}, "`table_group` must be"),
+    ("FetchSeals", {"positions": ones(77)}, "position 77 of table group 0"),
     ("FetchSeals", {"step": -1}, "`step` must not be negative"),
     ("FetchChanged", {"turn": -1}, "`turn` must not be negative"),
     ("FetchChanged", {"epoch": 7}, "this move is over, or not known yet"),
     ("FetchChanged", {"epoch": 1, "turn": 3}, "turn 3 does not follow on -1"),
-    ("Copy", {"slab": 5}, "`slab` must be"),
-    ("Copy", {"positions": ones(77)}, "position 77 of slab 0: slot 1 has 5 parities"),
+    ("Copy", {"table_group": 5}, "`table_group` must be"),
+    ("Copy", {"positions": ones(77)}, "position 77 of table group 0: slot 1 has 5 parities"),
     ("Copy", {"epoch": 1}, "nobody has begun to copy this slot"),
     ("HandOver", {"epoch": 1}, "nobody has begun to copy this slot"),
     ("FetchSnapshots", {"holder": 3}, "`holder` must be another slot"),
@@ -253,9 +270,9 @@ def test_who_serves_no_requests_refuses_them(cluster: SimulatedCluster) -> None:
 # answers --------------------------------------------------------------------------------------------
 
 HANDED: list[tuple[dict[str, Any], str]] = [
-    ({"data": [ones(0, 1)]}, "`data` must be one of each of 2 slabs, got 1"),
+    ({"data": [ones(0, 1)]}, "`data` must be one of each of 2 table groups, got 1"),
     ({"data": [ones(1, 0), ones()]}, "ascending"),
-    ({"data": [ones(0, 1), ones()]}, "`data_records` of slab 0 must have shape"),
+    ({"data": [ones(0, 1), ones()]}, "`data_records` of table group 0 must have shape"),
     ({"parities": [ones(99), ones()]}, "positions must be in"),
     ({"parity_records": []}, "`parity_records` must be one of each"),
     ({"incarnations": [0]}, "`incarnations` must be 3, got 1"),
@@ -333,7 +350,7 @@ def test_an_answer_that_is_none_is_asked_for_again(answer: wire.Answer) -> None:
     client, calls = trainer()
     got: list[Any] = []
     first = [torch.from_numpy(layout.row_at(SLOT, np.zeros(1, np.int64))) for layout in client.layouts]
-    routes = [client.route(slab, row) for slab, row in enumerate(first)]
+    routes = [client.route(table_group, row) for table_group, row in enumerate(first)]
     client.run(client.lookup, routes, got.append)
     ((request, done),) = calls.under_way
     done(Ok(answer))
@@ -364,7 +381,7 @@ ROWS = wire.Rows([torch.ones(1, 3), torch.ones(1, 2)])
 )
 def test_what_a_push_is_answered_with(answer: wire.Acknowledged, good: bool) -> None:
     client, _ = trainer()
-    nothing = [torch.zeros(0, slab.dim) for slab in client.job.slabs]
+    nothing = [torch.zeros(0, table_group.dim) for table_group in client.job.table_groups]
     push = wire.Push(0, 0, 5, 0, [ones(), ones()], nothing, [0.1, 0.1], 5, 0, then=[wire.Ask([ones(0), ones(0)])])
     assert isinstance(client._believed("s0", push, Ok(answer)), Ok if good else Unknown)
 

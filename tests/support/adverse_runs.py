@@ -63,8 +63,8 @@ SECONDS = (0.3, 0.8, 1.2, 1.6, 2.2, 2.9, 3.3, 4.2, 5.5, 8.0, 16.0)
 DOWN_S = (0.1, 0.1, 0.5, 1.5, 4.0, 12.0)
 ANOTHER_CODE, ANOTHER_CLUSTER = "another code", "another cluster"
 # what a member knows of a cluster that has not begun
-NOTHING = Known(job=None, placement=None, era=0, frozen=False, resume_step=0, done=0, origin=None)
-LIFE = 500  # of a wrong coordinator: names of its own
+NOTHING = Known(job=None, placement=None, era=0, frozen=False, resume_step=0, done=0, load_end=None)
+TERM = 500  # of a wrong coordinator: names of its own
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ class Adverse(Patient):
         one.rules.closed("its cluster has ended")
         one.rules.take()
         lives, placement = [0 for _ in servers], Placement(1, there)
-        about = {"placement": placement, "origin": 0, "whole": [(slot, 0)], "incarnations": lives}
+        about = {"placement": placement, "load_end": 0, "whole": [(slot, 0)], "incarnations": lives}
         self.before[one] = msgspec.structs.replace(NOTHING, job=self.scenario.job, **about)
         self.plane.add(one)
 
@@ -395,7 +395,7 @@ class Adverse(Patient):
             return self._right(center, run, again, led)
         checkpoint = dataclasses.replace(self.plane.settings.checkpoint, run="another")
         other = CodeSpec(4, 2, 2) if kind == ANOTHER_CODE else self.scenario.code
-        settings = dataclasses.replace(self.plane.settings, code=other, checkpoint=checkpoint, spares=0, life=LIFE)
+        settings = dataclasses.replace(self.plane.settings, code=other, checkpoint=checkpoint, spares=0, term=TERM)
         router = Router(
             settings,
             probe=lambda *_: None,

@@ -4,7 +4,7 @@ ORDERS is a JSON object with the fields of `Orders`. It says what happens as JSO
 points for a line on stdin: "go"; "fast" ends the pauses between steps. When stdin closes, it ends.
 
     {"held": "step 20"}      step 20 is complete here: waits
-    {"read": [true, ...]}    all records read back, one entry per slab: are they what was loaded?
+    {"read": [true, ...]}    all records read back, one entry per table group: are they what was loaded?
     {"done": {...}}          see `main`
 
 Everything it computes follows from (step, trainer) and from what it looked up, so that one wrong bit changes all that
@@ -35,7 +35,7 @@ from torch_ecrec.spec.settings import Settings
 
 LIMIT_S = 600.0
 ROWWISE = OptimizerSpec("rowwise_adagrad", lr=0.1)
-TABLES = (  # three slabs, one of each dtype; row counts that leave partial stripes for every k that is tested
+TABLES = (  # three table groups, one of each dtype; row counts that leave partial stripes for every k that is tested
     TableSpec("a", rows=317, dim=8, low=-1.0, high=1.0, optimizer=ROWWISE),
     TableSpec("b", rows=53, dim=8, low=-0.5, high=0.5, optimizer=ROWWISE),
     TableSpec("c", rows=113, dim=4, low=-1.0, high=1.0, optimizer=OptimizerSpec("sgd", lr=0.1), weights="float16"),
@@ -58,7 +58,7 @@ class Orders:
     hold: tuple[int, ...] = ()
     pause_s: float = 0.0
     load: bool = False
-    hold_load: bool = False  # within each slab
+    hold_load: bool = False  # within each table group
     reads: int = 0
     compute_step: int = 0  # in which the last trainer is in one call for `compute_s`, and holds the interpreter's lock
     compute_s: float = 0.0
@@ -99,25 +99,25 @@ def generator(*key: int) -> torch.Generator:
 
 
 def touched(session: Session, step: int) -> list[torch.Tensor]:
-    """Rows of each slab that this trainer touches in a step."""
+    """Rows of each table group that this trainer touches in a step."""
     return [
-        torch.nonzero(torch.rand(slab.rows, generator=generator(step, session.trainer, s)) < 0.3).flatten()
-        for s, slab in enumerate(session.job.slabs)
+        torch.nonzero(torch.rand(table_group.rows, generator=generator(step, session.trainer, s)) < 0.3).flatten()
+        for s, table_group in enumerate(session.job.table_groups)
     ]
 
 
 def lookup(session: Session, rows: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Weights (U, D) of each slab."""
+    """Weights (U, D) of each table group."""
     return [torch.cat(parts) for parts in session.lookup_parts(rows)]
 
 
 def load(session: Session, hold: Callable[[str], None] = lambda where: None) -> list[torch.Tensor]:
-    """Loads values over and over, whole stripes and parts of some; returns what every slab should hold then."""
+    """Loads values over and over, whole stripes and parts of some; returns what every table group should hold then."""
     expected = []
-    for s, slab in enumerate(session.job.slabs):
-        every = torch.arange(slab.rows)
+    for s, table_group in enumerate(session.job.table_groups):
+        every = torch.arange(table_group.rows)
         whole = session.read(s, every).clone()
-        cut = slab.rows // 3 + 1
+        cut = table_group.rows // 3 + 1
         for part, rows in enumerate(
             [
                 every[:cut],  # ends within a stripe
@@ -130,8 +130,8 @@ def load(session: Session, hold: Callable[[str], None] = lambda where: None) -> 
         ):
             if part == 2:
                 hold(f"loading {s}")
-            numbers = torch.rand((len(rows), slab.schema.width), generator=generator(99, s, part))
-            values = torch.from_numpy(records_of(numbers.numpy(), slab.schema)).view(torch.float32)
+            numbers = torch.rand((len(rows), table_group.schema.width), generator=generator(99, s, part))
+            values = torch.from_numpy(records_of(numbers.numpy(), table_group.schema)).view(torch.float32)
             session.load(s, rows, values)
             whole[rows] = values
         expected.append(whole)
@@ -139,7 +139,7 @@ def load(session: Session, hold: Callable[[str], None] = lambda where: None) -> 
 
 
 def read_all(session: Session) -> list[torch.Tensor]:
-    return [session.read(s, torch.arange(slab.rows)) for s, slab in enumerate(session.job.slabs)]
+    return [session.read(s, torch.arange(table_group.rows)) for s, table_group in enumerate(session.job.table_groups)]
 
 
 def train(session: Session, orders: Orders, channel: Channel) -> dict[str, Any]:

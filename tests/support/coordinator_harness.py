@@ -142,7 +142,7 @@ def known(h: Harness, name: str, **fields: Any) -> dict[str, Any]:
     message = {"type": "rejoin", "name": name, "role": member.role, "rank": member.rank, "code": asdict(h.code)}
     message |= {"endpoint": name, "roster": member.roster, "world": list(h.core.roster.names) or [name]}
     message |= {
-        "life": h.core.life,
+        "term": h.core.term,
         "job": h.job.to_json(),
         "placement": placement,
         "era": 0,
@@ -154,7 +154,7 @@ def known(h: Harness, name: str, **fields: Any) -> dict[str, Any]:
         "session_id": member.session_id,
         "run": "run",
     }
-    return nested(h.message(**{**message, "origin": 0, **fields}))
+    return nested(h.message(**{**message, "load_end": 0, **fields}))
 
 
 def nested(message: dict[str, Any]) -> dict[str, Any]:

@@ -39,12 +39,15 @@ def train(
         session: its own.
         dense: (1,) float64: part of every gradient and snapshot, and changed by every lookup.
         steps: which.
-        touched: the portion of each slab's rows that a step looks up.
-        seen: is told of each lookup: step, rows and weights of each slab.
+        touched: the portion of each table group's rows that a step looks up.
+        seen: is told of each lookup: step, rows and weights of each table group.
     """
     for step in steps:
         rng = np.random.default_rng([step, rank])
-        rows = [torch.from_numpy(np.flatnonzero(rng.random(slab.rows) < touched)) for slab in session.job.slabs]
+        rows = [
+            torch.from_numpy(np.flatnonzero(rng.random(table_group.rows) < touched))
+            for table_group in session.job.table_groups
+        ]
         weights = [torch.cat(parts) for parts in session.lookup_parts(rows)]
         seen(step, rows, weights)
         dense = dense * 0.5 + sum(float(part.double().sum()) for part in weights)

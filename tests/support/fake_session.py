@@ -49,14 +49,14 @@ class FakeSession:
         self.inexact: list[str] = []
         self.reports: list[dict[str, float]] = []
         self.group = dist.new_group() if self.trainers > 1 else None
-        for slab in job.slabs:
-            numbers = torch.zeros(slab.rows, slab.schema.width, dtype=torch.float32, device="cpu")
-            for table, first in zip(slab.tables, slab.first_rows, strict=True):
-                random = torch.Generator().manual_seed(job.seed + first + slab.dim)
-                made = torch.empty(table.rows, slab.dim, dtype=torch.float32, device="cpu")
+        for table_group in job.table_groups:
+            numbers = torch.zeros(table_group.rows, table_group.schema.width, dtype=torch.float32, device="cpu")
+            for table, first in zip(table_group.tables, table_group.first_rows, strict=True):
+                random = torch.Generator().manual_seed(job.seed + first + table_group.dim)
+                made = torch.empty(table.rows, table_group.dim, dtype=torch.float32, device="cpu")
                 made.uniform_(table.low, table.high, generator=random)
-                numbers[first : first + table.rows, : slab.dim] = made
-            self.records.append(torch.from_numpy(records_of(numbers.numpy(), slab.schema)).view(torch.float32))
+                numbers[first : first + table.rows, : table_group.dim] = made
+            self.records.append(torch.from_numpy(records_of(numbers.numpy(), table_group.schema)).view(torch.float32))
         if before is not None:
             self.step = step + 1
             self.records = [records.clone() for records in before.after[step]]
@@ -64,7 +64,7 @@ class FakeSession:
             self.parts = [before.snapshots[step]] if step else []
             self.after[step] = before.after[step]
 
-    def arrange(self, slab: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def arrange(self, table_group: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Descending: any order will do."""
         unique, inverse = torch.unique(rows, return_inverse=True)
         return unique.flip(0), len(unique) - 1 - inverse
@@ -80,7 +80,7 @@ class FakeSession:
 
     def lookup_bags(self, rows: list[Tensor], bags: Sequence[BagRoute]) -> tuple[list[list[Tensor]], list[Tensor]]:
         sums = [
-            sums_of(self.job.layouts[s], route, functools.partial(self._weights, s), self.job.slabs[s].dim)
+            sums_of(self.job.layouts[s], route, functools.partial(self._weights, s), self.job.table_groups[s].dim)
             for s, route in enumerate(bags)
         ]
         return self.lookup_parts(rows), sums
@@ -103,20 +103,20 @@ class FakeSession:
         self._check_training()
         self.lookups += 1
         self.looked_up.append((self.step, rows))
-        for slab, rows_U in zip(self.job.slabs, rows, strict=True):
+        for table_group, rows_U in zip(self.job.table_groups, rows, strict=True):
             assert rows_U.dtype == torch.int64 and rows_U.device == torch.device("cpu")
-            assert len(rows_U.unique()) == len(rows_U) and (rows_U >= 0).all() and (rows_U < slab.rows).all()
+            assert len(rows_U.unique()) == len(rows_U) and (rows_U >= 0).all() and (rows_U < table_group.rows).all()
         return [
             list(self._weights(s, rows_U).split([(len(rows_U) + 1) // 2, len(rows_U) // 2]))
             for s, rows_U in enumerate(rows)
         ]
 
-    def _numbers(self, slab: int, rows: Tensor) -> Tensor:
-        records = self.records[slab][rows].view(torch.uint8)
-        return torch.from_numpy(numbers_of(records.numpy(), self.job.slabs[slab].schema))
+    def _numbers(self, table_group: int, rows: Tensor) -> Tensor:
+        records = self.records[table_group][rows].view(torch.uint8)
+        return torch.from_numpy(numbers_of(records.numpy(), self.job.table_groups[table_group].schema))
 
-    def _weights(self, slab: int, rows: Tensor) -> Tensor:
-        return self._numbers(slab, rows)[:, : self.job.slabs[slab].dim].contiguous()
+    def _weights(self, table_group: int, rows: Tensor) -> Tensor:
+        return self._numbers(table_group, rows)[:, : self.job.table_groups[table_group].dim].contiguous()
 
     def push(
         self,
@@ -136,16 +136,18 @@ class FakeSession:
         self.pushed.append((rows, gradients))
         self.ahead += [(self.step + 1, list(its_rows)) for its_rows, _ in ahead]
         self.rates.append(rates)
-        for s, (slab, records) in enumerate(zip(self.job.slabs, self.records, strict=True)):
+        for s, (table_group, records) in enumerate(zip(self.job.table_groups, self.records, strict=True)):
             for part_rows, part_gradients in parts:
-                assert part_gradients[s].shape == (len(part_rows[s]), slab.dim)
+                assert part_gradients[s].shape == (len(part_rows[s]), table_group.dim)
                 assert len(part_rows[s].unique()) == len(part_rows[s])
             rows_U, inverse = torch.unique(torch.cat([part[0][s] for part in parts]), return_inverse=True)
-            gradient = torch.zeros(len(rows_U), slab.dim, dtype=torch.float32, device="cpu")
+            gradient = torch.zeros(len(rows_U), table_group.dim, dtype=torch.float32, device="cpu")
             gradient.index_add_(0, inverse, torch.cat([p[1][s] for p in parts]))
             one = Merged(rows_U.numpy(), [gradient.numpy()], np.arange(len(rows_U))[None, :])
-            spec = slab.optimizer
-            spec.optimizer.update_(records.numpy(), one, rates[s], self.step, dict(spec.fixed), weights=slab.weights)
+            spec = table_group.optimizer
+            spec.optimizer.update_(
+                records.numpy(), one, rates[s], self.step, dict(spec.fixed), weights=table_group.weights
+            )
         self.step += 1
         self._keep()
 
@@ -156,32 +158,34 @@ class FakeSession:
     def _keep(self) -> None:
         self.after[self.step - 1] = [records.clone() for records in self.records]
 
-    def read(self, slab: int, rows: Tensor) -> Tensor:
-        return self.records[slab][rows]
+    def read(self, table_group: int, rows: Tensor) -> Tensor:
+        return self.records[table_group][rows]
 
-    def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
+    def load(self, table_group: int, rows: Tensor, records: Tensor) -> None:
         if self.restarted:
             return
         if self.trainer != 0 or self.opened:
             raise ValueError("only trainer 0 loads initial values, before the first step")
-        self._check_rows(slab, rows)
-        assert records.shape == (len(rows), self.job.slabs[slab].schema.nbytes // 4)
+        self._check_rows(table_group, rows)
+        assert records.shape == (len(rows), self.job.table_groups[table_group].schema.nbytes // 4)
         self.loads += 1
-        self.records[slab][rows] = records
+        self.records[table_group][rows] = records
 
-    def _check_rows(self, slab: int, rows: Tensor) -> None:
-        if not bool((rows[1:] > rows[:-1]).all()) or not bool(((rows >= 0) & (rows < self.job.slabs[slab].rows)).all()):
+    def _check_rows(self, table_group: int, rows: Tensor) -> None:
+        if not bool((rows[1:] > rows[:-1]).all()) or not bool(
+            ((rows >= 0) & (rows < self.job.table_groups[table_group].rows)).all()
+        ):
             raise ValueError("`rows` must be ascending and unique")
 
-    def overwrite(self, slab: int, rows: Tensor, values: Tensor | None, first_byte: int = 0) -> None:
+    def overwrite(self, table_group: int, rows: Tensor, values: Tensor | None, first_byte: int = 0) -> None:
         self._check_training()
         mine: Any = None
         if values is not None:
-            self._check_rows(slab, rows)
-            end, nbytes = first_byte + values.shape[1], self.job.slabs[slab].schema.nbytes
+            self._check_rows(table_group, rows)
+            end, nbytes = first_byte + values.shape[1], self.job.table_groups[table_group].schema.nbytes
             if len(values) != len(rows) or not 0 <= first_byte < end <= nbytes:
                 raise ValueError(f"`values` must have {len(rows)} rows of bytes of records, which have {nbytes}")
-            mine = (slab, rows, values, first_byte)
+            mine = (table_group, rows, values, first_byte)
         if self.restarted and not self.resumed and self.step > 1:
             return
         parts = [mine]
@@ -190,8 +194,8 @@ class FakeSession:
             dist.all_gather_object(parts, mine, group=self.group)
         for part in parts:
             if part is not None:
-                slab, rows, values, first_byte = part
-                self.records[slab].view(torch.uint8)[rows, first_byte : first_byte + values.shape[1]] = values
+                table_group, rows, values, first_byte = part
+                self.records[table_group].view(torch.uint8)[rows, first_byte : first_byte + values.shape[1]] = values
         self.ahead.clear()
         if self.step > 1 and self.step - 1 not in self.snapshots:  # else a later life goes on before it
             self._keep()
@@ -225,6 +229,6 @@ class FakeSession:
         self.closed += 1
 
     def weights(self, table: str) -> Tensor:
-        slab, first = self.job.place_of_table[table]
+        table_group, first = self.job.place_of_table[table]
         rows = next(t.rows for t in self.job.tables if t.name == table)
-        return self._weights(slab, torch.arange(first, first + rows, device="cpu"))
+        return self._weights(table_group, torch.arange(first, first + rows, device="cpu"))

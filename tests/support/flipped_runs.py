@@ -70,28 +70,30 @@ class Flipped(SimulatedCluster):
         if not self.whole() or not self.slots():
             return False
         slot = self.chance.choice(self.slots())
-        slab, parity = self.chance.randrange(len(slot.shards)), self.chance.random() < self.share
-        shard, layout = slot.shards[slab], slot.layouts[slab]
+        table_group, parity = self.chance.randrange(len(slot.shards)), self.chance.random() < self.share
+        shard, layout = slot.shards[table_group], slot.layouts[table_group]
         rows = shard.parity_rows if parity else shard.data_rows
         if not rows or not slot.ready:
             return False
         position = self.chance.randrange(rows)
         (group,) = layout.group(slot.index, parity, np.array([position]))
-        stripe = (slab, int(group.rotations[0]) * layout.slots + group.base)
+        stripe = (table_group, int(group.rotations[0]) * layout.slots + group.base)
         if self.all_mended():
             self.stripes.clear()
-        if stripe in self.stripes or slot.missing.lacks(slab, parity, np.array([position])):
+        if stripe in self.stripes or slot.missing.lacks(table_group, parity, np.array([position])):
             return False
         self.stripes.add(stripe)
         shard.flip_(position, self.chance.randrange(8 * shard.schema.nbytes), parity)
-        self.flipped.append((slot, slab, parity, position))
+        self.flipped.append((slot, table_group, parity, position))
         return True
 
     def all_mended(self) -> bool:
         """Nothing is damaged in a slot that lives."""
         slots = self.slots()
         living = [flip for flip in self.flipped if flip[0] in slots]
-        return not any(is_damaged(slot.shards[slab].stores[parity], at, at + 1) for slot, slab, parity, at in living)
+        return not any(
+            is_damaged(slot.shards[table_group].stores[parity], at, at + 1) for slot, table_group, parity, at in living
+        )
 
     def settled(self) -> bool:
         return super().settled() and (self.all_mended() or self.scrubs == "never")
@@ -126,7 +128,7 @@ def is_damaged(store: RecordStore, first: int, end: int) -> bool:
     return bool(reading.broken_A.any())
 
 
-def name_of(slot: Slot, slab: int, parity: bool, position: int) -> tuple[str, str, int, int]:
+def name_of(slot: Slot, table_group: int, parity: bool, position: int) -> tuple[str, str, int, int]:
     """What a record or parity is called."""
-    (place,) = slot.scrubber.places(slab, parity, np.array([position]))
+    (place,) = slot.scrubber.places(table_group, parity, np.array([position]))
     return ("parity" if parity else "record", *place)

@@ -18,7 +18,7 @@ EXACT = Encoding()
 
 
 def small_job(trainers: int = 2, rows: int = 40) -> JobSpec:
-    """Two slabs: two tables of float32 with row-wise Adagrad, one of float16 with Adam."""
+    """Two table groups: two tables of float32 with row-wise Adagrad, one of float16 with Adam."""
     adagrad, adam = OptimizerSpec("rowwise_adagrad"), OptimizerSpec("adam")
     tables = (
         TableSpec("a", rows, 5, -1, 1, adagrad),
@@ -29,10 +29,13 @@ def small_job(trainers: int = 2, rows: int = 40) -> JobSpec:
 
 
 def random_records(job: JobSpec, seed: int) -> list[Any]:
-    """Of each slab, (rows, B) uint8: finite numbers."""
+    """Of each table group, (rows, B) uint8: finite numbers."""
     random = np.random.default_rng(seed)
-    numbers = [random.standard_normal((slab.rows, slab.schema.width)).astype(np.float32) for slab in job.slabs]
-    return [records_of(n_NW, slab.schema) for n_NW, slab in zip(numbers, job.slabs, strict=True)]
+    numbers = [
+        random.standard_normal((table_group.rows, table_group.schema.width)).astype(np.float32)
+        for table_group in job.table_groups
+    ]
+    return [records_of(n_NW, table_group.schema) for n_NW, table_group in zip(numbers, job.table_groups, strict=True)]
 
 
 class Shelf:
@@ -42,11 +45,11 @@ class Shelf:
         self.catalog, self.slots = Catalog(url), slots
         self.job = job if job is not None else small_job()
         self.truth = random_records(self.job, 0)
-        self.schemas = [slab.schema for slab in self.job.slabs]
+        self.schemas = [table_group.schema for table_group in self.job.table_groups]
 
-    def change(self, slab: int, rows: Sequence[int], seed: int) -> None:
+    def change(self, table_group: int, rows: Sequence[int], seed: int) -> None:
         """Gives some rows other values."""
-        self.truth[slab][rows] = random_records(self.job, seed)[slab][rows]
+        self.truth[table_group][rows] = random_records(self.job, seed)[table_group][rows]
 
     def dense(self, trainer: int, done: int) -> tuple[list[int], bytes]:
         return [done, trainer, -1], f"dense of {trainer} at {done}".encode() * (trainer + 1)
@@ -59,7 +62,7 @@ class Shelf:
         encoding: Encoding = EXACT,
         folder: str = "",
     ) -> Manifest:
-        """A checkpoint: the parts, then its manifest. `rows`: of each slab; None: all."""
+        """A checkpoint: the parts, then its manifest. `rows`: of each table group; None: all."""
         manifest = self.parts(done, base, rows, encoding, folder)
         return self.catalog.commit(manifest.id, manifest)
 
@@ -75,12 +78,15 @@ class Shelf:
         folder = folder or self.catalog.new_folder(done)
         at, entries = self.catalog.folder(folder), []
         for slot in range(self.slots):
-            tables = [[*zip((t.name for t in slab.tables), slab.first_rows, strict=True)] for slab in self.job.slabs]
+            tables = [
+                [*zip((t.name for t in table_group.tables), table_group.first_rows, strict=True)]
+                for table_group in self.job.table_groups
+            ]
             part = PartWriter(at, f"slot-{slot:04d}.part", self.schemas, encoding, slot, tables)
             try:
-                for s, slab in enumerate(self.job.slabs):
-                    of_slab = np.arange(slab.rows) if rows is None else np.array(rows[s], np.int64)
-                    mine = of_slab[of_slab % self.slots == slot]
+                for s, table_group in enumerate(self.job.table_groups):
+                    of_table_group = np.arange(table_group.rows) if rows is None else np.array(rows[s], np.int64)
+                    mine = of_table_group[of_table_group % self.slots == slot]
                     part.write(s, mine, self.truth[s][mine])
                 if slot == 0:
                     for trainer in range(self.job.trainers):
@@ -102,8 +108,8 @@ class Shelf:
     def read(self, manifest: Manifest, **how: Any) -> list[Any]:
         """Records as a restore gives them; rows that it does not give are all 255."""
         found = [np.full_like(truth, 255) for truth in self.truth]
-        for slab, rows_N, records_NB in chain_reader.records_of(self.catalog, manifest, **how):
-            found[slab][rows_N] = records_NB
+        for table_group, rows_N, records_NB in chain_reader.records_of(self.catalog, manifest, **how):
+            found[table_group][rows_N] = records_NB
         return found
 
     def holds(self, manifest: Manifest) -> bool:
@@ -113,24 +119,24 @@ class Shelf:
         return same and chain_reader.dense_of(self.catalog, manifest) == wanted
 
 
-def weights_of(shelf: Shelf, records: Sequence[Any], slab: int) -> Any:
-    """The weights of records of a slab, float32."""
-    return numbers_of(records[slab], shelf.schemas[slab])[:, : shelf.schemas[slab].dim]
+def weights_of(shelf: Shelf, records: Sequence[Any], table_group: int) -> Any:
+    """The weights of records of a table group, float32."""
+    return numbers_of(records[table_group], shelf.schemas[table_group])[:, : shelf.schemas[table_group].dim]
 
 
 def read_by_slots(restored: Restored, job: JobSpec) -> tuple[list[Any], list[Any]]:
     """As the servers of a cluster read the checkpoint that it begins with, each slot its own.
 
     Returns:
-        Of each slab the records, (R, B) uint8, 255 where none is given; and how often each row was, (R,) int64.
+        Of each table group the records, (R, B) uint8, 255 where none is given; and how often each row was, (R,) int64.
     """
     layouts = job.layouts
-    found = [np.full((slab.rows, slab.schema.nbytes), 255, np.uint8) for slab in job.slabs]
-    times = [np.zeros(slab.rows, np.int64) for slab in job.slabs]
+    found = [np.full((table_group.rows, table_group.schema.nbytes), 255, np.uint8) for table_group in job.table_groups]
+    times = [np.zeros(table_group.rows, np.int64) for table_group in job.table_groups]
     for slot in range(job.code.slots):
         partial_restore = PartialRestore([(slot, 0, restored.done)], restored.url, restored.folder, restored.done)
-        for slab, positions_N, records_NB in slot_records(partial_restore, job, slot):
-            rows_N = layouts[slab].row_at(slot, positions_N)
-            found[slab][rows_N] = records_NB
-            times[slab][rows_N] += 1
+        for table_group, positions_N, records_NB in slot_records(partial_restore, job, slot):
+            rows_N = layouts[table_group].row_at(slot, positions_N)
+            found[table_group][rows_N] = records_NB
+            times[table_group][rows_N] += 1
     return found, times

@@ -142,28 +142,30 @@ class Partial(Trainers):
 
 
 def replay(records: list[np.ndarray], pushes: dict[tuple[int, int], Any], after: int, through: int) -> list[np.ndarray]:
-    """Whole tables, (R, B) uint8 of each slab, after some steps more."""
+    """Whole tables, (R, B) uint8 of each table group, after some steps more."""
     shards = []
-    for slab, records_RB in zip(JOB.slabs, records, strict=True):
-        shard = Shard(slab.schema, slab.rows, 0)
-        shard.scatter_(np.arange(slab.rows), records_RB)
+    for table_group, records_RB in zip(JOB.table_groups, records, strict=True):
+        shard = Shard(table_group.schema, table_group.rows, 0)
+        shard.scatter_(np.arange(table_group.rows), records_RB)
         shards.append(shard)
     for step in range(after + 1, through + 1):
-        for s, (slab, shard) in enumerate(zip(JOB.slabs, shards, strict=True)):
+        for s, (table_group, shard) in enumerate(zip(JOB.table_groups, shards, strict=True)):
             parts = []
             for trainer in range(TRAINERS):
                 rows, gradients, _ = pushes[step, trainer]
                 order = rows[s].argsort()
                 parts.append((rows[s][order].numpy(), gradients[s][order].numpy()))
-            spec = slab.optimizer
+            spec = table_group.optimizer
             shard.apply_(spec.optimizer, merge.merge(parts), 0.1, step, dict(spec.fixed))
-    return [shard.gather(np.arange(slab.rows)) for slab, shard in zip(JOB.slabs, shards, strict=True)]
+    return [
+        shard.gather(np.arange(table_group.rows)) for table_group, shard in zip(JOB.table_groups, shards, strict=True)
+    ]
 
 
 @functools.cache
 def initial() -> tuple[np.ndarray, ...]:
-    """Of each slab (R, B) uint8."""
-    return tuple(slab.initial(JOB.seed).of(np.arange(slab.rows)) for slab in JOB.slabs)
+    """Of each table group (R, B) uint8."""
+    return tuple(table_group.initial(JOB.seed).of(np.arange(table_group.rows)) for table_group in JOB.table_groups)
 
 
 class Oracle:
@@ -195,14 +197,15 @@ class Oracle:
         return at, [records.numpy() for records in shelf.records(JOB, shelf.find(folder), saves)]
 
     def tables(self, through: int, then: int) -> list[np.ndarray]:
-        """(R, B) uint8 of each slab after a step; rows of slots that began later, up to `then`, are as they began."""
+        """(R, B) uint8 of each table group after a step; rows of slots that began later, up to `then`, are as they
+        began."""
         found = [records_RB.copy() for records_RB in initial()]
         for slot in range(self.run.scenario.code.slots):
             at, records = self.began(slot, then)
             after = replay(records, self.pushes, at, through)
-            for slab, layout in enumerate(self.layouts):
+            for table_group, layout in enumerate(self.layouts):
                 mine = layout.row_at(slot, np.arange(layout.rows_on(slot)))
-                found[slab][mine] = after[slab][mine]
+                found[table_group][mine] = after[table_group][mine]
         return found
 
     def lost_samples(self, done: int) -> float:
@@ -224,11 +227,13 @@ class Oracle:
 def check(run: Partial) -> None:
     """After a run: records, lookups and the portion of lost samples are what the oracle says (`go` checks parities)."""
     oracle = Oracle(run)
-    for slab, right_RB in enumerate(oracle.tables(run.steps, run.steps)):
-        mine_RB = run.run.records[slab].numpy().view(np.uint8)
+    for table_group, right_RB in enumerate(oracle.tables(run.steps, run.steps)):
+        mine_RB = run.run.records[table_group].numpy().view(np.uint8)
         wrong = np.flatnonzero((mine_RB != right_RB).any(axis=1))
-        slots = oracle.layouts[slab].locate(wrong)[0]
-        assert not len(wrong), f"slab {slab}: rows {wrong} of slots {slots} differ; {oracle.partial_restores}"
+        slots = oracle.layouts[table_group].locate(wrong)[0]
+        assert not len(wrong), (
+            f"table group {table_group}: rows {wrong} of slots {slots} differ; {oracle.partial_restores}"
+        )
     _check_reads(run, oracle)
     _check_begun(run, oracle)
     if run.lives == 1:
@@ -257,14 +262,18 @@ def _check_checkpoints(run: Partial, oracle: Oracle) -> None:
     for finished in run.shelf.counts:
         if finished.done not in going:  # of these, a checkpoint may be of before or of after
             right = oracle.tables(finished.done, finished.done)
-            for slab, mine_RB in enumerate(run.shelf.records(JOB, finished)):
-                assert np.array_equal(mine_RB.numpy(), right[slab]), f"{finished.folder}, slab {slab}"
+            for table_group, mine_RB in enumerate(run.shelf.records(JOB, finished)):
+                assert np.array_equal(mine_RB.numpy(), right[table_group]), (
+                    f"{finished.folder}, table group {table_group}"
+                )
     for save in run.shelf.saves:
         if save.done not in going:
             right = oracle.tables(save.done, save.done)
             for slot in save.parts:
                 for portion in run.shelf.parts[save.folder, slot].portions:
-                    assert np.array_equal(portion.records_NB, right[portion.slab][portion.rows_N]), f"{save}, {slot}"
+                    assert np.array_equal(portion.records_NB, right[portion.table_group][portion.rows_N]), (
+                        f"{save}, {slot}"
+                    )
 
 
 def _check_reads(run: Partial, oracle: Oracle) -> None:
@@ -273,9 +282,11 @@ def _check_reads(run: Partial, oracle: Oracle) -> None:
     for step in range(1, run.steps + 1):
         tables = oracle.tables(step - 1, run.steps)
         for trainer in range(TRAINERS):
-            for slab, (rows, weights) in enumerate(run.read[step, trainer]):
-                right = tables[slab].view(np.float32)[rows.numpy(), : weights.shape[1]]
-                slots = oracle.layouts[slab].locate(rows.numpy())[0]
+            for table_group, (rows, weights) in enumerate(run.read[step, trainer]):
+                right = tables[table_group].view(np.float32)[rows.numpy(), : weights.shape[1]]
+                slots = oracle.layouts[table_group].locate(rows.numpy())[0]
                 known = np.array([began[slot] == 0 or step > began[slot] + WINDOW + 1 for slot in slots], bool)
                 same = (right.view(np.int32) == weights.numpy().view(np.int32)).all(axis=1)
-                assert same[known].all(), f"(step, trainer) {step, trainer}: slab {slab}, rows {rows[~same & known]}"
+                assert same[known].all(), (
+                    f"(step, trainer) {step, trainer}: table group {table_group}, rows {rows[~same & known]}"
+                )

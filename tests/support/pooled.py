@@ -15,7 +15,8 @@ from torch_ecrec.layout.stripes import Layout
 
 
 def _ids(layout: Layout, route: BagRoute) -> tuple[Tensor, Any, Any]:
-    """The slab row of each id (N,), the bags' lengths (G,), the weights of ids (N,): one bag behind the other."""
+    """The row in the table group of each id (N,), the bags' lengths (G,), the weights of ids (N,): one bag behind the
+    other."""
     rows: dict[int, Any] = {}
     factors: dict[int, Any] = {}
     for slot, places in enumerate(route.places):
@@ -66,8 +67,11 @@ def as_rows(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The rows and gradients of a push with those of its bags."""
     rows, gradients = list(rows), list(gradients)
-    for slab, (route, gradient_GD) in enumerate(zip(bags, bag_gradients, strict=True)):
-        more_U, more_UD = rows_of_bags(layouts[slab], route, gradient_GD)
-        assert not np.intersect1d(more_U.numpy(), rows[slab].numpy()).size, "rows and bags of the same table"
-        rows[slab], gradients[slab] = torch.cat([rows[slab], more_U]), torch.cat([gradients[slab], more_UD])
+    for table_group, (route, gradient_GD) in enumerate(zip(bags, bag_gradients, strict=True)):
+        more_U, more_UD = rows_of_bags(layouts[table_group], route, gradient_GD)
+        assert not np.intersect1d(more_U.numpy(), rows[table_group].numpy()).size, "rows and bags of the same table"
+        rows[table_group], gradients[table_group] = (
+            torch.cat([rows[table_group], more_U]),
+            torch.cat([gradients[table_group], more_UD]),
+        )
     return rows, gradients

@@ -274,9 +274,9 @@ def plan_of(model: Model) -> ShardingPlan | None:
 
 
 def records_of_all(model: DistributedModelParallel) -> list[Tensor]:
-    """Of each slab, (rows, B) uint8."""
+    """Of each table group, (rows, B) uint8."""
     session = model.session
     return [
-        session.read(number, torch.arange(slab.rows)).clone().view(torch.uint8)
-        for number, slab in enumerate(session.job.slabs)
+        session.read(number, torch.arange(table_group.rows)).clone().view(torch.uint8)
+        for number, table_group in enumerate(session.job.table_groups)
     ]

@@ -79,7 +79,7 @@ class Unsharded:
         self.net.look_up = self._look_up  # type: ignore[method-assign]
         first = ends[0].first
         assert first is not None
-        self.numbers = [numbers_of(r.numpy(), s.schema).copy() for r, s in zip(first, job.slabs, strict=True)]
+        self.numbers = [numbers_of(r.numpy(), s.schema).copy() for r, s in zip(first, job.table_groups, strict=True)]
         self.trainer = 0
         self.batches = [batches_of(model, trainer) for trainer in range(model.trainers)]
         self.specs = {table.name: table for table in job.tables}
@@ -94,9 +94,9 @@ class Unsharded:
             self._load(step)
         last = self.ends[0].last
         assert last is not None
-        for slab, numbers, records in zip(self.job.slabs, self.numbers, last, strict=True):
-            found = numbers_of(records.numpy(), slab.schema)
-            assert np.array_equal(found.view(np.uint32), numbers.view(np.uint32)), f"records of {slab.tables}"
+        for table_group, numbers, records in zip(self.job.table_groups, self.numbers, last, strict=True):
+            found = numbers_of(records.numpy(), table_group.schema)
+            assert np.array_equal(found.view(np.uint32), numbers.view(np.uint32)), f"records of {table_group.tables}"
         for end in self.ends.values():
             self._check_maps(end)
 
@@ -104,17 +104,17 @@ class Unsharded:
 
     def _place(self, part: int, table: int) -> tuple[int, slice]:
         name = name_of(self.model, part, table)
-        slab, first = self.job.place_of_table[name]
-        return slab, slice(first, first + self.specs[name].rows)
+        table_group, first = self.job.place_of_table[name]
+        return table_group, slice(first, first + self.specs[name].rows)
 
     def _tables(self) -> list[tuple[int, int, int, slice]]:
         return [(i, j, *self._place(i, j)) for i, part in enumerate(self.model.parts) for j in range(len(part.tables))]
 
-    def _rounded(self, values: Tensor, slab: int) -> np.ndarray:
-        return values.to(DTYPES[self.job.slabs[slab].weights]).float().numpy()
+    def _rounded(self, values: Tensor, table_group: int) -> np.ndarray:
+        return values.to(DTYPES[self.job.table_groups[table_group].weights]).float().numpy()
 
     def _check_first(self) -> None:
-        for i, j, slab, rows in self._tables():
+        for i, j, table_group, rows in self._tables():
             part, table = self.model.parts[i], self.model.parts[i].tables[j]
             spec, wanted = self.specs[name_of(self.model, i, j)], table.optimized
             if wanted.kind == "default":
@@ -123,7 +123,7 @@ class Unsharded:
             clip = self.model.clip if part.of_sharder else None
             right = OptimizerSpec(wanted.kind, wanted.lr, clip, **dict(wanted.fixed))
             assert spec.optimizer == right and spec.weights == table.dtype
-            numbers = self.numbers[slab][rows]
+            numbers = self.numbers[table_group][rows]
             assert not numbers[:, table.dim :].any(), "optimizer state is fresh"
             held = part.holds
             if table.start == "servers" and not part.managed:
@@ -134,18 +134,18 @@ class Unsharded:
                 continue  # FBGEMM's own
             module = torch.float16 if held and table.dtype != "float32" else DTYPES[table.dtype]
             weights = drawn(torch.empty(table.rows, table.dim, dtype=module), seed=100 * i + j)
-            assert np.array_equal(numbers[:, : table.dim], self._rounded(weights.float(), slab))
+            assert np.array_equal(numbers[:, : table.dim], self._rounded(weights.float(), table_group))
 
     def _load(self, step: int) -> None:
         for at, what in self.model.loads:
             if at != step:
                 continue
-            for i, j, slab, rows in self._tables():
-                numbers, dim = self.numbers[slab][rows], self.job.slabs[slab].dim
+            for i, j, table_group, rows in self._tables():
+                numbers, dim = self.numbers[table_group][rows], self.job.table_groups[table_group].dim
                 if what == "state":
                     numbers[:, dim:] = of_state(torch.from_numpy(numbers[:, dim:])).numpy()
                 elif what != "some" or is_some(f"parts.{i}.t{j}.weight"):
-                    dtype = DTYPES[self.job.slabs[slab].weights]
+                    dtype = DTYPES[self.job.table_groups[table_group].weights]
                     numbers[:, :dim] = of_weights(torch.from_numpy(numbers[:, :dim]).to(dtype)).float().numpy()
 
     # a step -----------------------------------------------------------------------------------------
@@ -233,9 +233,11 @@ class Unsharded:
                     self._remap(i, ask, [batch.features[i][ask] for batch in batches])
                 module = copy.deepcopy(self.net.parts[i]) if part.managed else self.net.parts[i]
                 for j in range(len(part.tables)):
-                    slab, rows = self._place(i, j)
+                    table_group, rows = self._place(i, j)
                     weight = weight_in(module, j)
-                    weight.data = torch.from_numpy(self.numbers[slab][rows, : self.job.slabs[slab].dim].copy())
+                    weight.data = torch.from_numpy(
+                        self.numbers[table_group][rows, : self.job.table_groups[table_group].dim].copy()
+                    )
                     weight.grad = None
                 self.copies[i, ask] = module
 
@@ -255,19 +257,19 @@ class Unsharded:
             if evicted is None or not len(evicted):
                 continue
             j = int(name.removeprefix("t"))
-            slab, rows = self._place(i, j)
-            spec, dim = self.job.slabs[slab], self.job.slabs[slab].dim
+            table_group, rows = self._place(i, j)
+            spec, dim = self.job.table_groups[table_group], self.job.table_groups[table_group].dim
             new = drawn(torch.empty(len(evicted), dim, dtype=DTYPES[spec.weights]), seed=100 * i + j)
-            self.numbers[slab][rows.start + evicted.numpy(), :dim] = new.float().numpy()
+            self.numbers[table_group][rows.start + evicted.numpy(), :dim] = new.float().numpy()
             if spec.optimizer.kind == "rowwise_adagrad":
-                self.numbers[slab][rows.start + evicted.numpy(), dim:] = 0
+                self.numbers[table_group][rows.start + evicted.numpy(), dim:] = 0
 
     def _push(self, step: int, batches: list[Batch]) -> None:
-        for number, slab in enumerate(self.job.slabs):
-            dim, parts = slab.dim, []
+        for number, table_group in enumerate(self.job.table_groups):
+            dim, parts = table_group.dim, []
             for trainer in range(self.model.trainers):
                 rows, gradients, rates = self.told.pushes[step, trainer]
-                wanted = slab.optimizer.lr * (0.5 ** ((step - 1) // 2) if self.model.schedule else 1.0)
+                wanted = table_group.optimizer.lr * (0.5 ** ((step - 1) // 2) if self.model.schedule else 1.0)
                 assert rates[number] == wanted, f"learning rate of step {step}"
                 parts.append((rows[number].numpy(), gradients[number].numpy()))
             found: dict[int, np.ndarray] = {}
@@ -276,21 +278,21 @@ class Unsharded:
                     found[row] = found[row] + gradient if row in found else gradient
             wanted_rows, wanted_gradients = self._gradients(number, batches, step)
             positions = np.array(sorted(found), np.int64)
-            assert positions.tolist() == sorted(wanted_rows), f"rows of slab {number} in step {step}"
+            assert positions.tolist() == sorted(wanted_rows), f"rows of table group {number} in step {step}"
             merged = np.stack([found[row] for row in positions.tolist()]) if len(found) else np.zeros((0, dim), F32)
             theirs = torch.from_numpy(wanted_gradients[positions])
-            self._close(torch.from_numpy(merged), theirs, f"gradients of slab {number}, step {step}", 1e-4)
-            arguments = positions, merged, rates[number], step, dict(slab.optimizer.fixed)
-            self.numbers[number] = stepped(slab.optimizer.kind, self.numbers[number], *arguments)
+            self._close(torch.from_numpy(merged), theirs, f"gradients of table group {number}, step {step}", 1e-4)
+            arguments = positions, merged, rates[number], step, dict(table_group.optimizer.fixed)
+            self.numbers[number] = stepped(table_group.optimizer.kind, self.numbers[number], *arguments)
             self.numbers[number][:, :dim] = self._rounded(torch.from_numpy(self.numbers[number][:, :dim]), number)
 
     def _gradients(self, number: int, batches: list[Batch], step: int) -> tuple[set[int], np.ndarray]:
-        """Of a slab: rows that the loss has seen, and autograd's gradients of all; of frozen tables none."""
+        """Of a table group: rows that the loss has seen, and autograd's gradients of all; of frozen tables none."""
         touched: set[int] = set()
-        total = np.zeros((self.job.slabs[number].rows, self.job.slabs[number].dim), F32)
-        for i, j, slab, rows in self._tables():
+        total = np.zeros((self.job.table_groups[number].rows, self.job.table_groups[number].dim), F32)
+        for i, j, table_group, rows in self._tables():
             part = self.model.parts[i]
-            if slab != number or step in part.tables[j].frozen:
+            if table_group != number or step in part.tables[j].frozen:
                 continue
             modules = []
             for ask in range(part.asks):
@@ -322,9 +324,9 @@ class Unsharded:
             for ask in range(part.asks):
                 module = self.copies[i, ask]
                 for j in range(len(part.tables)):
-                    slab, rows = self._place(i, j)
+                    table_group, rows = self._place(i, j)
                     weight_in(module, j).data.copy_(
-                        torch.from_numpy(self.numbers[slab][rows, : self.job.slabs[slab].dim])
+                        torch.from_numpy(self.numbers[table_group][rows, : self.job.table_groups[table_group].dim])
                     )
                 for trainer, batch in enumerate(batches):
                     if part.managed:

@@ -98,10 +98,10 @@ class TurnsSession(Session):
         self.cluster.asked_ahead += len(ahead)
         super().push(rows, gradients, rates, bags, bag_gradients, ahead)
 
-    def overwrite(self, slab: int, rows: Tensor, values: Tensor | None, first_byte: int = 0) -> None:
-        told = (slab, rows.clone(), None if values is None else values.clone(), first_byte)
+    def overwrite(self, table_group: int, rows: Tensor, values: Tensor | None, first_byte: int = 0) -> None:
+        told = (table_group, rows.clone(), None if values is None else values.clone(), first_byte)
         self.cluster.told.overwrites.setdefault((self.step, self.trainer), []).append(told)
-        super().overwrite(slab, rows, values, first_byte)
+        super().overwrite(table_group, rows, values, first_byte)
 
 
 class OnShelf:

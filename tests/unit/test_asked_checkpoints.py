@@ -47,7 +47,7 @@ class Asked(Harness):
             ClusterSettings(self.code, 1, checkpoint=kept), self._send, self._announce, self.manifests
         )
         self.start()
-        self.say("trainer-0", type="loaded", origin=0)
+        self.say("trainer-0", type="loaded", load_end=0)
         for slot in range(3):
             self.say(self.places[slot], type="ready", slot=slot, incarnation=0)
             self.rebuilt(slot)

@@ -19,12 +19,12 @@ def test_it_measures_a_push_that_can_be_read_and_writes_what_it_prints(
 ) -> None:
     monkeypatch.setattr(messages, "CALLS", 3)
     monkeypatch.setattr(packing, "MADE_UP", 6400)
-    assert run(messages, tmp_path, "--slabs", 1, 26, "--repeats", 2, *SMALL) == 0
+    assert run(messages, tmp_path, "--table-groups", 1, 26, "--repeats", 2, *SMALL) == 0
     printed = capsys.readouterr().out
     rows = result(tmp_path, "messages")["rows"]
-    assert [row["slabs"] for row in rows] == [1, 26]
+    assert [row["table_groups"] for row in rows] == [1, 26]
     for row in rows:
-        push = messages._push(row["slabs"])
+        push = messages._push(row["table_groups"])
         (body, tensors), _ = WIRE.encode(push)
         assert len(body) == row["body_bytes"] and len(tensors) == row["tensors"]
         assert all(row[f"{name} us"] > 0 for name in messages.COLUMNS) and all(name in printed for name in row)
@@ -40,7 +40,7 @@ def test_it_packs_the_deltas_of_a_training(
     monkeypatch.setattr(packing, "MADE_UP", 6400)
     criteo.write_synthetic(tmp_path / "clicks.tsv", 128, 0)
     data = () if made_up else ("--data", tmp_path / "clicks.tsv")
-    assert run(messages, tmp_path, "--slabs", 1, "--repeats", 1, *SMALL, *data) == 0
+    assert run(messages, tmp_path, "--table-groups", 1, "--repeats", 1, *SMALL, *data) == 0
     printed = capsys.readouterr().out
     first, last = result(tmp_path, "messages")["packing"]
     assert (first["step"], last["step"]) == (2, 40) and all(name in printed for name in last)
@@ -61,6 +61,6 @@ def test_the_size_of_packed_words_is_that_of_what_is_packed() -> None:
 
 
 def test_sizes_are_checked(tmp_path: Path) -> None:
-    for words in (("--repeats", 0), ("--slabs", 0), ("--steps", 0), ("--dim", 0), ("--slots", 0)):
+    for words in (("--repeats", 0), ("--table-groups", 0), ("--steps", 0), ("--dim", 0), ("--slots", 0)):
         with pytest.raises(ValueError, match="must be at least 1"):
             run(messages, tmp_path, *words)

@@ -23,7 +23,7 @@ class Trained:
 
     def __init__(self, rng: np.random.Generator, sealed: bool) -> None:
         job = small_job(rows=60)
-        layouts = tuple(layout_of(3, 2, 1, slab.rows) for slab in job.slabs)
+        layouts = tuple(layout_of(3, 2, 1, table_group.rows) for table_group in job.table_groups)
         self.rng = rng
         self.held = Holdings(job, LinearCode(2, 1), layouts, 0, 0, [0, 0, 0], fresh=True, sealed=sealed)
         self.after = {0: self.records()}
@@ -78,11 +78,11 @@ def test_a_capture_is_of_its_step_whatever_comes_and_is_undone(
             if rng.random() < 0.1 and held.rule.applied > of:
                 trained.go_back(int(rng.integers(of, held.rule.applied)))
                 undone += 1
-        for slab, at in enumerate(wanted):
-            mine = [portion for portion in portions if portion.slab == slab]
+        for table_group, at in enumerate(wanted):
+            mine = [portion for portion in portions if portion.table_group == table_group]
             rows = np.concatenate([portion.rows_N for portion in mine])
-            assert np.array_equal(rows, held.layouts[slab].row_at(0, at))
-            assert (np.concatenate([p.records_NB for p in mine]) == trained.after[of][slab][at]).all()
+            assert np.array_equal(rows, held.layouts[table_group].row_at(0, at))
+            assert (np.concatenate([p.records_NB for p in mine]) == trained.after[of][table_group][at]).all()
         kept += peak
         assert capture.fraction == 1.0
         assert not any(len(shard.broken_run(0, shard.data_rows)) for shard in held.shards)

@@ -52,9 +52,9 @@ def order_of(url: str, done: int, base: str = "", run: str = "run", **encoding: 
     return messages.Capture(1, done + 5, done, 0, base, url, folder, encoding, 0.0)
 
 
-def slots_of(slab: int) -> Any:
-    """Of each row of a slab, its slot."""
-    layout = layout_of(JOB.code.slots, JOB.code.k, JOB.code.parities, JOB.slabs[slab].rows)
+def slots_of(table_group: int) -> Any:
+    """Of each row of a table group, its slot."""
+    layout = layout_of(JOB.code.slots, JOB.code.k, JOB.code.parities, JOB.table_groups[table_group].rows)
     return layout.locate(np.arange(layout.rows))[0]
 
 
@@ -73,7 +73,7 @@ def write(
         FileCheckpointWriter(lambda act: act()).write(
             order,
             slot,
-            JOB.slabs,
+            JOB.table_groups,
             lambda size, left=left: next(left, None),
             parts if dense and slot == 0 else (),
             done,
@@ -141,19 +141,21 @@ def test_every_slot_reads_its_own_records(tmp_path: Path, code: CodeSpec) -> Non
     changed = [np.isin(np.arange(len(r)), _every_second(s)) for s, r in enumerate(new)]
     found, times = read_by_slots(restored, JobSpec(JOB.tables, code, JOB.trainers, JOB.seed))
     assert all((count == 1).all() for count in times)
-    for slab, records in enumerate(found):
-        assert np.array_equal(records, np.where(changed[slab][:, None], new[slab], old[slab]))
+    for table_group, records in enumerate(found):
+        assert np.array_equal(records, np.where(changed[table_group][:, None], new[table_group], old[table_group]))
 
 
-def _every_second(slab: int) -> Any:
-    return np.concatenate([np.flatnonzero(slots_of(slab) == slot)[::2] for slot in range(JOB.code.slots)])
+def _every_second(table_group: int) -> Any:
+    return np.concatenate([np.flatnonzero(slots_of(table_group) == slot)[::2] for slot in range(JOB.code.slots)])
 
 
 def test_a_row_among_those_of_another_slot_is_refused(tmp_path: Path) -> None:
     """One slot would have it, and another lack it. Whoever reads all finds it where it is."""
     url = str(tmp_path)
     restored = committed(manifests_of(url), url, 40, random_records(JOB, 3), swapped=True)
-    with pytest.raises(CheckpointError, match=r"row \d+ of slab \d is of slot \d, and stands among those of slot \d"):
+    with pytest.raises(
+        CheckpointError, match=r"row \d+ of table group \d is of slot \d, and stands among those of slot \d"
+    ):
         read_by_slots(restored, JOB)
     _, times = read_by_slots(restored, JobSpec(JOB.tables, CodeSpec(5, 3, 2), JOB.trainers, JOB.seed))
     assert all((count == 1).all() for count in times)
@@ -248,7 +250,7 @@ def test_each_block_that_is_read_counts(tmp_path: Path, monkeypatch: pytest.Monk
         nonlocal blocks
         blocks += 1
 
-    assert check_rows(Catalog(url), manifest, beat) == sum(slab.rows for slab in JOB.slabs)
+    assert check_rows(Catalog(url), manifest, beat) == sum(table_group.rows for table_group in JOB.table_groups)
     assert blocks == sum(part.blocks - 2 - len(part.dense) for part in manifest.parts) > 3
 
 
@@ -297,8 +299,8 @@ def test_what_is_of_another_run_is_neither_gone_back_to_nor_removed(tmp_path: Pa
     # a coordinator in the place of one that died, when everybody else died, too
     assert restore_source.newest_of("none", url) == (None, 1)
     for run, folder in (("old", old), ("new", first)):
-        found, life = restore_source.newest_of(run, url)
-        assert found is not None and found[0].folder == folder and life == 2, "names of its attempts are new"
+        found, term = restore_source.newest_of(run, url)
+        assert found is not None and found[0].folder == folder and term == 2, "names of its attempts are new"
     # one that began with a checkpoint goes on with its history: that counts among what is kept
     following = manifests_of(url, keep=1)
     last = commit(following, 80, "next", began_with)
@@ -310,7 +312,7 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     failed = Answer()
     FileCheckpointWriter(lambda act: act()).write(
-        order_of(str(tmp_path / "file"), 1), 0, JOB.slabs, lambda size: None, (), failed, failed
+        order_of(str(tmp_path / "file"), 1), 0, JOB.table_groups, lambda size: None, (), failed, failed
     )
     assert "a file is where a folder is wanted" in failed.wait()[0]
     order, answer = order_of(str(tmp_path / "kept"), 1), Answer()
@@ -338,7 +340,7 @@ def test_no_write_is_begun_where_one_before_hangs(tmp_path: Path, monkeypatch: p
             return Portion(0, np.arange(4), random_records(JOB, 3)[0][:4])
 
     def begin(next_portion: Callable[[int], Portion | None], told: Answer) -> FileWriting:
-        return writer.write(order_of(str(tmp_path), 10), 0, JOB.slabs, next_portion, (), told, told)
+        return writer.write(order_of(str(tmp_path), 10), 0, JOB.table_groups, next_portion, (), told, told)
 
     held = Held()
     gone = weakref.ref(held)

@@ -263,7 +263,7 @@ def test_feature_processors_are_trained_as_unsharded(planned: bool) -> None:
 
 @pytest.mark.parametrize("keys", ["as it is", "turned"])
 def test_feature_processors_of_tables_that_differ_in_width_are_trained_as_unsharded(keys: str) -> None:
-    """Each slab takes some of the features, one of them for two tables: gradients of all weights come back."""
+    """Each table group takes some of the features, one of them for two tables: gradients of all weights come back."""
     oracle, module = Weighted(unlike=True), Weighted(unlike=True)
     module.load_state_dict(oracle.state_dict())
     model, _ = shard(module)

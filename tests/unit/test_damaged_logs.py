@@ -15,8 +15,8 @@ from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.server.snapshots import SnapshotStore
 
 
-def name_of(slab: int, position: int) -> str:
-    return f"row {position} of table {'ab'[slab]}"
+def name_of(table_group: int, position: int) -> str:
+    return f"row {position} of table {'ab'[table_group]}"
 
 
 def log_of(steps: int, sealed: bool = True) -> DeltaLog:
@@ -27,8 +27,8 @@ def log_of(steps: int, sealed: bool = True) -> DeltaLog:
     return log
 
 
-def flip(log: DeltaLog, step: int, slab: int, row: int, bit: int = 37) -> None:
-    log.get(step)[slab][1][row, bit // 8] ^= np.uint8(1 << (bit % 8))
+def flip(log: DeltaLog, step: int, table_group: int, row: int, bit: int = 37) -> None:
+    log.get(step)[table_group][1][row, bit // 8] ^= np.uint8(1 << (bit % 8))
 
 
 def test_a_delta_that_changed_is_found_by_whoever_uses_it_and_named() -> None:
@@ -46,7 +46,7 @@ def test_a_delta_that_changed_is_found_by_whoever_uses_it_and_named() -> None:
             use()
     assert log.changes(0, np.array([6]), 6, 7) is not None, "another step"
     assert log.changes(0, np.array([4, 8]), 3, 7) is not None, "other records of it"
-    assert log.changes(1, np.array([5]), 3, 7) is not None, "another slab"
+    assert log.changes(1, np.array([5]), 3, 7) is not None, "another table group"
     assert len(log.pop()) == 2 and log.last == 6
     with pytest.raises(MemoryDamaged, match=named):
         log.pop()
@@ -56,7 +56,7 @@ def test_a_delta_that_changed_is_found_by_whoever_uses_it_and_named() -> None:
 def test_a_position_that_changed_is_found() -> None:
     log = log_of(2)
     log.get(5)[1][0][1] ^= 1 << 40
-    with pytest.raises(MemoryDamaged, match="positions in the delta log of step 5, slab 1"):
+    with pytest.raises(MemoryDamaged, match="positions in the delta log of step 5, table group 1"):
         log.pop()
 
 
@@ -64,7 +64,9 @@ def test_every_one_of_a_thousand_flips_in_a_log_is_found() -> None:
     rng = np.random.default_rng(1)
     for _ in range(1000):
         log = log_of(1)
-        flip(log, 4, slab := int(rng.integers(2)), int(rng.integers((10, 3)[slab])), int(rng.integers(96)))
+        flip(
+            log, 4, table_group := int(rng.integers(2)), int(rng.integers((10, 3)[table_group])), int(rng.integers(96))
+        )
         with pytest.raises(MemoryDamaged):
             log.pop()
 
@@ -82,7 +84,7 @@ def test_what_is_forgotten_and_what_is_not_sealed_is_not_looked_at() -> None:
 class Owner:
     """In the place of a slot, its host and its scrubber."""
 
-    ready, dead, origin, snapshot_slots, life = True, False, 0, (0, 1), (0, 0)
+    ready, dead, load_end, snapshot_slots, life = True, False, 0, (0, 1), (0, 0)
     held = SimpleNamespace(job=SimpleNamespace(trainers=2), sealed=True)
 
     def __init__(self) -> None:

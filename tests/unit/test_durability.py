@@ -121,7 +121,7 @@ def test_what_was_sent_of_steps_before_the_cut_is_let_go() -> None:
 class Nobody:
     """A process with one slot and no others."""
 
-    era, frozen, origin, history, snapshot_slots = 0, False, 0, (0, False), ()
+    era, frozen, load_end, history, snapshot_slots = 0, False, 0, (0, False), ()
     writer, checkpointing, tier = None, Checkpointing(), None
 
     def __init__(self) -> None:

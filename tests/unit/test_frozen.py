@@ -99,6 +99,6 @@ def test_a_restarted_trainer_freezes_what_was_frozen(lost_after: int) -> None:
     first = run(made())
     again = run(made(first.session, lost_after, seed=2))
     assert first.losses == again.losses and same(first, again)
-    slab, row = first.session.job.place_of_table["wide"]
-    begin, third, last = (first.session.after[step][slab][row : row + 50] for step in (1, 3, END))
+    table_group, row = first.session.job.place_of_table["wide"]
+    begin, third, last = (first.session.after[step][table_group][row : row + 50] for step in (1, 3, END))
     assert torch.equal(begin, third) and not torch.equal(third, last)

@@ -145,7 +145,7 @@ def test_a_learning_rate_is_set_as_ever() -> None:
     for group in model.fused_optimizer.param_groups:
         group["lr"] = 0.25
     model(batch_of(4, 0))[0].backward()
-    assert session.rates == [[0.25] * len(session.job.slabs)]
+    assert session.rates == [[0.25] * len(session.job.table_groups)]
 
 
 def test_what_it_wants_and_is_not_there_is_refused_by_name() -> None:

@@ -413,7 +413,7 @@ def test_a_learning_rate_of_a_loop(given: Any) -> None:
     for group in model.fused_optimizer.param_groups:
         group["lr"] = given
     model(batch_of(3, 0).sparse_features).values().sum().backward()
-    assert repr(session.rates) == repr([[float(given)] * len(session.job.slabs)])
+    assert repr(session.rates) == repr([[float(given)] * len(session.job.table_groups)])
 
 
 @pytest.mark.parametrize("bad", ["0.1", True, None, np.zeros(2), math.nan], ids=repr)

@@ -41,7 +41,7 @@ def of(data_type: DataType) -> list[EmbeddingBagConfig]:
 
 
 def mixed() -> list[EmbeddingBagConfig]:
-    """One of each in one collection; all of one dim and optimizer: the dtype alone makes three slabs."""
+    """One of each in one collection; all of one dim and optimizer: the dtype alone makes three table groups."""
     return [table(str(t.value), 20, 8, f"f{i}", data_type=t) for i, t in enumerate(DTYPES)]
 
 
@@ -58,7 +58,7 @@ def test_fp16_is_trained_as_by_torchrec(kind: str) -> None:
         expected = theirs[key].local_shards()[0].tensor
         assert state[key].dtype == expected.dtype == torch.float16
         torch.testing.assert_close(state[key], expected, rtol=2**-9, atol=1e-3)
-    assert {slab.weights for slab in session.job.slabs} == {"float16"}
+    assert {table_group.weights for table_group in session.job.table_groups} == {"float16"}
     optimizer = model.fused_optimizer.state_dict()["state"]
     assert all(value.dtype == torch.float32 for values in optimizer.values() for value in values.values())
 
@@ -127,7 +127,7 @@ def test_first_weights(data_type: DataType) -> None:
 def test_tables_of_three_dtypes_in_one_collection() -> None:
     batches = [batch_of(6, seed) for seed in range(4)]
     model, session = shard(Net(collection("adagrad", mixed())))
-    assert [slab.weights for slab in session.job.slabs] == ["float16", "bfloat16", "float32"]
+    assert [table_group.weights for table_group in session.job.table_groups] == ["float16", "bfloat16", "float32"]
     losses = train(model, batches)
     piped, other = shard(LossNet(collection("adagrad", mixed())))
     assert train_in_pipeline(piped, batches) == losses
@@ -137,7 +137,7 @@ def test_tables_of_three_dtypes_in_one_collection() -> None:
     )
     single, plain = shard(Net(collection("adagrad", [table(c.name, 20, 8, *c.feature_names) for c in mixed()])))
     torch.testing.assert_close(losses, train(single, batches), rtol=0.02, atol=0.02)
-    assert losses != train(single, batches) and len(plain.job.slabs) == 1, "something was rounded"
+    assert losses != train(single, batches) and len(plain.job.table_groups) == 1, "something was rounded"
 
 
 @pytest.mark.parametrize("data_type", HALVES)

@@ -224,7 +224,7 @@ def first_launch(state: str, start: Fields) -> Running:
     running.start(**start)
     first = running.processes[4]
     if state != "loading":
-        running.say(first, type="loaded", origin=0)
+        running.say(first, type="loaded", load_end=0)
     if state == "one is done":
         running.say(first, type="leave", report={})
     if state == "going back":
@@ -433,7 +433,7 @@ def test_trainers_that_go_back_to_a_checkpoint_keep_their_place_for_a_while() ->
     running = Running(checkpoint=CheckpointSettings("memory://x", every_steps=2, beyond="checkpoint"))
     manifests = running.router._manifests = Newest()  # type: ignore[assignment]
     running.start(launch="a")
-    running.say(running.processes[4], type="loaded", origin=0)
+    running.say(running.processes[4], type="loaded", load_end=0)
     early = running.join("trainer", 0, launch="c")
     assert early.wire.told("waits")
     first = running.processes[4]
@@ -455,7 +455,7 @@ def test_another_launch_that_came_to_a_coordinator_that_knew_nothing_gives_way(l
     before, after = Running(), Running()
     before.core._state.members._lives = dict.fromkeys(range(2), lives)
     before.start(launch="a")
-    before.say(before.processes[4], type="loaded", origin=0)
+    before.say(before.processes[4], type="loaded", load_end=0)
     intruders = [after.join("trainer", rank, launch="b") for rank in (0, 1)]
     assert all(one.wire.told("welcome") for one in intruders)
     for process in before.processes:

@@ -360,9 +360,9 @@ def test_optimizer_state_that_is_missing_or_strange(saved: Saved, tmp_path: Path
     words = ["--import", str(tmp_path / "c" / "dcp"), "--job", str(saved.job), "--fresh-optimizer-state"]
     url = str(tmp_path / "c" / "store")
     assert main(["checkpoints", url, *words]) == 0
-    slab, first = saved.session.job.place_of_table["wide"]
-    found = records_of(url, saved.session.job)[slab].view(np.float32)[first : first + 50]
-    wanted = saved.records[slab][first : first + 50].clone()
+    table_group, first = saved.session.job.place_of_table["wide"]
+    found = records_of(url, saved.session.job)[table_group].view(np.float32)[first : first + 50]
+    wanted = saved.records[table_group][first : first + 50].clone()
     assert flat(old).any() and wanted[:, 8].any()
     wanted[:, 8] = 0
     assert np.array_equal(found, wanted.numpy())

@@ -34,7 +34,7 @@ GIVE_UP_S, STANDS_S, LEAST_S, MOST_S = 20.0, 100.0, 0.5, 2.0
 PACE = Pace(GIVE_UP_S, STANDS_S, LEAST_S, MOST_S)
 CODE = CodeSpec(3, 2, 1)
 JOB = JobSpec((TableSpec("a", rows=4, dim=1, low=0.0, high=1.0),), CODE, 2)
-KNOWN = messages.Known(job=JOB, placement=None, era=0, frozen=False, resume_step=0, done=0, origin=None)
+KNOWN = messages.Known(job=JOB, placement=None, era=0, frozen=False, resume_step=0, done=0, load_end=None)
 JOINS = {"server": join_of("server", "one", 1), "trainer": join_of("trainer", "one", 1, rank=1, job=JOB)}
 OTHER = messages.OtherCluster("theirs", CodeSpec(6, 4, 2), "as ordered")
 GONE = ClusterUnavailable("nobody listens")
@@ -209,7 +209,7 @@ def test_a_member_tells_the_next_coordinator_what_it_was_told() -> None:
     assert (told.roster, told.world, told.addresses) == (7, ["server-0", "trainer-1"], {"server-0": ("10.0.0.1", 4)})
     assert (told.endpoint, told.code, told.inexact, told.known) == ("here", CODE, restored, KNOWN)
     assert hear(rules, messages.Rejoined(4)) == [Tell(messages.Rejoined(4))]
-    assert rules.life == 4 and not rules.looks and rules.step(9.0) == membership.NOTHING
+    assert rules.term == 4 and not rules.looks and rules.step(9.0) == membership.NOTHING
 
 
 def test_a_search_is_over_when_the_coordinator_has_said_so_and_no_earlier() -> None:

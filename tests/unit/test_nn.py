@@ -60,9 +60,9 @@ def test_sharded_equals_unsharded(kind: str, weighted: bool, most: int) -> None:
         (theirs.values() * weights).square().sum().backward()
         rows, gradients = session.pushed[-1]
         for config in configs:
-            slab, first = session.job.place_of_table[config.name]
-            grad = torch.zeros(session.job.slabs[slab].rows, config.embedding_dim, dtype=torch.float32)
-            grad[rows[slab]] = gradients[slab]
+            table_group, first = session.job.place_of_table[config.name]
+            grad = torch.zeros(session.job.table_groups[table_group].rows, config.embedding_dim, dtype=torch.float32)
+            grad[rows[table_group]] = gradients[table_group]
             expected = oracle.module.embedding_bags[config.name].weight.grad
             torch.testing.assert_close(grad[first : first + config.num_embeddings], expected, rtol=1e-4, atol=1e-5)
         oracle.optimizer.step()
@@ -183,9 +183,9 @@ def test_running_a_graph_twice_is_two_steps() -> None:
     loss.backward(retain_graph=True)
     loss.backward()
     assert session.step == 3
-    for slab in range(2):
-        assert torch.equal(session.pushed[0][0][slab], session.pushed[1][0][slab])
-        assert torch.equal(session.pushed[0][1][slab], session.pushed[1][1][slab])
+    for table_group in range(2):
+        assert torch.equal(session.pushed[0][0][table_group], session.pushed[1][0][table_group])
+        assert torch.equal(session.pushed[0][1][table_group], session.pushed[1][1][table_group])
 
 
 def test_a_backward_that_fails_leaves_nothing_behind() -> None:
@@ -246,7 +246,7 @@ def test_a_scheduler_changes_the_rate_of_the_next_backward() -> None:
     assert session.rates[-1] == pytest.approx([0.025, 0.025])
 
 
-def test_tables_of_one_slab_need_one_rate() -> None:
+def test_tables_of_one_table_group_need_one_rate() -> None:
     first, second = collection("sgd", [table("a", 20, 8, "f0")]), collection("sgd", [table("b", 20, 8, "f1")])
     model, _ = shard(Net(first, second))
     model.fused_optimizer.param_groups[0]["lr"] = 1.0

@@ -155,17 +155,22 @@ def test_a_dense_optimizer_of_all_parameters_trains_the_dense_ones() -> None:
 def test_parameters_are_reset_as_the_configs_say() -> None:
     model, session = shard(Net(collection("adagrad", device=META)))
     train(model, [batch_of(4, 0)], torch.optim.SGD(dense_parameters(model).values(), lr=0.1))
-    trained, states = model.full_state_dict(), [records[:, slab.dim :].clone() for records, slab in zip_slabs(session)]
+    trained, states = (
+        model.full_state_dict(),
+        [records[:, table_group.dim :].clone() for records, table_group in zip_table_groups(session)],
+    )
     DistributedModelParallel._reset_parameters(model)
     for name, values in model.full_state_dict().items():
         if "embedding_bags" in name:
             assert not torch.equal(values, trained[name])
             assert values.abs().max() <= len(values) ** -0.5
-    assert all(torch.equal(r[:, s.dim :], state) for (r, s), state in zip(zip_slabs(session), states, strict=True))
+    assert all(
+        torch.equal(r[:, s.dim :], state) for (r, s), state in zip(zip_table_groups(session), states, strict=True)
+    )
 
 
-def zip_slabs(session: Any) -> Any:
-    return zip(session.records, session.job.slabs, strict=True)
+def zip_table_groups(session: Any) -> Any:
+    return zip(session.records, session.job.table_groups, strict=True)
 
 
 def test_a_module_looks_like_torchrecs() -> None:
@@ -290,8 +295,8 @@ def test_a_write_past_torch_changes_the_table_too(way: str, noticed_by: str, kep
     if not kept:
         del state, values
     NOTICED_BY[noticed_by](model)
-    slab, first = session.job.place_of_table[key.split(".")[-2]]
-    stored = session.read(slab, torch.arange(first, first + 50))[:, :8]
+    table_group, first = session.job.place_of_table[key.split(".")[-2]]
+    stored = session.read(table_group, torch.arange(first, first + 50))[:, :8]
     assert torch.equal(stored, wanted) and not torch.equal(wanted, before)
     assert torch.equal(model.full_state_dict()[key], wanted)
 

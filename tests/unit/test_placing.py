@@ -93,9 +93,11 @@ wanted = st.builds(
 
 
 @settings(deadline=None)
-@given(slabs=st.lists(st.lists(wanted, min_size=1, max_size=30), min_size=1, max_size=3), slots=st.integers(1, 9))
-def test_all_rows_are_placed_and_slots_are_equally_full(slabs, slots):
-    for tables, found in zip(slabs, place(slabs, slots), strict=True):
+@given(
+    table_groups=st.lists(st.lists(wanted, min_size=1, max_size=30), min_size=1, max_size=3), slots=st.integers(1, 9)
+)
+def test_all_rows_are_placed_and_slots_are_equally_full(table_groups, slots):
+    for tables, found in zip(table_groups, place(table_groups, slots), strict=True):
         if all(table.sharding == "row_wise" for table in tables):
             assert found == [()] * len(tables)
             continue

@@ -176,7 +176,7 @@ def test_its_report_has_our_tables_and_what_the_servers_hold_and_carry(caplog: p
 def test_padding_of_a_table_that_must_be_whole_is_reported_and_the_model_warns_once(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """50 of the 80 rows of its slab, on 3 slots."""
+    """50 of the 80 rows of its table group, on 3 slots."""
     monkeypatch.setattr(spread, "PADDING_LEAST_BYTES", 1)
     report, module = Report(), Net(collection())
     constraints = {"wide": ParameterConstraints(sharding_types=[kind])}

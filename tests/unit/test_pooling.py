@@ -121,14 +121,14 @@ def test_a_gradient_that_is_not_finite_is_told(value):
     assert not finite()
 
 
-def test_slab_rows_and_the_first_id_that_is_none():
+def test_table_group_rows_and_the_first_id_that_is_none():
     lengths = np.array([[2, 0], [1, 1]])
     first, rows, out = np.array([0, 10]), np.array([10, 5]), np.empty(4, np.int64)
     for ids in (np.array([3, 9, 0, 4]), np.array([3, 9, 0, 4], np.int32)):
-        assert pooling.to_slab_rows(ids, lengths, first, rows, out) == -1
+        assert pooling.to_table_group_rows(ids, lengths, first, rows, out) == -1
         assert out.tolist() == [3, 9, 10, 14]
-    assert pooling.to_slab_rows(np.array([3, 10, 0, 4]), lengths, first, rows, out) == 1
-    assert pooling.to_slab_rows(np.array([3, 9, 0, -1]), lengths, first, rows, out) == 3
+    assert pooling.to_table_group_rows(np.array([3, 10, 0, 4]), lengths, first, rows, out) == 1
+    assert pooling.to_table_group_rows(np.array([3, 9, 0, -1]), lengths, first, rows, out) == 3
 
 
 def test_warm_compiles_all(monkeypatch):

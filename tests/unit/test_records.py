@@ -198,7 +198,7 @@ def test_initial_weights_depend_on_seed_table_row_and_column():
     assert (base[:, :6] != other[:, :6]).all(axis=1).sum() > 45
     moved = initial(np.arange(7, 57), first_rows=np.array([0, 7, 57]), low=TABLES["low"][[1, 0, 2]],
                     high=TABLES["high"][[1, 0, 2]], table_indices=np.array([0, 4, 7]))  # fmt: skip
-    assert np.array_equal(moved, base), "a table is the same wherever it starts in the slab"
+    assert np.array_equal(moved, base), "a table is the same wherever it starts in the table group"
 
 
 def test_initial_weights_are_uniform_within_bounds_and_the_state_zero():
@@ -530,10 +530,10 @@ def entry(seed, universe=40, width=12):
     return positions, random.integers(0, 256, (len(positions), width), dtype=np.uint8)
 
 
-def filled(steps, slabs=2, floor=0):
-    log = DeltaLog(slabs, floor=floor)
+def filled(steps, table_groups=2, floor=0):
+    log = DeltaLog(table_groups, floor=floor)
     for step in range(floor + 1, floor + steps + 1):
-        parts = [entry(10 * step + slab) for slab in range(slabs)]
+        parts = [entry(10 * step + table_group) for table_group in range(table_groups)]
         log.append(step, [p for p, _ in parts], [d for _, d in parts])
     return log
 
@@ -552,21 +552,21 @@ def test_changes_match_a_plain_search(steps, drop, floor, seed, ascending):
     random = np.random.default_rng(seed)
     queries = random.integers(-3, 45, 25)
     queries = np.sort(queries) if ascending else queries
-    for slab, (after, through) in itertools.product(
+    for table_group, (after, through) in itertools.product(
         range(2), itertools.combinations_with_replacement(range(log.floor, log.last + 1), 2)
     ):
         wanted, touched = np.zeros((25, 12), np.uint8), False
         for step in range(after + 1, through + 1):
-            positions, deltas = log.get(step)[slab]
+            positions, deltas = log.get(step)[table_group]
             for q, query in enumerate(queries.tolist()):
                 for index in np.flatnonzero(positions == query):
                     wanted[q] ^= deltas[index]
                     touched = True
-        found = log.changes(slab, queries, after, through)
+        found = log.changes(table_group, queries, after, through)
         assert (found is not None) == touched
         assert found is None or np.array_equal(found, wanted)
         summed = np.zeros_like(wanted)
-        for rows, deltas in log.parts(slab, queries, after, through):
+        for rows, deltas in log.parts(table_group, queries, after, through):
             assert len(rows) and (np.diff(rows) > 0).all()
             summed[rows] ^= deltas
         assert np.array_equal(summed, wanted)
@@ -644,7 +644,7 @@ def test_the_log_refuses_what_does_not_fit():
     for step in (3, 5):
         with pytest.raises(ValueError, match="`step` must be 4"):
             log.append(step, [positions] * 2, [deltas] * 2)
-    with pytest.raises(ValueError, match="2 slabs"):
+    with pytest.raises(ValueError, match="2 table groups"):
         log.append(4, [positions], [deltas])
     with pytest.raises(ValueError, match=r"positions\[1\].*ascending"):
         log.append(4, [positions, positions[::-1]], [deltas] * 2)
@@ -658,7 +658,7 @@ def test_the_log_refuses_what_does_not_fit():
     for step in (1, 4):
         with pytest.raises(LookupError, match=rf"step {step} .*2\.\.3"):
             log.get(step)
-    with pytest.raises(ValueError, match="slab"):
+    with pytest.raises(ValueError, match="table_group"):
         log.changes(2, query, 1, 3)
     with pytest.raises(ValueError, match="int64"):
         log.changes(0, query.astype(np.int32), 1, 3)

@@ -208,7 +208,7 @@ def test_a_process_that_claims_a_members_name_is_fenced() -> None:
     assert running.core.members["server-1"].session_id == process.hello["session_id"] and not wire.closed
 
 
-@pytest.mark.parametrize("field", ["roster", "era", "life", "resume_step"])
+@pytest.mark.parametrize("field", ["roster", "era", "term", "resume_step"])
 def test_absurd_versions_are_refused(field: str) -> None:
     running = Running().start()
     for value in (2**53 + 1, 2**63, 2**64, -1, True, 1.5, "1", None):
@@ -403,7 +403,7 @@ def test_a_refused_message_of_a_member_harms_nobody() -> None:
     wire = running.processes[1].wire
     for message in ({"type": "ready", "slot": 7, "incarnation": 0}, {"type": "listens", "endpoint": ""}):
         running.say(running.processes[1], **message)
-    running.say(running.processes[1], type="loaded", origin=0)
+    running.say(running.processes[1], type="loaded", load_end=0)
     running.say(running.processes[4], type="progress", trainer=1, step=1)
     assert len(wire.told("refused")) == 3 and not wire.closed
     said = running.router.status(3.0)
@@ -411,7 +411,7 @@ def test_a_refused_message_of_a_member_harms_nobody() -> None:
     running.router.on_message(Wire("a tool"), {"type": "drain", "what": "server-9"}, 0.0)
     assert running.router.refused == 4, "a slip of somebody's, who is told: nothing is wrong with the cluster"
     assert sum(event["event"] == "refused" for event in running.events) == 1, "the log is told once a second"
-    assert running.core.step == 0 and running.core.origin is None
+    assert running.core.step == 0 and running.core.load_end is None
 
 
 def test_a_stranger_is_sent_away() -> None:
@@ -499,13 +499,13 @@ def test_what_was_brought_back_is_what_the_cluster_begins_with() -> None:
     assert running.join("server").wire.told("welcome")[0]["restored"]["done"] == 10
 
 
-@pytest.mark.parametrize("life", [0, 3])
-def test_nobody_begins_anew_without_a_word(life: int) -> None:
-    """`life`: 0 where no checkpoints are written. Else names of before are not given again."""
+@pytest.mark.parametrize("term", [0, 3])
+def test_nobody_begins_anew_without_a_word(term: int) -> None:
+    """`term`: 0 where no checkpoints are written. Else names of before are not given again."""
     running = Running(looks=True)
     server = running.join("server")
-    running.router.begin_with(None, life, running.now_s)
-    assert server.name == ("server-3000" if life else "server-0")
+    running.router.begin_with(None, term, running.now_s)
+    assert server.name == ("server-3000" if term else "server-0")
     assert [one["event"] for one in running.events if one["event"] in ("began_anew", "went_beyond")] == ["began_anew"]
 
 
@@ -610,7 +610,7 @@ def given_up(servers: int, trainers: int, loaded: bool = False) -> Running:
     run.enter()
     assert bool(run.core.slots) == (servers >= 3 and trainers == 2)
     if loaded:
-        run.say(there[0], type="loaded", origin=0)
+        run.say(there[0], type="loaded", load_end=0)
     for process in there:
         run.close(process.wire)
         name, number, _ = run.probes[-1]

@@ -33,15 +33,17 @@ def test_rows_records_and_padding_are_those_of_the_layout(tables, code):
     job = job_of(tables, code)
     spread = spread_of(job)
     for one in spread.tables:
-        slab, first = job.place_of_table[one.table.name]
-        slot_U, _ = job.layouts[slab].locate(np.arange(first, first + one.table.rows))
+        table_group, first = job.place_of_table[one.table.name]
+        slot_U, _ = job.layouts[table_group].locate(np.arange(first, first + one.table.rows))
         assert one.rows_S.tolist() == np.bincount(slot_U, minlength=code.slots).tolist()
         home = job.home_of(one.table.name)
         assert one.home == (None if home is None else home[0])
         assert [slot for low, high in one.slots for slot in range(low, high + 1)] == sorted(set(slot_U.tolist()))
         assert all(later[0] > before[1] + 1 for before, later in zip(one.slots, one.slots[1:], strict=False)), "runs"
-    both = list(zip(job.slabs, job.layouts, strict=True))
-    held = [sum(of.data_rows(slot) * slab.schema.nbytes for slab, of in both) for slot in range(code.slots)]
+    both = list(zip(job.table_groups, job.layouts, strict=True))
+    held = [
+        sum(of.data_rows(slot) * table_group.schema.nbytes for table_group, of in both) for slot in range(code.slots)
+    ]
     assert (spread.records_S + spread.padding_S).tolist() == held
     assert np.isclose(spread.load_S.sum(), sum(table.wanted.load for table in job.tables))
 
@@ -78,7 +80,7 @@ def test_padding_of_less_than_a_twentieth_is_not_said_nor_is_what_rounding_makes
     assert spread_of(small).padding_S.sum() and said_of_padding(small) == "", "each slot has its share"
 
 
-def test_padding_of_another_slab_is_not_of_tables_that_fit():
+def test_padding_of_another_table_group_is_not_of_tables_that_fit():
     job = job_of(
         [(3, ADAM, "table_wise", 1.0), (6000, SGD, "table_wise", 1.0), (1, SGD, "auto", 1.0)], CodeSpec(3, 2, 1)
     )

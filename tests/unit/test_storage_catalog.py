@@ -61,7 +61,7 @@ def test_chains_of_checkpoints(tmp_path: Path, url_of: Callable[[Path], str]) ->
     assert [c.fault for c in checked] == [""] * 6 and sum(
         c.bytes for c in checked
     ) == two.bytes + one.bytes + full.bytes
-    assert chain_reader.check_rows(catalog, two) == sum(slab.rows for slab in shelf.job.slabs)
+    assert chain_reader.check_rows(catalog, two) == sum(table_group.rows for table_group in shelf.job.table_groups)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 250 .*there are: 100, 200, 300"):
         catalog.at(250)
 
@@ -71,12 +71,12 @@ def test_each_row_is_given_once_and_only_what_is_wanted(tmp_path: Path) -> None:
     full = shelf.write(1)
     shelf.change(0, range(10, 20), 1)
     two = shelf.write(2, full, [range(10, 20), []])
-    rows = [rows_N for slab, rows_N, _ in chain_reader.records_of(shelf.catalog, two) if slab == 0]
+    rows = [rows_N for table_group, rows_N, _ in chain_reader.records_of(shelf.catalog, two) if table_group == 0]
     assert sorted(np.concatenate(rows).tolist()) == list(range(47))
     found = shelf.read(two, wanted=[(15, 30), (0, 0)])
     np.testing.assert_array_equal(found[0][15:30], shelf.truth[0][15:30])
     assert (found[0][:15] == 255).all() and (found[0][30:] == 255).all() and (found[1] == 255).all()
-    found = shelf.read(two, mine=lambda slab, rows_N: rows_N % 5 == 0)
+    found = shelf.read(two, mine=lambda table_group, rows_N: rows_N % 5 == 0)
     np.testing.assert_array_equal(found[0][::5], shelf.truth[0][::5])
     assert (found[0][1::5] == 255).all()
     found = shelf.read(two, slots=[1])
@@ -84,7 +84,7 @@ def test_each_row_is_given_once_and_only_what_is_wanted(tmp_path: Path) -> None:
     assert (found[0][::2] == 255).all()
     with pytest.raises(CheckpointError, match=r"no parts of slots \[7\]"):
         shelf.read(two, slots=[1, 7])
-    with pytest.raises(ValueError, match="slab 0 has rows 0 to 47, wanted are 40 to 48"):
+    with pytest.raises(ValueError, match="table group 0 has rows 0 to 47, wanted are 40 to 48"):
         shelf.read(two, wanted=[(40, 48), (0, 0)])
 
 
@@ -245,7 +245,7 @@ def test_a_newer_format_is_refused_by_its_number() -> None:
         (("parts", 0, "name"), "manifest.json", "a part is the manifest"),
         (("parts", 0, "name"), "slot-0001.part", "two parts have one name"),
         (("parts", 0, "bytes"), -1, "`int` >= 0"),
-        (("parts", 0, "rows"), [1], "not 2 slabs"),
+        (("parts", 0, "rows"), [1], "not 2 table groups"),
         (("parts", 0, "dense"), [], "dense parts are of trainers"),
         (("id",), "000000000008-a/b", "matching regex"),
         (("base",), "../x", "matching regex"),

@@ -28,15 +28,17 @@ def test_every_checkpoint_of_a_run(
     dirty: list[tuple[set[int], set[int]]] = []  # between one checkpoint and the next, since the full one
     truths: dict[str, list[bytes]] = {}
     for step, changed in enumerate(changes, start=1):
-        for slab, rows in enumerate(changed):
-            shelf.change(slab, sorted(rows), step)
+        for table_group, rows in enumerate(changed):
+            shelf.change(table_group, sorted(rows), step)
         dirty.append(changed)
         shelf.slots = 1 + (slots + step) % 4
         following = policy.next_kind(name, [one.bytes for one in since])
         if following.base is None:
             since, dirty = [shelf.write(step, encoding=encoding)], []
         else:
-            rows = [sorted(set().union(*(one[slab] for one in dirty[following.base :]))) for slab in range(2)]
+            rows = [
+                sorted(set().union(*(one[table_group] for one in dirty[following.base :]))) for table_group in range(2)
+            ]
             since.append(shelf.write(step, since[following.base], rows, encoding))
         truths[since[-1].id] = [records.tobytes() for records in shelf.truth]
         assert len(dirty) == len(since) - 1
@@ -46,5 +48,5 @@ def test_every_checkpoint_of_a_run(
     assert shelf.catalog.checkpoints()[: len(newest)] == newest, "and maybe what they build on"
     for one in shelf.catalog.checkpoints():
         assert [records.tobytes() for records in shelf.read(one)] == truths[one.id]
-        found = shelf.read(one, mine=lambda slab, rows_N: rows_N % 3 == 0)
+        found = shelf.read(one, mine=lambda table_group, rows_N: rows_N % 3 == 0)
         assert all(np.array_equal(a[::3], b[::3]) for a, b in zip(found, shelf.read(one), strict=True))

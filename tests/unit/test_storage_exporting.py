@@ -20,11 +20,11 @@ from torch_ecrec.storage.exporting import export
 def wanted_of(shelf: Shelf) -> dict[str, Any]:
     """Every tensor, as float32, from the records."""
     found: dict[str, Any] = {}
-    for slab, records in zip(shelf.job.slabs, shelf.truth, strict=True):
-        numbers = numbers_of(records, slab.schema).copy()
-        for table, first in zip(slab.tables, slab.first_rows, strict=True):
-            for field in slab.schema.fields:
-                columns = slice(*slab.schema.columns(field.name))
+    for table_group, records in zip(shelf.job.table_groups, shelf.truth, strict=True):
+        numbers = numbers_of(records, table_group.schema).copy()
+        for table, first in zip(table_group.tables, table_group.first_rows, strict=True):
+            for field in table_group.schema.fields:
+                columns = slice(*table_group.schema.columns(field.name))
                 values = numbers[first : first + table.rows, columns]
                 found[f"{table.name}.{field.name}"] = values[:, 0] if field.per_row else values
     return found

@@ -32,8 +32,8 @@ encodings = st.builds(Encoding, bits=st.sampled_from((0, 2, 3, 4, 8)), zstd=st.s
 def written(location: Location, schemas: list[Schema], blocks: list[Any], encoding: Encoding = Encoding()) -> PartEntry:  # noqa: B008
     part = PartWriter(location, "one.part", schemas, encoding, 3)
     total = part.bytes
-    for slab, rows_N, records_NB in blocks:
-        total += part.write(slab, rows_N, records_NB)
+    for table_group, rows_N, records_NB in blocks:
+        total += part.write(table_group, rows_N, records_NB)
     total += part.write_dense(0, [1, -(1 << 63), 5], b"some bytes")
     total += part.write_dense(7, [], b"")
     assert part.bytes == total
@@ -144,37 +144,41 @@ def test_the_whole_range_of_float32_is_quantised_or_told() -> None:
 @settings(max_examples=40)
 @given(st.lists(schemas, min_size=1, max_size=3), encodings, st.integers(0, 2**32 - 1), st.data())
 def test_what_was_written_comes_back(
-    tmp_path_factory: pytest.TempPathFactory, of_slabs: list[Schema], encoding: Encoding, seed: int, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory,
+    of_table_groups: list[Schema],
+    encoding: Encoding,
+    seed: int,
+    data: st.DataObject,
 ) -> None:
     location = Location(str(tmp_path_factory.mktemp("parts")))
     blocks = []
     for number in range(data.draw(st.integers(0, 4))):
-        slab = data.draw(st.integers(0, len(of_slabs) - 1))
+        table_group = data.draw(st.integers(0, len(of_table_groups) - 1))
         rows = data.draw(st.lists(st.integers(0, 10**6), max_size=20))
-        records_NB = some_records(of_slabs[slab], len(rows), seed + number)
+        records_NB = some_records(of_table_groups[table_group], len(rows), seed + number)
         if data.draw(st.booleans()) and len(rows):
             records_NB[0] = 255  # NaN in every number
-        blocks.append((slab, np.array(rows, np.int64), records_NB))
-    entry = written(location, of_slabs, blocks, encoding)
+        blocks.append((table_group, np.array(rows, np.int64), records_NB))
+    entry = written(location, of_table_groups, blocks, encoding)
     assert entry == PartEntry.of(msgspec.json.decode(msgspec.json.encode(entry.to_json())))
     assert location.size("one.part") == entry.bytes and location.list() == ["one.part"]
-    found: list[dict[int, list[bytes]]] = [{} for _ in of_slabs]
-    for slab, rows_N, records_NB in PartReader(location, entry, of_slabs).blocks():
+    found: list[dict[int, list[bytes]]] = [{} for _ in of_table_groups]
+    for table_group, rows_N, records_NB in PartReader(location, entry, of_table_groups).blocks():
         for row, record in zip(rows_N.tolist(), records_NB, strict=True):
-            found[slab].setdefault(row, []).append(record.tobytes())
-    wanted: list[dict[int, list[bytes]]] = [{} for _ in of_slabs]
-    for slab, rows_N, records_NB in blocks:
+            found[table_group].setdefault(row, []).append(record.tobytes())
+    wanted: list[dict[int, list[bytes]]] = [{} for _ in of_table_groups]
+    for table_group, rows_N, records_NB in blocks:
         for row, record in zip(rows_N.tolist(), records_NB, strict=True):
-            wanted[slab].setdefault(row, []).append(record.tobytes())
-    assert entry.rows == [sum(map(len, of_slab.values())) for of_slab in wanted]
-    for s, schema in enumerate(of_slabs):
+            wanted[table_group].setdefault(row, []).append(record.tobytes())
+    assert entry.rows == [sum(map(len, of_table_group.values())) for of_table_group in wanted]
+    for s, schema in enumerate(of_table_groups):
         assert found[s].keys() == wanted[s].keys()
         first = 0 if not encoding.bits else schema.fields[0].nbytes
         for row in wanted[s]:
             assert sorted(r[first:] for r in found[s][row]) == sorted(r[first:] for r in wanted[s][row])
-    dense = PartReader(location, entry, of_slabs).dense()
+    dense = PartReader(location, entry, of_table_groups).dense()
     assert dense == {0: ([1, -(1 << 63), 5], b"some bytes"), 7: ([], b"")}
-    PartReader(location, entry, of_slabs).check()
+    PartReader(location, entry, of_table_groups).check()
 
 
 @pytest.mark.parametrize("weights", ["float32", "float16", "bfloat16"])
@@ -222,10 +226,14 @@ def test_blocks_are_of_a_bounded_size_and_only_what_is_wanted_is_given(
     records_NB = some_records(schema, 35, 0)
     entry = written(location, [schema], [(0, np.arange(35)[::-1], records_NB)])
     assert [len(rows) for _, rows, _ in PartReader(location, entry, [schema]).blocks()] == [10, 10, 10, 5]
-    found = list(PartReader(location, entry, [schema]).blocks(lambda slab, rows_N: (rows_N >= 12) & (rows_N % 2 == 0)))
+    found = list(
+        PartReader(location, entry, [schema]).blocks(lambda table_group, rows_N: (rows_N >= 12) & (rows_N % 2 == 0))
+    )
     assert [rows.tolist() for _, rows, _ in found] == [[34, 32, 30, 28, 26], [24, 22, 20, 18, 16], [14, 12]]
     np.testing.assert_array_equal(np.concatenate([records for *_, records in found]), records_NB[0:23:2])
-    assert sum(len(r) for _, r, _ in PartReader(location, entry, [schema]).blocks(lambda slab, rows_N: None)) == 35
+    assert (
+        sum(len(r) for _, r, _ in PartReader(location, entry, [schema]).blocks(lambda table_group, rows_N: None)) == 35
+    )
 
 
 def test_memory_that_is_not_contiguous_is_written_as_it_looks(tmp_path: Path) -> None:
@@ -256,37 +264,37 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, rows: Any, records: Any) -
 # --- altered ---------------------------------------------------------------------------------------------------------
 
 
-def read_all(location: Location, entry: PartEntry, of_slabs: list[Schema]) -> list[Any]:
-    reader = PartReader(location, entry, of_slabs)
+def read_all(location: Location, entry: PartEntry, of_table_groups: list[Schema]) -> list[Any]:
+    reader = PartReader(location, entry, of_table_groups)
     return [*[(s, rows.tolist(), records.tobytes()) for s, rows, records in reader.blocks()], reader.dense()]
 
 
 @pytest.mark.parametrize("encoding", [Encoding(), Encoding(bits=4, zstd=3)], ids=["raw", "packed"])
 def test_any_byte_that_is_another_is_found(tmp_path: Path, encoding: Encoding) -> None:
-    of_slabs = [Schema.of(5), Schema.of(6, STATES[1], "float16")]
-    few = [some_records(schema, count, count) for schema, count in zip(of_slabs, (4, 2), strict=True)]
+    of_table_groups = [Schema.of(5), Schema.of(6, STATES[1], "float16")]
+    few = [some_records(schema, count, count) for schema, count in zip(of_table_groups, (4, 2), strict=True)]
     blocks = [(0, np.arange(4), few[0]), (1, np.array([9, 2]), few[1])]
     location = Location(str(tmp_path))
-    entry = written(location, of_slabs, blocks, encoding)
+    entry = written(location, of_table_groups, blocks, encoding)
     whole, path = (tmp_path / "one.part").read_bytes(), tmp_path / "one.part"
-    assert len(read_all(location, entry, of_slabs)) == 3
+    assert len(read_all(location, entry, of_table_groups)) == 3
     dense = [range(place.offset, place.offset + place.bytes) for place in entry.dense]
     for place in range(len(whole)):
         altered = bytearray(whole)
         altered[place] ^= 1 << (place % 8)
         path.write_bytes(altered)
         with pytest.raises(CheckpointError, match=r"one\.part, block \d+ at byte \d+: .*restore another"):
-            list(PartReader(location, entry, of_slabs).blocks())
+            list(PartReader(location, entry, of_table_groups).blocks())
         if any(place in span for span in dense):
             with pytest.raises(CheckpointError, match=r"one\.part, block \d+ at byte \d+"):
-                PartReader(location, entry, of_slabs).dense()
+                PartReader(location, entry, of_table_groups).dense()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match="too early"):
-            list(PartReader(location, entry, of_slabs).blocks())
+            list(PartReader(location, entry, of_table_groups).blocks())
     path.write_bytes(whole + b"\0")
     with pytest.raises(CheckpointError, match="more follows after the end"):
-        list(PartReader(location, entry, of_slabs).blocks())
+        list(PartReader(location, entry, of_table_groups).blocks())
 
 
 def test_no_block_is_given_before_its_hash_was_right(tmp_path: Path) -> None:

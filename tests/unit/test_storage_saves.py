@@ -38,9 +38,11 @@ def saved(manifests: Any, url: str, done: int, truth: list[Any], base: messages.
     return order.folder
 
 
-def rows_of(slab: int, positions_N: Any) -> Any:
+def rows_of(table_group: int, positions_N: Any) -> Any:
     """Of slot 1."""
-    return layout_of(JOB.code.slots, JOB.code.k, JOB.code.parities, JOB.slabs[slab].rows).row_at(1, positions_N)
+    return layout_of(JOB.code.slots, JOB.code.k, JOB.code.parities, JOB.table_groups[table_group].rows).row_at(
+        1, positions_N
+    )
 
 
 def partial_restore(base: messages.Restored, *saves: str) -> messages.PartialRestore:
@@ -55,17 +57,17 @@ def test_a_slot_takes_each_row_from_the_newest_save_that_has_it(tmp_path: Path) 
     full = committed(manifests, url, 40, old)
     first, second = saved(manifests, url, 50, middle, full, 2), saved(manifests, url, 60, new, full, 3)
     counts = dict.fromkeys(("old", "middle", "new"), 0)
-    for slab, positions_N, records_NB in slot_records(partial_restore(full, first, second), JOB, 1):
-        rows = np.flatnonzero(slots_of(slab) == 1)
-        for row, record in zip(rows_of(slab, positions_N), records_NB, strict=True):
+    for table_group, positions_N, records_NB in slot_records(partial_restore(full, first, second), JOB, 1):
+        rows = np.flatnonzero(slots_of(table_group) == 1)
+        for row, record in zip(rows_of(table_group, positions_N), records_NB, strict=True):
             index = int(np.searchsorted(rows, row))
             where = "new" if index % 3 == 0 else "middle" if index % 2 == 0 else "old"
             counts[where] += 1
-            right = {"old": old, "middle": middle, "new": new}[where][slab][row]
-            assert np.array_equal(record, right), (slab, row, where)
+            right = {"old": old, "middle": middle, "new": new}[where][table_group][row]
+            assert np.array_equal(record, right), (table_group, row, where)
     assert min(counts.values()) > 0 and sum(counts.values()) == sum(int((slots_of(s) == 1).sum()) for s in range(2))
-    for slab, positions_N, records_NB in slot_records(partial_restore(full), JOB, 1):
-        assert np.array_equal(records_NB, old[slab][rows_of(slab, positions_N)]), "without saves"
+    for table_group, positions_N, records_NB in slot_records(partial_restore(full), JOB, 1):
+        assert np.array_equal(records_NB, old[table_group][rows_of(table_group, positions_N)]), "without saves"
 
 
 def test_nobody_begins_with_a_save(tmp_path: Path) -> None:

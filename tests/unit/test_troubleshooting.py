@@ -46,9 +46,11 @@ OF_PROGRAMS = (
     "|not an encoded value|an array of shape …|a scalar of …|a tensor of shape …, …, of … bytes|a tensor with flags …"
     "|a tensor's dimensions …|tensors of more than …|a tensor at bytes …|summed are contiguous …"
     "|a file of records must begin …|a line of more than …|serve_forever was called twice|not a JSON object …"
-    "|the other side … said before|zstd gives …|… bytes for … rows …|there is no slab …|slab … has rows …"
+    "|the other side … said before|zstd gives …|… bytes for … rows …"
+    "|there is no table group …|table group … has rows …"
     "|rows_N must be …|rows must be 0 to …|a row is negative|runs are of …|row numbers have …|wanted must have …"
-    "|… row … of slab … is of slot …|… has parts of the dense model beyond …|this describes no part …|job is none …"
+    "|… row … of table group … is of slot …|… has parts of the dense model beyond …"
+    "|this describes no part …|job is none …"
     "|encoding of checkpoints …|a defaultdict of …|rows must be ascending …|a tensor as key"
     "|a NumPy array of dtype …|…: the dense model is of another step …|it says what was not agreed"
 )

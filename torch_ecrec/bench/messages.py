@@ -1,6 +1,7 @@
 """Measures one push as a message: encoded, decoded, and sent through a socket; and what packing saves.
 
-Every number is microseconds of one core. A push has, for each slab, positions of `ROWS` rows and their gradients.
+Every number is microseconds of one core. A push has, for each table group, positions of `ROWS` rows and their
+gradients.
 
     write       `Vocabulary.encode`: the message without its tensors' values
     read        `Vocabulary.decode_request`: validated, every tensor in its place
@@ -29,24 +30,22 @@ from torch_ecrec.protocol.encoding import WIRE
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.transport.frames import Frame, FrameReader
 
-SLABS = (1, 2, 8, 26)
+TABLE_GROUPS = (1, 2, 8, 26)
 DIM = 16
 ROWS = 64
 CALLS = 200  # timed as one, for the clock
 COLUMNS = ("write", "read", "round")
-NOTES = (
-    """us of one core for a push of {rows} rows of {dim} columns per slab: median of {repeats} interleaved blocks."""
-)
+NOTES = """us of a core for a push: {rows} rows of {dim} columns a table group; median of {repeats} blocks in turns."""
 
 
-def _push(slabs: int) -> wire.Push:
-    positions = [torch.arange(ROWS) * 3 + slab for slab in range(slabs)]
-    gradients = [torch.randn(ROWS, DIM) for _ in range(slabs)]
-    return wire.Push(0, 1, 2, 0, positions, gradients, [0.01] * slabs, 2, 0)
+def _push(table_groups: int) -> wire.Push:
+    positions = [torch.arange(ROWS) * 3 + table_group for table_group in range(table_groups)]
+    gradients = [torch.randn(ROWS, DIM) for _ in range(table_groups)]
+    return wire.Push(0, 1, 2, 0, positions, gradients, [0.01] * table_groups, 2, 0)
 
 
-def _measure(slabs: int, repeats: int) -> dict[str, Any]:
-    push = _push(slabs)
+def _measure(table_groups: int, repeats: int) -> dict[str, Any]:
+    push = _push(table_groups)
     here, there = socket.socketpair()
     reader = FrameReader(there)
 
@@ -69,17 +68,20 @@ def _measure(slabs: int, repeats: int) -> dict[str, Any]:
             "round": (nothing, through),
         }
         times = interleaved(alternatives, repeats, CALLS)
-    row: dict[str, Any] = {"slabs": slabs, "tensors": 2 * slabs, "body_bytes": len(encoded()[0])}
+    row: dict[str, Any] = {"table_groups": table_groups, "tensors": 2 * table_groups, "body_bytes": len(encoded()[0])}
     return row | {f"{name} us": round(1e6 * statistics.median(times[name]), 2) for name in COLUMNS}
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the tables; writes OUT/messages.json and .csv, the second table in the JSON only."""
     require_int("repeats", arguments.repeats, 1)
-    for slabs in arguments.slabs:
-        require_int("slabs", slabs, 1)
+    for table_groups in arguments.table_groups:
+        require_int("table_groups", table_groups, 1)
     packing.check(arguments)
-    rows = [_measure(slabs, arguments.repeats) for slabs in counted("messages: pushes", arguments.slabs)]
+    rows = [
+        _measure(table_groups, arguments.repeats)
+        for table_groups in counted("messages: pushes", arguments.table_groups)
+    ]
     packed = packing.measure(arguments)
     notes = NOTES.format(rows=ROWS, dim=DIM, repeats=arguments.repeats).splitlines()
     shown = [record.table(rows), *notes, "", record.table(packed), packing.NOTES]
@@ -89,8 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `torch-ecrec bench messages`."""
-    slabs: Sequence[int] = list(SLABS)
-    parser.add_argument("--slabs", nargs="+", type=int, default=slabs, metavar="S", help="in a push")
+    table_groups: Sequence[int] = list(TABLE_GROUPS)
+    parser.add_argument("--table-groups", nargs="+", type=int, default=table_groups, metavar="S", help="in a push")
     parser.add_argument("--repeats", type=int, default=15, metavar="N", help="interleaved blocks (default 15)")
     packing.add_arguments(parser)
     parser.add_argument("--out", type=Path, default=Path("build/messages"), metavar="DIR")

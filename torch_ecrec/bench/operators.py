@@ -1,6 +1,6 @@
 """Measures our operators on a batch, beside FBGEMM's and torch's for the same work, in the time of one core.
 
-    range check      ids to rows of the slab; an id that is no row is found
+    range check      ids to rows of the table group; an id that is no row is found
     unique rows      each row of a batch once, and the place of each id among them; ours also sorts them by slot
     to slots         unique rows to the slots that hold them; FBGEMM's bucketises by ranges of rows
     pooled           looked-up rows to bags; its backward makes the gradients of the rows: over the number of trainers,
@@ -126,7 +126,9 @@ class _Batch:
         out_N = np.empty(len(self.ids_N), np.int64)
 
         def ours(_: None) -> Tensor:
-            assert pooling.to_slab_rows(self.ids_N.numpy(), self.lengths_FB, self.first_F, self.rows_F, out_N) == -1
+            assert (
+                pooling.to_table_group_rows(self.ids_N.numpy(), self.lengths_FB, self.first_F, self.rows_F, out_N) == -1
+            )
             return torch.from_numpy(out_N)
 
         def shifted() -> Tensor:

@@ -1,9 +1,9 @@
 """Measures what packing saves of deltas and ids sent between hosts, and its time: part of `bench messages`.
 
-A small DLRM, that of `partial_auc.py`, is trained on Criteo rows or made-up ones, its tables in one slab with real
-records, rowwise Adagrad's. Where there are fewer rows than the steps take, they come again, as in the demo: a model
-that sees rows for the tenth time makes smaller steps. Of some steps the deltas and the ids of their rows are packed as
-they would be for `--slots` servers: row i is on slot i % slots, an array of each kind for each.
+A small DLRM, that of `partial_auc.py`, is trained on Criteo rows or made-up ones, its tables in one table group with
+real records, rowwise Adagrad's. Where there are fewer rows than the steps take, they come again, as in the demo: a
+model that sees rows for the tenth time makes smaller steps. Of some steps the deltas and the ids of their rows are
+packed as they would be for `--slots` servers: row i is on slot i % slots, an array of each kind for each.
 
     passes       how often the rows have been seen after that step
     words %      of the deltas' bytes, those that their packed words have, whether that pays or not

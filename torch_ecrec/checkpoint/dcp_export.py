@@ -139,10 +139,10 @@ def _dense(state: State) -> tuple[dict[str, Any], list[str]]:
 def _tables(manifest: Manifest, state: State, path: Path) -> dict[str, Tensor]:
     file = TensorFile(path)
     found: dict[str, Tensor] = {}
-    for slab in manifest.spec.slabs:
-        for table in slab.tables:
+    for table_group in manifest.spec.table_groups:
+        for table in table_group.tables:
             key, name = state.tables[table.name]
-            for field in slab.schema.fields:
+            for field in table_group.schema.fields:
                 of_state = f"optimizer.state.{key}.{name}.{field.name}"
                 full = f"model.{key}" if field.name == WEIGHT else of_state
                 found[full] = made = _streamed(full, field, file.rows_of(f"{table.name}.{field.name}"))

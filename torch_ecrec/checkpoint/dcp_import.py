@@ -112,8 +112,8 @@ def import_(catalog: Catalog, source: Path, wanted: Wanted) -> Imported:
     parts = imported.packed(job.trainers, dense.tensors, dense.state, described.tables, columns)
     layouts = job.layouts
 
-    def slots_of(slab: int, rows_N: Positions) -> NDArray[np.int64]:
-        slot_N: NDArray[np.int64] = layouts[slab].locate(rows_N)[0]
+    def slots_of(table_group: int, rows_N: Positions) -> NDArray[np.int64]:
+        slot_N: NDArray[np.int64] = layouts[table_group].locate(rows_N)[0]
         return slot_N
 
     manifest = importing.write(catalog, job, tables, parts, slots_of)

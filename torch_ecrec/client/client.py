@@ -12,14 +12,14 @@ A step t of one trainer:
     snapshot(...)  the dense model after t, to the r + 1 snapshot slots
 
 Values are loaded in steps, too. Before training, `load` on trainer 0 is to the slots what `push` is of all trainers;
-training begins after the last of them, the `origin`. Later every trainer calls `load` or `pass_` in such a step.
+training begins after the last of them, the `load_end`. Later every trainer calls `load` or `pass_` in such a step.
 `Client` counts steps as the messages do; `Session` counts those of training, from 1.
 
 The dense model may be kept after each step. One that loads takes over from a step that it follows before that has
 ended: the snapshot, if one was due, is of all of them, and nobody goes back between them.
 
-Shape legend: U unique rows of a slab, D embedding dim, B record bytes; lists hold one tensor per slab. Rows are slab
-rows: first row of the table in its slab, plus the id.
+Shape legend: U unique rows of a table group, D embedding dim, B record bytes; lists hold one tensor per table group.
+Rows are those of the table group: first row of the table in it, plus the id.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Client(SlotReads):
         self.resume_step = self.resume_done = 0  # where its era began, and the steps of training until then
         self.begins_anew = True  # initial values are loaded in it
         self.resumed = False  # whether that is known: nothing is asked of a slot before
-        self.origin: int | None = None  # the step that training begins after; None: initial values are being loaded
+        self.load_end: int | None = None  # the step that training begins after; None: initial values are being loaded
         self.done = 0  # steps of training that are done
         self.first_trained: int | None = None  # from there on, the dense model is not as the script builds it
         self.left: list[int] = []  # trainers that are done: for a coordinator that is started again
@@ -108,11 +108,11 @@ class Client(SlotReads):
             case messages.Placed():
                 self.run(self.place, word.placement)
             case messages.Resume():
-                self.run(self.resume, word.era, word.step, word.origin, word.done)
+                self.run(self.resume, word.era, word.step, word.load_end, word.done)
             case messages.PartlyRestored():
                 self.run(self.restore_partly, word)
             case messages.Loaded():
-                self.run(self.begin_training, word.origin)
+                self.run(self.begin_training, word.load_end)
             case messages.Left():
                 self.left = word.trainers
             case messages.Rejoined():
@@ -141,7 +141,7 @@ class Client(SlotReads):
         if self.trainer == 0:
             self.not_exact(f"slot {slot} has another host: acknowledged steps may be lost (experiment minus2PC)")
 
-    def resume(self, era: int, step: int, origin: int | None, done: int) -> None:
+    def resume(self, era: int, step: int, load_end: int | None, done: int) -> None:
         """Goes on after `step`, with `done` steps of training, in the era that began there.
 
         Before anything else; only the first time counts. Where initial values were loaded since, training begins after
@@ -149,20 +149,20 @@ class Client(SlotReads):
         """
         if self.resumed:
             return
-        last = max(step, origin or 0)
+        last = max(step, load_end or 0)
         self.era, self.step, self.resume_step = era, last + 1, step
         self.complete = self.resumable = last
         self.done = self.resume_done = done
-        self.first_trained = step if origin is not None and step > origin else None
-        self.begins_anew = origin is None or step < origin
-        self.resumed, self.origin = True, origin
+        self.first_trained = step if load_end is not None and step > load_end else None
+        self.begins_anew = load_end is None or step < load_end
+        self.resumed, self.load_end = True, load_end
         self.on_change()
 
-    def begin_training(self, origin: int) -> None:
-        """Begins training: the initial values are there, as of step `origin`."""
-        if self.origin is None:
-            self.step, self.complete, self.resumable = origin + 1, origin, origin
-            self.origin = origin  # the last: the user's thread waits for it
+    def begin_training(self, load_end: int) -> None:
+        """Begins training: the initial values are there, as of step `load_end`."""
+        if self.load_end is None:
+            self.step, self.complete, self.resumable = load_end + 1, load_end, load_end
+            self.load_end = load_end  # the last: the user's thread waits for it
         self.on_change()
 
     def restore_partly(self, word: messages.PartlyRestored) -> None:
@@ -194,7 +194,7 @@ class Client(SlotReads):
             frozen=False,
             resume_step=self.resume_step,
             done=self.resume_done,
-            origin=self.origin,
+            load_end=self.load_end,
             partial_restores=self.partial_restores,
             left=self.left,
         )
@@ -202,32 +202,32 @@ class Client(SlotReads):
     # loading ------------------------------------------------------------------------------------
 
     def left_behind(self) -> Iterator[tuple[int, Tensor]]:
-        """Yields rows whose initial values must be made again before loading begins: slab and rows, in portions.
+        """Yields rows whose initial values must be made again before loading begins: table group and rows, in portions.
 
         Before this trainer another one may have loaded something, or trained, and was lost. Every row, then; else none.
         """
-        for slab, spec in enumerate(self.job.slabs if self.resume_step else ()):
+        for table_group, spec in enumerate(self.job.table_groups if self.resume_step else ()):
             rows = max(1, LOAD_BYTES // spec.schema.nbytes)
             for first in range(0, spec.rows, rows):
-                yield slab, torch.arange(first, min(first + rows, spec.rows), dtype=torch.int64, device="cpu")
+                yield table_group, torch.arange(first, min(first + rows, spec.rows), dtype=torch.int64, device="cpu")
 
-    def load(self, slab: int, route: Route, records: Tensor | None, first_byte: int = 0) -> None:
+    def load(self, table_group: int, route: Route, records: Tensor | None, first_byte: int = 0) -> None:
         """Sends a step that overwrites the routed rows. In training every other trainer calls it or `pass_`.
 
         Args:
-            slab: which.
+            table_group: which.
             route: of the rows.
             records: (U, b) uint8, copied; None: as the servers initialise these rows.
             first_byte: of each record, that is written; b of them are.
         """
         parts = route.split(records) if records is not None else [None] * self.slots
-        step, alone = self.step, self.origin is None
+        step, alone = self.step, self.load_end is None
         before = functools.partial(self._resumable_before, step)
 
         def make(slot: int, incarnation: int) -> wire.Load:
             positions = route.positions[slot]
             return wire.Load(
-                slot, incarnation, step, self.trainer, slab, positions, first_byte, parts[slot], before(), alone
+                slot, incarnation, step, self.trainer, table_group, positions, first_byte, parts[slot], before(), alone
             )
 
         self._send_step(make, self._take_over())
@@ -260,7 +260,7 @@ class Client(SlotReads):
     def end_loading(self) -> None:
         """Tells the coordinator that everything is loaded, once all is acknowledged; that one tells everybody."""
         self.ended_loading = True
-        self.tell(messages.Loaded(self.step - 1 if self.origin is None else self.origin))
+        self.tell(messages.Loaded(self.step - 1 if self.load_end is None else self.load_end))
 
     def not_exact(self, what: str) -> None:
         """Tells the coordinator what makes this run another than one that nothing has happened to."""
@@ -388,13 +388,13 @@ class Client(SlotReads):
         parts = [route.split(gradient) for route, gradient in zip(routes, gradients, strict=True)]
         of_bags = [there.split(gradient) for there, gradient in zip(bags, bag_gradients, strict=True)]
         if self.bfloat16:
-            of_bags = [[part.bfloat16() for part in of_slab] for of_slab in of_bags]
+            of_bags = [[part.bfloat16() for part in of_table_group] for of_table_group in of_bags]
 
         def make(slot: int, incarnation: int) -> wire.Push:
             positions = [route.positions[slot] for route in routes]
             mine = [part[slot] for part in parts]
             told = bags_at(bags, slot)
-            told_gradients = [of_slab[slot] for of_slab in of_bags] if told else []
+            told_gradients = [of_table_group[slot] for of_table_group in of_bags] if told else []
             return wire.Push(
                 slot=slot,
                 incarnation=incarnation,

@@ -16,7 +16,7 @@ initial values counts for nothing.
 
 How a load travels, as a step of the protocol, is the client's business.
 
-Shape legend: U unique rows of a slab, M words of a record, b some bytes of one.
+Shape legend: U unique rows of a table group, M words of a record, b some bytes of one.
 """
 
 from __future__ import annotations
@@ -64,28 +64,28 @@ class Loading:
         if self._client.trainer == 0 and not self.restarted:
             self._begin()
         else:
-            self._await_origin()
+            self._await_load_end()
 
-    def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
+    def load(self, table_group: int, rows: Tensor, records: Tensor) -> None:
         """Loads rows (U,) int64 with records (U, M) float32, as `Session.load` says."""
         client = self._client
         if self.restarted:
             return
         if client.trainer != 0:
             raise ValueError(f"only trainer 0 loads initial values, this is trainer {client.trainer}")
-        if client.origin is not None:
+        if client.load_end is not None:
             step = client.training_step
             raise ValueError(f"initial values are loaded before the first step: loading has ended, at step {step}")
-        self._check(slab, rows)
+        self._check(table_group, rows)
         self._begin()
-        self._send(slab, rows, records.contiguous().view(torch.uint8))
+        self._send(table_group, rows, records.contiguous().view(torch.uint8))
 
-    def overwrite(self, slab: int, rows: Tensor, values: Tensor | None, first_byte: int) -> None:
+    def overwrite(self, table_group: int, rows: Tensor, values: Tensor | None, first_byte: int) -> None:
         """Overwrites records of this trainer's part of a step, as `Session.overwrite` says."""
         client = self._client
         if values is not None:
-            self._check(slab, rows)
-            width, nbytes = values.shape[1], client.job.slabs[slab].schema.nbytes
+            self._check(table_group, rows)
+            width, nbytes = values.shape[1], client.job.table_groups[table_group].schema.nbytes
             if len(values) != len(rows) or not 0 <= first_byte < first_byte + width <= nbytes:
                 raise ValueError(
                     f"`values` must have {len(rows)} rows of bytes of records, which have {nbytes},"
@@ -95,13 +95,13 @@ class Loading:
             return
         client.run(client.without_snapshot)
         if values is not None:
-            self._send(slab, rows, values, first_byte)
+            self._send(table_group, rows, values, first_byte)
         else:
             self._wait(client.may_push, f"loading: step {client.step} is waited for")
             client.run(client.pass_)
 
-    def _check(self, slab: int, rows: Tensor) -> None:
-        most = self._client.layouts[slab].rows
+    def _check(self, table_group: int, rows: Tensor) -> None:
+        most = self._client.layouts[table_group].rows
         if not bool((rows[1:] > rows[:-1]).all()) or not bool(((rows >= 0) & (rows < most)).all()):
             raise ValueError(f"`rows` must be ascending and unique, from 0 to {most - 1}")
 
@@ -112,26 +112,26 @@ class Loading:
             self._begin()
             self._wait(client.all_acknowledged, "loading initial values")
             client.run(client.end_loading)
-        self._await_origin()
+        self._await_load_end()
 
-    def _await_origin(self) -> None:
+    def _await_load_end(self) -> None:
         """Waits until trainer 0 has said that all is loaded: for as long as its script takes, once the cluster is
         there."""
         client = self._client
         self._wait(lambda: client.resumed, "waiting for the cluster")
         others = client.trainer != 0
-        self._wait(lambda: client.origin is not None, "waiting for trainer 0 to load initial values", others)
+        self._wait(lambda: client.load_end is not None, "waiting for trainer 0 to load initial values", others)
 
     def _begin(self) -> None:
         """Takes back what a lost trainer 0 may have loaded. Called by trainer 0 before it reads or loads."""
         client = self._client
         self._wait(lambda: client.resumed, "waiting for the cluster")
-        if client.origin is None and not self._begun:
+        if client.load_end is None and not self._begun:
             self._begun = True
-            for slab, rows in client.left_behind():
-                self._send(slab, rows, None)
+            for table_group, rows in client.left_behind():
+                self._send(table_group, rows, None)
 
-    def _send(self, slab: int, rows: Tensor, values_Ub: Tensor | None, first_byte: int = 0) -> None:
+    def _send(self, table_group: int, rows: Tensor, values_Ub: Tensor | None, first_byte: int = 0) -> None:
         client = self._client
         self._wait(client.may_push, f"loading: step {client.step} is waited for")
-        client.run(client.load, slab, client.route(slab, rows), values_Ub, first_byte)
+        client.run(client.load, table_group, client.route(table_group, rows), values_Ub, first_byte)

@@ -33,7 +33,7 @@ _NOT_FINITE = 0x7F800000  # the exponent bits of a float32 are all ones
 
 
 @kernel()
-def to_slab_rows(ids_N: Any, lengths_FB: Any, first_F: Any, rows_F: Any, out_N: Any) -> Any:
+def to_table_group_rows(ids_N: Any, lengths_FB: Any, first_F: Any, rows_F: Any, out_N: Any) -> Any:
     """Computes out = id + first row of its feature's table; returns the index of the first id that is no row, or -1."""
     n = 0
     for f in range(lengths_FB.shape[0]):
@@ -275,7 +275,7 @@ def warm() -> None:
     index, flags = np.zeros(1, np.int64), np.zeros(1, np.bool_)
     for lengths in (np.ones((1, 1), np.int32), np.ones((1, 1), np.int64)):
         for ids in (np.zeros(1, np.int32), np.zeros(1, np.int64)):
-            to_slab_rows(ids, lengths, index, index + 1, index.copy())
+            to_table_group_rows(ids, lengths, index, index + 1, index.copy())
         for rows in (floats[0], np.zeros((1, 1), np.uint16)):
             pool([rows], index, lengths, floats[0, 0], False, flags, floats)
             per_id_backward(floats, rows, index, lengths, flags, floats[0, 0].copy())

@@ -8,7 +8,7 @@ Each gives its answer to a callback, once all slots concerned have answered; not
 
 Also here: which answers to believe and which refusals to give up at, since both need the job alone.
 
-Shape legend: U unique rows of a slab, D embedding dim, B record bytes; lists hold one tensor per slab.
+Shape legend: U unique rows of a table group, D embedding dim, B record bytes; lists hold one tensor per table group.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from torch_ecrec.transport.node import Node, Port, RetryingCall
 
 
 def bags_at(bags: Sequence[BagRoute], slot: int) -> list[wire.Bags]:
-    """Returns the parts of bags that a slot is to pool, one of each slab; [] if none of the bags has an id there."""
+    """Returns the parts of bags that a slot is to pool, one of each table group; [] if none of the bags has an id
+    there."""
     if not any(len(there.lengths[slot]) for there in bags):
         return []
     return [
@@ -44,11 +45,11 @@ def bags_at(bags: Sequence[BagRoute], slot: int) -> list[wire.Bags]:
 
 
 def positions_at(routes: Sequence[Route], bags: Sequence[BagRoute], slot: int) -> list[Tensor]:
-    """Returns all positions at a slot of some rows, and of bags: (N,) int64 of each slab, in no order."""
+    """Returns all positions at a slot of some rows, and of bags: (N,) int64 of each table group, in no order."""
     found = [route.positions[slot] for route in routes]
-    for slab, there in enumerate(bags):
+    for table_group, there in enumerate(bags):
         if len(there.positions[slot]):
-            found[slab] = torch.cat([found[slab], there.positions[slot].to(torch.int64)])
+            found[table_group] = torch.cat([found[table_group], there.positions[slot].to(torch.int64)])
     return found
 
 
@@ -58,8 +59,8 @@ class LookUp:
     Args:
         job: what is trained.
         step: the rows are as of the step before.
-        routes, bags: per slab; no bags at all where none are to be pooled.
-        done: called once, with the weights and the sums of bags per slab, when all slots have answered.
+        routes, bags: per table group; no bags at all where none are to be pooled.
+        done: called once, with the weights and the sums of bags per table group, when all slots have answered.
         bfloat16, int8: how the weights travel.
     """
 
@@ -106,24 +107,26 @@ class LookUp:
 
     def _in_order(self) -> list[Parts]:
         answers, weights = self._answers, []
-        for s, (slab, there) in enumerate(zip(self.job.slabs, self.routes, strict=True)):
+        for s, (table_group, there) in enumerate(zip(self.job.table_groups, self.routes, strict=True)):
             parts = [answers[slot].weights[s] for slot in sorted(answers)]
             if there.rank is not None or not parts:
                 dtype = torch.uint8 if self.int8 else torch.bfloat16 if self.bfloat16 else torch.float32
-                width = slab.dim + MORE_BYTES if self.int8 else slab.dim
+                width = table_group.dim + MORE_BYTES if self.int8 else table_group.dim
                 out_UD = torch.empty((len(there.rows), width), dtype=dtype, device="cpu")
                 parts = [there.join(parts, out_UD) if parts else out_UD]
             weights.append(parts)
         return weights
 
     def _pooled(self) -> list[Tensor]:
-        """Returns the bags (G, D) of each slab, from what slots have pooled."""
+        """Returns the bags (G, D) of each table group, from what slots have pooled."""
         found = []
-        for s, (slab, there) in enumerate(zip(self.job.slabs, self.bags, strict=True) if self.bags else ()):
-            nothing = torch.empty((0, slab.dim), dtype=torch.float32, device="cpu")
+        for s, (table_group, there) in enumerate(
+            zip(self.job.table_groups, self.bags, strict=True) if self.bags else ()
+        ):
+            nothing = torch.empty((0, table_group.dim), dtype=torch.float32, device="cpu")
             answers = (self._answers.get(slot) for slot in range(self.job.code.slots))
             parts = [answer.pooled[s] if answer is not None and answer.pooled else nothing for answer in answers]
-            found.append(there.join(parts, slab.dim))
+            found.append(there.join(parts, table_group.dim))
         return found
 
 
@@ -172,16 +175,18 @@ class SlotReads(Node):
             self.on_error(ValueError(f"slot {request.slot} refuses a {type(request).__name__}: {refusal.reason}"))
         return fault is not None
 
-    def route(self, slab: int, rows_U: Tensor) -> Route:
-        """Returns where different rows (U,) int64 of a slab live."""
-        return route(self.layouts[slab], rows_U)
+    def route(self, table_group: int, rows_U: Tensor) -> Route:
+        """Returns where different rows (U,) int64 of a table group live."""
+        return route(self.layouts[table_group], rows_U)
 
-    def route_bags(self, slab: int, rows_N: Tensor, lengths_G: Tensor, factors_N: Tensor | None = None) -> BagRoute:
+    def route_bags(
+        self, table_group: int, rows_N: Tensor, lengths_G: Tensor, factors_N: Tensor | None = None
+    ) -> BagRoute:
         """Returns where the rows (N,) int64 of bags live; see `layout.routing.route_bags`."""
-        return route_bags(self.layouts[slab], rows_N, lengths_G, factors_N)
+        return route_bags(self.layouts[table_group], rows_N, lengths_G, factors_N)
 
     def lookup(self, routes: Sequence[Route], done: Callable[[list[Parts]], None], int8: bool = False) -> None:
-        """Weights of the routed rows after step - 1, per slab, to `done`.
+        """Weights of the routed rows after step - 1, per table group, to `done`.
 
         Args:
             int8: they come as (U, D + 8) uint8, quantised row by row (`records/quantised.py`).
@@ -191,7 +196,7 @@ class SlotReads(Node):
     def lookup_bags(
         self, routes: Sequence[Route], bags: Sequence[BagRoute], done: Callable[[list[Parts], list[Tensor]], None]
     ) -> None:
-        """As `lookup`, and the sums (G, D) float32 of bags of each slab, which slots pool."""
+        """As `lookup`, and the sums (G, D) float32 of bags of each table group, which slots pool."""
         self._look_up(LookUp(self.job, self.step, routes, bags, done, self.bfloat16))
 
     def _look_up(self, one: LookUp) -> None:
@@ -237,14 +242,16 @@ class SlotReads(Node):
             self.waits.end_all()
         return newer
 
-    def read(self, slab: int, route: Route, done: Callable[[Tensor], None]) -> None:
+    def read(self, table_group: int, route: Route, done: Callable[[Tensor], None]) -> None:
         """Gives (U, B) record bytes of the routed rows after step - 1 to `done`."""
         step = self.step - 1
         asked = [slot for slot in range(self.slots) if len(route.positions[slot])]
         answers: dict[int, Tensor] = {}
 
         def finish() -> None:
-            out_UB = torch.empty((len(route.rows), self.job.slabs[slab].schema.nbytes), dtype=torch.uint8, device="cpu")
+            out_UB = torch.empty(
+                (len(route.rows), self.job.table_groups[table_group].schema.nbytes), dtype=torch.uint8, device="cpu"
+            )
             done(route.join([answers[s] for s in asked], out_UB) if asked else out_UB)
 
         def ask(slot: int) -> None:
@@ -256,7 +263,7 @@ class SlotReads(Node):
                 if len(answers) == len(asked):
                     finish()
 
-            self.ask(slot, lambda i: wire.Export(slot, i, slab, step, route.positions[slot]), on_answer)
+            self.ask(slot, lambda i: wire.Export(slot, i, table_group, step, route.positions[slot]), on_answer)
 
         if not asked:
             finish()

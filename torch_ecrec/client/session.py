@@ -6,8 +6,8 @@ client counts loads of initial values, too.
 
 Threads: the user's calls all methods but `fail`, `on_control` and `known`, which any thread may call.
 
-Shape legend: U unique rows of a slab, D embedding dim, M words of 4 bytes of a record, b some bytes of one; lists hold
-one tensor per slab. Rows are slab rows: first row of the table in its slab, plus the id.
+Shape legend: U unique rows of a table group, D embedding dim, M words of 4 bytes of a record, b some bytes of one;
+lists hold one tensor per table group. Rows are those of the table group: first row of the table in it, plus the id.
 """
 
 from __future__ import annotations
@@ -212,28 +212,28 @@ class Session:
         return self.client.training_step
 
     def _check_training(self) -> None:
-        if self.client.origin is None:
+        if self.client.load_end is None:
             raise RuntimeError("training has not begun: every trainer calls `loaded` before its first step")
 
     def _route(self, rows: Sequence[Tensor]) -> list[Route]:
         """Routes rows, those that `arrange` gave at no cost."""
         routes, all_known = [], [*self._routes, *(route for _, announced in self._later for route in announced)]
-        for slab, rows_U in enumerate(rows):
+        for table_group, rows_U in enumerate(rows):
             known = next((route for route in all_known if route.rows is rows_U), None)
-            routes.append(known if known is not None else self.client.route(slab, rows_U))
+            routes.append(known if known is not None else self.client.route(table_group, rows_U))
         return routes
 
-    def arrange(self, slab: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def arrange(self, table_group: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the different ones among some rows, in the order that costs least to look up and push.
 
         Args:
-            slab: which.
+            table_group: which.
             rows: (N,) int64, with repetitions.
 
         Returns:
             unique (U,) and inverse (N,), int64: unique[inverse] is `rows`.
         """
-        found, inverse_N = arrange(self.client.layouts[slab], rows)
+        found, inverse_N = arrange(self.client.layouts[table_group], rows)
         self._routes.append(found)
         return found.rows, inverse_N
 
@@ -241,12 +241,12 @@ class Session:
         """Weights of rows as they are after the previous step.
 
         Args:
-            rows: per slab, (U,) int64, unique; in the order that `arrange` gave them, they cost least.
+            rows: per table group, (U,) int64, unique; in the order that `arrange` gave them, they cost least.
             evaluation: no gradient comes of it: they may travel as `evaluation_wire` of the settings says.
 
         Returns:
-            Per slab, one part (u, D) from each slot, float32, or bfloat16 if that is the `wire`; end to end they are
-            in the order of `rows`. Not to be written: they may lie in a server's memory.
+            Per table group, one part (u, D) from each slot, float32, or bfloat16 if that is the `wire`; end to end they
+            are in the order of `rows`. Not to be written: they may lie in a server's memory.
         """
         self._check_training()
         what = f"lookup of step {self.step}"
@@ -285,10 +285,10 @@ class Session:
 
         Args:
             rows: as for `lookup_parts`.
-            bags: per slab.
+            bags: per table group.
 
         Returns:
-            The weights, and per slab (G, D) float32, the sums.
+            The weights, and per table group (G, D) float32, the sums.
         """
         self._check_training()
         ahead = self._taken_ahead(rows)
@@ -356,10 +356,10 @@ class Session:
         """Sends this trainer's gradients and ends the step.
 
         Args:
-            rows: per slab, (U,) int64, unique; in the order that `arrange` gave them, they cost least.
-            gradients: per slab, (U, D) float32, summed over this trainer's batch.
-            rates: learning rate per slab.
-            bags, bag_gradients: per slab, bags of other rows, and the gradients (G, D) float32 of their sums.
+            rows: per table group, (U,) int64, unique; in the order that `arrange` gave them, they cost least.
+            gradients: per table group, (U, D) float32, summed over this trainer's batch.
+            rates: learning rate per table group.
+            bags, bag_gradients: per table group, bags of other rows, and the gradients (G, D) float32 of their sums.
             ahead: what lookups of the next step will ask for, where that is known: rows and bags as for `look_ahead`.
                 It is asked for in the same messages.
 
@@ -432,9 +432,9 @@ class Session:
 
     # whole records, and initial values ------------------------------------------------------------
 
-    def read(self, slab: int, rows: Tensor) -> Tensor:
-        """Returns (U, M) float32, the memory of records (weights, then optimizer state) of slab rows (U,) after the
-        last step.
+    def read(self, table_group: int, rows: Tensor) -> Tensor:
+        """Returns (U, M) float32, the memory of records (weights, then optimizer state) of rows of the table group (U,)
+        after the last step.
 
         Where weights have 16 bits two of them are a word: `records.halves.numbers_of` takes them apart.
 
@@ -442,25 +442,25 @@ class Session:
         in a session that was `restarted` it is as of the step that training goes on after.
         """
         self._loading.before_reading()
-        route = self.client.route(slab, rows)
-        records_UB: Tensor = self._run_and_wait(self.client.read, slab, route, what="reading records")
+        route = self.client.route(table_group, rows)
+        records_UB: Tensor = self._run_and_wait(self.client.read, table_group, route, what="reading records")
         return records_UB.view(torch.float32)
 
-    def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
+    def load(self, table_group: int, rows: Tensor, records: Tensor) -> None:
         """Overwrites records before the first step. Trainer 0 only; does nothing in a session that was `restarted`.
         Does not wait until it survives a loss: `loaded` does.
 
         Args:
-            slab: which.
+            table_group: which.
             rows: (U,) int64, ascending and unique. Rows may be loaded again: the last values count.
             records: (U, M) float32, the memory of records. Copied.
 
         Raises:
             ValueError: on another trainer, after `loaded`, or `rows` are not as they must be.
         """
-        self._loading.load(slab, rows, records)
+        self._loading.load(table_group, rows, records)
 
-    def overwrite(self, slab: int, rows: Tensor, values: Tensor | None, first_byte: int = 0) -> None:
+    def overwrite(self, table_group: int, rows: Tensor, values: Tensor | None, first_byte: int = 0) -> None:
         """Overwrites records between two steps of training: every trainer calls it at the same place of its loop.
 
         Lookups and reads after it have what was written; lookups before it, with gradients to come, keep what they
@@ -469,7 +469,7 @@ class Session:
         before `resume`, unless no step of training counts.
 
         Args:
-            slab, rows: which, (U,) int64, ascending and unique; each trainer's own.
+            table_group, rows: which, (U,) int64, ascending and unique; each trainer's own.
             values: (U, b) uint8, copied: bytes of each record from `first_byte` on. None: this trainer writes nothing.
                 What several write becomes what the last of them wrote.
 
@@ -478,7 +478,7 @@ class Session:
             RuntimeError: before `loaded`.
         """
         self._check_training()
-        self._loading.overwrite(slab, rows, values, first_byte)
+        self._loading.overwrite(table_group, rows, values, first_byte)
         self._routes.clear()
         self._ahead.clear()
 

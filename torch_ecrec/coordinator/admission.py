@@ -101,7 +101,7 @@ def _said(code: CodeSpec) -> str:
 def forgets(state: ClusterState, join: Join) -> str | None:
     """Returns how the job of who joins differs from that of this cluster, if that one was given up before anything was
     made of it: nobody is there any more who wants it, and initial values have not been loaded. Else None."""
-    begun = state.job.origin is not None or state.regathering.active or state.job.fatal is not None
+    begun = state.job.load_end is not None or state.regathering.active or state.job.fatal is not None
     if begun or state.members.present("trainer") or state.job.restored is not None:
         return None
     return state.job.refusal(join.job)
@@ -112,7 +112,7 @@ def _remedy(state: ClusterState) -> str:
     here = [
         f"{one.name} (pid {one.pid} at {one.host or 'a host of its own'})" for one in state.members.present("trainer")
     ]
-    if state.job.origin is None and state.job.restored is None and here:
+    if state.job.load_end is None and state.job.restored is None and here:
         return f"That one has not begun: end its trainers first, {', '.join(here)}"
     return (
         "To train this one, end that cluster (`torch-ecrec up`, or its coordinator) and start it anew, or name another"

@@ -334,7 +334,7 @@ class Checkpointing:
             dense_of=dense_of,
             base=self.saving.known.base if running.save else full,
             url=settings.url,
-            folder=f"{done:012d}-{self._job.run}-{self._members.life}-{running.number}",
+            folder=f"{done:012d}-{self._job.run}-{self._members.term}-{running.number}",
             encoding=dict(settings.encoding),
             bytes_per_s=settings.bytes_per_s,
             portion=settings.portion if running.save else 1.0,

@@ -24,7 +24,7 @@ have missed, and says again what may not have arrived.
 
 A coordinator that is started again knows nothing. Members notice the end of the one before, go on without, and tell the
 new one what they know ("rejoin"); when everybody of the newest placement has, or `REGATHER_S` later, it goes on from
-there: who is missing then is lost. Versions of the roster, epoch, era and life only grow, however often it regathers.
+there: who is missing then is lost. Versions of the roster, epoch, era and term only grow, however often it regathers.
 
 Messages come as structs of `messages.py`: types and ranges are right. What else is needed of one (a slot that is
 placed) is looked at before anything changes; `on_message` returns why it did not count.
@@ -92,9 +92,9 @@ class Coordinator:
         return self._state.members.by_name
 
     @property
-    def life(self) -> int:
+    def term(self) -> int:
         """How many coordinators there were before, as far as the members know."""
-        return self._state.members.life
+        return self._state.members.term
 
     @property
     def job(self) -> JobSpec | None:
@@ -102,9 +102,9 @@ class Coordinator:
         return self._state.job.spec
 
     @property
-    def origin(self) -> int | None:
+    def load_end(self) -> int | None:
         """The step that training begins after (`wire.py`); None: loading has not ended."""
-        return self._state.job.origin
+        return self._state.job.load_end
 
     @property
     def step(self) -> int:
@@ -261,9 +261,9 @@ class Coordinator:
 
     def _welcome(self, name: str) -> None:
         state, job = self._state, self._state.job
-        trained = self.origin is not None or state.job.restored is not None
+        trained = self.load_end is not None or state.job.restored is not None
         restarted = trained and self.members[name].role == "trainer"
-        self._send(name, messages.Welcome(name, job.code, restarted, self.life, state.transport, job.run, job.restored))
+        self._send(name, messages.Welcome(name, job.code, restarted, self.term, state.transport, job.run, job.restored))
         job.tell_inexact(name)
 
     def _tell_standstill(self, name: str, now_s: float) -> None:
@@ -275,8 +275,8 @@ class Coordinator:
         state = self._state
         if state.table.placed:
             state.table.send_to(name)
-        elif self.origin is not None:
-            self._send(name, messages.Loaded(self.origin))
+        elif self.load_end is not None:
+            self._send(name, messages.Loaded(self.load_end))
         state.job.tell_inexact(name)
         if state.members.done:
             self._send(name, messages.Left(sorted(state.members.done)))
@@ -315,7 +315,7 @@ class Coordinator:
         if not self.regathering and member is not None and member.session_id == rejoin.session_id:
             self.on_heard(name, now_s)
             self._announce(events.Back(name, member.pid))
-            self._send(name, messages.Rejoined(self.life))
+            self._send(name, messages.Rejoined(self.term))
             member.endpoint, member.roster = rejoin.endpoint, rejoin.roster
             self._tell_again(name, now_s)
             state.take_in(now_s)
@@ -359,7 +359,7 @@ class Coordinator:
             self.members[name].endpoint = word.endpoint
             self._state.take_in(now_s)
         elif isinstance(word, messages.Loaded):
-            self._state.job.on_loaded(word.origin)
+            self._state.job.on_loaded(word.load_end)
         elif isinstance(word, messages.NotExact):
             self._state.job.on_inexact(word.step, word.what)
         elif isinstance(word, messages.Leave):

@@ -178,7 +178,7 @@ def leave(state: ClusterState, name: str, now_s: float) -> None:
     if not first:
         return
     member.gone_s = now_s
-    if member.rank == 0 and table.placed and state.job.origin is None and not state.job.restoring:
+    if member.rank == 0 and table.placed and state.job.load_end is None and not state.job.restoring:
         reason = f"{name} left before it had loaded the initial values"
         members.tell(messages.Fatal("trainers_lost", reason), "trainer")
     state.announce(events.MemberLeft(name))

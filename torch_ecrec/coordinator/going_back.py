@@ -53,13 +53,13 @@ def common_steps(reach: Collection[messages.Reach]) -> tuple[int, int]:
     return max(said.floor for said in reach), min(said.applied for said in reach)
 
 
-def choose_step(reach: Collection[messages.Reach], origin: int | None, trainers: int) -> int | None:
+def choose_step(reach: Collection[messages.Reach], load_end: int | None, trainers: int) -> int | None:
     """Returns the last step that all slots can go back to, and of which every trainer's part of the dense model is
     kept.
 
     Args:
         reach: what the slots said, of each one.
-        origin: the step that training begins after; None: loading has not ended.
+        load_end: the step that training begins after; None: loading has not ended.
         trainers: how many there are.
 
     Returns:
@@ -67,17 +67,17 @@ def choose_step(reach: Collection[messages.Reach], origin: int | None, trainers:
     """
     least, most = common_steps(reach)
     # where the dense model is not needed: it is as it was made
-    first = range(least, most + 1) if origin is None else [origin]
+    first = range(least, most + 1) if load_end is None else [load_end]
     parts: dict[int, set[int]] = {step: set(range(trainers)) for step in first}
     for said in reach:
         for step, _, kept in said.snapshots:
             parts.setdefault(step, set()).update(kept)
-    least_known = max(least, origin or 0)
+    least_known = max(least, load_end or 0)
     known = [step for step, kept in parts.items() if least_known <= step <= most and len(kept) == trainers]
     return max(known, default=None)
 
 
-def may_begin_anew(reach: Collection[messages.Reach], done_at_origin: int) -> bool:
+def may_begin_anew(reach: Collection[messages.Reach], done_at_load_end: int) -> bool:
     """Returns whether all may make everything again from the beginning, as far as the slots know.
 
     That is exact at any time, and costs what was trained. A trainer lets the logs go beyond the first step of training
@@ -85,7 +85,7 @@ def may_begin_anew(reach: Collection[messages.Reach], done_at_origin: int) -> bo
     than the logs hold. Snapshots that are off are told from that by this, too.
     """
     first, _ = common_steps(reach)
-    return all(said.done is None or said.done - done_at_origin <= said.applied - first for said in reach)
+    return all(said.done is None or said.done - done_at_load_end <= said.applied - first for said in reach)
 
 
 def steps_of_training_before(reach: Collection[messages.Reach], without_loads: int) -> int:
@@ -115,7 +115,7 @@ class Eras:
     ) -> None:
         self._job, self._members, self._partial, self._saving, self._announce = job, members, partial, saving, announce
         self.number = 0
-        self.resume_step, self.done = 0, job.done_at_origin
+        self.resume_step, self.done = 0, job.done_at_load_end
         self.floor, self.kept = 0, False
         self._went_back_to = 0  # last: trainers that have trained since have begun
         self.going_back: GoingBack | None = None
@@ -132,23 +132,23 @@ class Eras:
 
     def send_to(self, name: str) -> None:
         """Servers hear how far they go back as soon as it is known, trainers where they start once it is durable."""
-        back, origin = self.going_back, self._job.origin
+        back, load_end = self.going_back, self._job.load_end
         if self._members.by_name[name].role == "server":
             if back is None:
                 where: tuple[int | None, int, bool, int] = (self.resume_step, self.done, self.kept, self.floor)
             else:
                 where = (back.step, back.done, False, back.step or 0)
             step, done, keeps, floor = where
-            word = messages.Era(self.number, step, origin, done, keeps, floor, self._partial.partial_restores)
+            word = messages.Era(self.number, step, load_end, done, keeps, floor, self._partial.partial_restores)
             self._members.send(name, word)
         elif back is None and not self._job.restoring:
-            self._members.send(name, messages.Resume(self.number, self.resume_step, origin, self.done))
+            self._members.send(name, messages.Resume(self.number, self.resume_step, load_end, self.done))
 
     def restart(self) -> None:
         """Begins with the cluster's checkpoint again: nothing that was trained since counts."""
         self.going_back, self.kept = None, True
         self.resume_step = self.floor = self._went_back_to = 0
-        self.done = self._job.done_at_origin
+        self.done = self._job.done_at_load_end
         self._partial.go_back(self.done)
         self._saving.forget_after(self.done)
 
@@ -179,17 +179,17 @@ class Eras:
             return False
         reach = back.reach.values()
         first, last = common_steps(reach)
-        chosen = choose_step(reach, job.origin, job.spec.trainers)
-        if chosen is None and may_begin_anew(reach, job.done_at_origin):
+        chosen = choose_step(reach, job.load_end, job.spec.trainers)
+        if chosen is None and may_begin_anew(reach, job.done_at_load_end):
             if job.restored is not None:
                 return True
-            job.origin = None
+            job.load_end = None
             chosen = choose_step(reach, None, job.spec.trainers)
         if chosen is None:
             if self._partial.wanted:
                 job.lose("the trainers were lost, and with slots the dense snapshots")
                 return False
-            begin = steps_of_training_before(reach, job.done_at_origin - (job.origin or 0))
+            begin = steps_of_training_before(reach, job.done_at_load_end - (job.load_end or 0))
             first, last = (max(0, begin + step) for step in (first, last))
             why = "snapshots are off?"
             if job.experiment.keeps_no_dense_snapshots:
@@ -201,9 +201,9 @@ class Eras:
             )
             return False
         back.step = chosen
-        counts = job.origin is not None
+        counts = job.load_end is not None
         kept = (done for said in reach for step, done, _ in said.snapshots if step == chosen and counts)
-        back.done = next(kept, job.done_at_origin)
+        back.done = next(kept, job.done_at_load_end)
         self._partial.go_back(back.done)
         self._saving.forget_after(back.done)
         if not back.first:
@@ -218,13 +218,13 @@ class Eras:
         first, step = common_steps(back.reach.values())
         # what is in records of the checkpoint is not to be made again: nobody goes back to before it
         told = [said.done - (said.applied - step) for said in back.reach.values() if said.done is not None]
-        done = max(told, default=job.done_at_origin + max(0, step - (job.origin or 0)))
+        done = max(told, default=job.done_at_load_end + max(0, step - (job.load_end or 0)))
         partial.go_on(done)
         lost = partial.portion(job.code.slots, done)
         last = partial.partial_restores[-1]
         if partial.read_from > done:
             job.lose(f"{partial.why}; the newest checkpoint is of step {partial.read_from}, and training at {done}")
-        elif last.dense_lost and before >= step > (job.origin or 0):
+        elif last.dense_lost and before >= step > (job.load_end or 0):
             job.lose(f"{partial.why}; and the trainers, who had been lost, have no dense snapshot to begin with")
         elif lost > partial.most:
             job.lose(
@@ -272,4 +272,4 @@ class Eras:
             self.floor = max(self.floor, one.known.floor)
         self._went_back_to = self.resume_step
         if self.resume_step == 0:
-            self.done = self._job.done_at_origin
+            self.done = self._job.done_at_load_end

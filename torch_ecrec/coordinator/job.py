@@ -38,7 +38,7 @@ class RunningJob:
         run: the identity of the cluster (`admission.py`), and in the names of its checkpoints, which tells them from
             those of other runs at the same place.
         spec: None until a trainer has joined.
-        origin: the step that training begins after (`wire.py`); None: loading, or restoring, has not ended.
+        load_end: the step that training begins after (`wire.py`); None: loading, or restoring, has not ended.
         step: the last step of training that somebody reported.
         inexact: (steps of training until then, what has happened) that makes this run, or may, another than one that
             nothing happened to; partial recoveries aside, which `PartialRecovery` knows.
@@ -65,14 +65,14 @@ class RunningJob:
         self.run, self.known = run, known
         self._members, self._announce = members, announce
         self.spec: JobSpec | None = None
-        self.origin: int | None = None
+        self.load_end: int | None = None
         self.step = 0
         self.inexact: list[tuple[int, str]] = []
         self.fatal: str | None = None
         self.fatal_kind = "stopped"
 
     @property
-    def done_at_origin(self) -> int:
+    def done_at_load_end(self) -> int:
         """Steps of training that are done where training begins here."""
         return self.restored.done if self.restored is not None else 0
 
@@ -103,22 +103,22 @@ class RunningJob:
         difference = "" if spec is None or ours is None else ours.difference(spec, placed)
         return f"{whose}: {difference}" if difference else None
 
-    def on_loaded(self, origin: int) -> None:
+    def on_loaded(self, load_end: int) -> None:
         """Notes that trainer 0 has loaded the initial values: training begins after that step."""
-        self.origin = origin
-        self._members.tell(messages.Loaded(origin))
+        self.load_end = load_end
+        self._members.tell(messages.Loaded(load_end))
 
     def restore(self) -> None:
         """Slots begin with their records of the checkpoint that the cluster begins with, all or once more."""
         assert self.restored is not None
-        self.restoring, self.origin = True, None
+        self.restoring, self.load_end = True, None
         if self.restored.inexact:
             self.on_inexact(self.restored.done, self.restored.inexact)
 
     def on_restored(self) -> None:
         """Notes that all slots have their records of the checkpoint, and parities: training begins after step 0 of the
         protocol."""
-        self.restoring, self.origin = False, 0
+        self.restoring, self.load_end = False, 0
 
     def on_inexact(self, step: int, what: str) -> None:
         """Notes that from a step of training on this run is not exact. The same is noted once, and of many the
@@ -148,12 +148,12 @@ class RunningJob:
         newest = max((one.known.era for one in said), default=0)
         of_it = [one for one in said if one.known.era == newest]
         told = [one for one in of_it if not one.known.frozen] or of_it
-        origins = [one.known.origin for one in told if one.known.origin is not None]
-        if newest > era or (newest == era and origins):
-            self.origin = origins[0] if origins else None
+        load_ends = [one.known.load_end for one in told if one.known.load_end is not None]
+        if newest > era or (newest == era and load_ends):
+            self.load_end = load_ends[0] if load_ends else None
         self.restoring = self.restored is not None and (placement is None or placement.restoring)
         if self.restored is not None:
-            self.origin = None if self.restoring else 0
+            self.load_end = None if self.restoring else 0
 
     def lose(self, reason: str, kind: str = "data_loss") -> None:
         """Ends the job, or has it go back to a checkpoint: more is lost than can be repaired, also in part."""

@@ -18,7 +18,7 @@ from torch_ecrec.protocol.build import bits_told
 from torch_ecrec.protocol.messages import Entering, FromCoordinator, Join
 from torch_ecrec.protocol.status import Report
 
-NAMES_OF_A_LIFE = 1000  # numbers of one coordinator's servers begin at a multiple of it: no name is given twice
+NAMES_OF_A_TERM = 1000  # numbers of one coordinator's servers begin at a multiple of it: no name is given twice
 TICK_MOST_S = 2.0  # between two calls of `Members.on_tick`, unless the coordinator itself was stopped
 AWAKE_S = 0.4  # after a call of it, others were heard until then
 HEARD_S = 1.0  # heard of within that: it is there
@@ -88,14 +88,14 @@ class Members:
 
     Attributes:
         by_name: those that are there, and servers that are not any more, for a while.
-        life: how many coordinators there were before, as far as the members know.
+        term: how many coordinators there were before, as far as the members know.
         done: trainers that have left, also those that only a coordinator before has known.
     """
 
     def __init__(self, send: Callable[[str, FromCoordinator], None], lease_s: float) -> None:
         self.send, self.lease_s = send, lease_s
         self.by_name: dict[str, MemberRecord] = {}
-        self.life = 0
+        self.term = 0
         self.done: set[int] = set()
         self._names = 0
         self._lives: dict[int, int] = {}  # trainer -> how often it has joined
@@ -141,7 +141,7 @@ class Members:
     def name_for(self, join: Join) -> str:
         """Returns a name that nobody has had."""
         if join.role == "trainer":
-            life = max(self._lives.get(join.rank, 0), NAMES_OF_A_LIFE * self.life) + 1
+            life = max(self._lives.get(join.rank, 0), NAMES_OF_A_TERM * self.term) + 1
             self._lives[join.rank] = life
             return f"trainer-{join.rank}" + (f"_{life}" if life > 1 else "")
         self._names += 1
@@ -151,10 +151,10 @@ class Members:
         """Returns the name of the member with this session id, unless it is lost or has left."""
         return next((member.name for member in self.present() if member.session_id == session_id), None)
 
-    def follow(self, life: int) -> None:
-        """Notes the life of a coordinator before this one: names and lives begin after its own."""
-        self.life = max(self.life, life + 1)
-        self._names = max(self._names, NAMES_OF_A_LIFE * self.life)
+    def follow(self, term: int) -> None:
+        """Notes the term of a coordinator before this one: names and lives begin after its own."""
+        self.term = max(self.term, term + 1)
+        self._names = max(self._names, NAMES_OF_A_TERM * self.term)
 
     # coming and going ---------------------------------------------------------------------------
 

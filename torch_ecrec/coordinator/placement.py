@@ -44,9 +44,9 @@ def data_loss(job: JobSpec, gone: Collection[int]) -> str | None:
     """Returns a sentence about the rows that are lost for good with these slots; None if the code repairs all of
     them."""
     lost: dict[str, int] = {}  # table -> rows; a stripe that nothing lies on is no loss
-    for slab, layout in zip(job.slabs, job.layouts, strict=True):
+    for table_group, layout in zip(job.table_groups, job.layouts, strict=True):
         if repair.rows_lost(layout, gone):
-            for table, first in zip(slab.tables, slab.first_rows, strict=True):
+            for table, first in zip(table_group.tables, table_group.first_rows, strict=True):
                 lost[table.name] = repair.rows_lost(layout, gone, first, first + table.rows)
     tables, rows = [name for name in lost if lost[name]], sum(lost.values())
     if not tables:
@@ -264,7 +264,7 @@ class SlotTable:
         return reason is not None
 
     def _lose(self, lost: Collection[int], reason: str) -> None:
-        if self._partial.wanted and self._job.origin is not None:  # before training, there is nothing to keep
+        if self._partial.wanted and self._job.load_end is not None:  # before training, there is nothing to keep
             self._partial.begin(lost, reason)
         else:
             self._job.lose(reason)
@@ -371,8 +371,8 @@ class SlotTable:
         send = self._members.send
         send(name, messages.Job(self._job.spec, self._job.run, self._job.restored))
         send(name, messages.Placed(messages.Placement(self.epoch, tuple(self.slots), self._job.restoring)))
-        if self._job.origin is not None:
-            send(name, messages.Loaded(self._job.origin))
+        if self._job.load_end is not None:
+            send(name, messages.Loaded(self._job.load_end))
         self._checkpointing.send_to(name)
         self._eras.send_renewed(name)
         self.moves.send_to(name)

@@ -268,9 +268,9 @@ class Router:
             core.restore_partly(found, why)
             self._look_beyond()
 
-    def begin_with(self, restore: Restorable | None, life: int, now_s: float) -> None:
+    def begin_with(self, restore: Restorable | None, term: int, now_s: float) -> None:
         """Says what the cluster begins with if no member comes back that knows the training; see `ClusterSettings`."""
-        self._found = restore, life
+        self._found = restore, term
         self._let_in(now_s)
 
     def cannot_begin(self, why: str, now_s: float) -> None:
@@ -407,10 +407,10 @@ class Router:
             return True
         self._looks = self._looks and self.core.job is None
         if self._looks and self._found is not None:
-            (restore, life), self._looks = self._found, False
+            (restore, term), self._looks = self._found, False
             anew = restore is None and not self.core.members
-            if restore is not None or (anew and life):
-                self._begin_anew(dataclasses.replace(self._settings, restore=restore, life=life))
+            if restore is not None or (anew and term):
+                self._begin_anew(dataclasses.replace(self._settings, restore=restore, term=term))
             if restore is not None:
                 self._tell_watchers(events.WentBeyond(restore[0].folder, restore[0].done, NOBODY_LEFT))
             elif anew:

@@ -29,7 +29,7 @@ class ClusterSettings:
         restore: the checkpoint that the cluster begins with, and the job that it is of; None: it begins anew.
         drain_slow: the slots of a server that limps (`slowness.py`) move to a spare, as if somebody had drained it.
         experiment: that all of its members take part in.
-        life: how many coordinators of this run there were before, as far as its checkpoints tell.
+        term: how many coordinators of this run there were before, as far as its checkpoints tell.
         run_is_known: there was a coordinator of `checkpoint.run` before, and this one takes its place: it leads no
             other cluster, whoever finds it.
 
@@ -45,7 +45,7 @@ class ClusterSettings:
     transport: TransportName = "sockets"
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     restore: tuple[Restored, JobSpec] | None = None
-    life: int = 0
+    term: int = 0
     run_is_known: bool = False
     drain_slow: bool = False
     experiment: Experiment = Experiment()

@@ -40,8 +40,8 @@ class ClusterState:
     ) -> None:
         self.announce, self.transport = announce, settings.transport
         self.members = Members(send, settings.lease_s)
-        if settings.life:
-            self.members.follow(settings.life - 1)
+        if settings.term:
+            self.members.follow(settings.term - 1)
         checkpoint = settings.checkpoint
         self.job = RunningJob(
             settings.code,
@@ -79,12 +79,12 @@ class ClusterState:
 
     def follow(self, before: ClusterState) -> None:
         """Takes over from a cluster that went back to a checkpoint: nobody of it is taken for a member of this one."""
-        self.members.follow(before.members.life)
+        self.members.follow(before.members.term)
         self.launches.follow(before.launches)
         self.checkpointing.follow(before.checkpointing)
         self.job.run, self.job.known = before.job.run, before.job.known or before.job.spec is not None
-        self.job.inexact = [known for known in before.job.inexact if known[0] < self.job.done_at_origin]
-        self.partial.follow(before.partial, self.job.done_at_origin)
+        self.job.inexact = [known for known in before.job.inexact if known[0] < self.job.done_at_load_end]
+        self.partial.follow(before.partial, self.job.done_at_load_end)
         self.roster.version, self.table.epoch = before.roster.version, before.table.epoch
 
     def take_in(self, now_s: float, anew: bool = False) -> None:
@@ -108,7 +108,7 @@ class ClusterState:
     def whole(self) -> bool:
         """Every slot has a host and all its records, and the trainers train."""
         healthy = self.table.placed and all(place.healthy for place in self.table.slots)
-        trains = self.job.origin is not None and self.eras.going_back is None and self.job.fatal is None
+        trains = self.job.load_end is not None and self.eras.going_back is None and self.job.fatal is None
         return healthy and trains and not self.regathering.active and not self.partial.pending
 
     def gathering(self) -> Gathering | None:
@@ -125,7 +125,7 @@ class ClusterState:
         """Versions as the members know them. None ever becomes less: this coordinator may have given some, too."""
         said = known.said.values()
         for one in said:
-            self.members.follow(one.life)
+            self.members.follow(one.term)
         self.members.done |= known.done
         self.roster.learn(said)
         self.job.learn(said, self.eras.number, known.placement)

@@ -40,7 +40,7 @@ def go_on(state: ClusterState, now_s: float) -> None:
     state.suspicion.follow(now_s)
     state.announce(events.Regathered(state.table.epoch, sorted(known.said)))
     for name in known.said:
-        state.members.send(name, messages.Rejoined(state.members.life))
+        state.members.send(name, messages.Rejoined(state.members.term))
         state.job.tell_inexact(name)
     if known.placement is not None:
         _take_back(state, known, known.placement.epoch, now_s)

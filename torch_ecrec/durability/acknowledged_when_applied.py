@@ -57,7 +57,7 @@ class AcknowledgedWhenApplied(Parity):
 
     @property
     def reach(self) -> int:
-        return ANY_STEP if self._behind and self.host.origin is not None else self.held.rule.applied
+        return ANY_STEP if self._behind and self.host.load_end is not None else self.held.rule.applied
 
     @property
     def lost_steps(self) -> int:

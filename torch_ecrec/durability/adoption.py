@@ -4,7 +4,7 @@ It asks every holder what it has folded of the slot (`Adopt`). The cut is the la
 folded; holders undo what they folded later and hand their logs over (`Cut`). From these the slot's log is put together,
 and the slot serves (docs/design.md, rule 3).
 
-Shape legend: U records; lists hold one array per slab and run.
+Shape legend: U records; lists hold one array per table group and run.
 """
 
 from __future__ import annotations
@@ -90,10 +90,12 @@ class Adoption:
         for step in range(floor + 1, cut + 1):
             at = [(h, log, log.steps.index(step)) for h, log in logs.items()]
             positions, deltas = [], []
-            for slab in range(len(held.shards)):
-                of_slab = {h: self._of_slab(h, slab) for h in logs}
-                every = np.concatenate([part.numpy() for h, log, i in at for part in log.positions[i][of_slab[h]]])
-                parts = np.concatenate([part.numpy() for h, log, i in at for part in log.deltas[i][of_slab[h]]])
+            for table_group in range(len(held.shards)):
+                of_table_group = {h: self._of_table_group(h, table_group) for h in logs}
+                every = np.concatenate(
+                    [part.numpy() for h, log, i in at for part in log.positions[i][of_table_group[h]]]
+                )
+                parts = np.concatenate([part.numpy() for h, log, i in at for part in log.deltas[i][of_table_group[h]]])
                 positions_U, first = np.unique(every, return_index=True)  # with r > 1 several holders have the same
                 positions.append(positions_U)
                 deltas.append(np.ascontiguousarray(parts[first]))
@@ -107,7 +109,7 @@ class Adoption:
         runs = [run for layout in self.held.layouts for h in holders for run in layout.runs(self.held.index, h)]
         return {run.member for run in runs if run.first < run.end}
 
-    def _of_slab(self, holder: int, slab: int) -> slice:
-        """Returns which parts of a fold to a holder are of one slab."""
-        runs = len(self.held.layouts[slab].runs(self.held.index, holder))
-        return slice(slab * runs, (slab + 1) * runs)
+    def _of_table_group(self, holder: int, table_group: int) -> slice:
+        """Returns which parts of a fold to a holder are of one table group."""
+        runs = len(self.held.layouts[table_group].runs(self.held.index, holder))
+        return slice(table_group * runs, (table_group + 1) * runs)

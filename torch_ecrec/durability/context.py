@@ -38,14 +38,14 @@ class HostContext(ABC):
     Attributes:
         era: which life of the trainers the process takes part in.
         frozen: whether all servers have stopped and the step at which they go on is not known yet.
-        origin: the step that training begins after; None: initial values are being loaded.
+        load_end: the step that training begins after; None: initial values are being loaded.
         resume_step: the step that the era began after: all servers went back to it.
         waits: notes for whom this process waits.
     """
 
     era: int
     frozen: bool
-    origin: int | None
+    load_end: int | None
     resume_step: int
     waits: SlotWaits
 
@@ -100,7 +100,7 @@ class SlotContext(ABC):
         hopeless: whether it has given up.
         reported: whether nothing is missing and the coordinator knows.
         going_back_to: the step that the trainers start again after, until that step is durable here; else None.
-        not_trained: how many of the steps up to the last applied are none of training, as far as they are known.
+        load_steps: how many of the steps up to the last applied are none of training, as far as they are known.
     """
 
     def __init__(self, held: Holdings, host: HostContext, ready: bool) -> None:
@@ -108,7 +108,7 @@ class SlotContext(ABC):
         self.ready = self.reported = ready
         self.dead = self.hopeless = False
         self.going_back_to: int | None = None
-        self.not_trained: int | None = None
+        self.load_steps: int | None = None
 
     # how it stands ------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class SlotContext(ABC):
 
     def trained(self, step: int) -> int:
         """Steps of training up to a step near the last applied; one that loads, in between, counts as one, too."""
-        others = self.host.origin if self.not_trained is None else self.not_trained
+        others = self.host.load_end if self.load_steps is None else self.load_steps
         return 0 if others is None else max(0, step - others)
 
     # what its parts ask of it -------------------------------------------------------------------
@@ -155,8 +155,8 @@ class SlotContext(ABC):
 
     @abstractmethod
     def expect(self, positions: list[np.ndarray], later: bool = False) -> bool:
-        """Prepares for these data records (per slab, (U,) int64) to be needed soon: those that are missing begin to be
-        repaired, and those on a disk to be read, if there is one.
+        """Prepares for these data records (per table group, (U,) int64) to be needed soon: those that are missing begin
+        to be repaired, and those on a disk to be read, if there is one.
 
         Args:
             positions: which.
@@ -180,7 +180,7 @@ class SlotContext(ABC):
         back next.
 
         Args:
-            positions: of each slab, (U,) int64. They are used next, if none is.
+            positions: of each table group, (U,) int64. They are used next, if none is.
             looked: it is looked for damage, whatever the settings say.
         """
 

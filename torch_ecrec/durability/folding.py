@@ -3,7 +3,7 @@
 A slot is a holder of its sources: it folds their deltas into its parities and keeps them, per source, in a fold log:
 redo for nobody, undo for cuts, for going back, and for readers.
 
-Shape legend: U records, M of them that changed, B record bytes; lists hold one array per slab and run.
+Shape legend: U records, M of them that changed, B record bytes; lists hold one array per table group and run.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Folds:
         self.slot, self.host, self.scrubber, self.held = slot, host, scrubber, slot.held
         held, rule = self.held, self.held.rule
         self.runs = {source: [layout.runs(source, held.index) for layout in held.layouts] for source in rule.sources}
-        self._parts = {  # of a fold: slab, run, and with which coefficient
+        self._parts = {  # of a fold: table group, run, and with which coefficient
             source: [
-                (slab, run, held.code.coefficients[run.parity, run.member])
-                for slab, runs in enumerate(self.runs[source])
+                (table_group, run, held.code.coefficients[run.parity, run.member])
+                for table_group, runs in enumerate(self.runs[source])
                 for run in runs
             ]
             for source in rule.sources
@@ -47,12 +47,12 @@ class Folds:
     def new_log(self, source: int, floor: int) -> DeltaLog:
         """Returns an empty log of a source's folds, after a step."""
         held = self.held
-        slabs = [slab for slab, runs in enumerate(self.runs[source]) for _ in runs]  # of each run
+        table_groups = [table_group for table_group, runs in enumerate(self.runs[source]) for _ in runs]  # of each run
 
         def name_of(run: int, position: int) -> str:
-            return held.name_of(source, slabs[run], position)
+            return held.name_of(source, table_groups[run], position)
 
-        return DeltaLog(len(slabs), floor, held.sealed, name_of, MemoryDamaged)
+        return DeltaLog(len(table_groups), floor, held.sealed, name_of, MemoryDamaged)
 
     def take_over(self, floors: Mapping[int, int], attached: Mapping[int, int]) -> dict[int, DeltaLog]:
         """Goes on as the folds of a life that has stopped: the logs, still empty, begin after these steps."""
@@ -118,15 +118,15 @@ class Folds:
         """
         held, of_deltas = self.held, list[SealsOf | None]()
         parts = zip(self._parts[source], positions, deltas, strict=True)
-        for (slab, run, coefficient), positions_U, deltas_UB in parts:
+        for (table_group, run, coefficient), positions_U, deltas_UB in parts:
             seals_U = None
             if len(positions_U):
                 parities = positions_U + run.shift
-                present = held.missing.present(slab, True, parities)
+                present = held.missing.present(table_group, True, parities)
                 if present is not None:
                     parities = np.where(present, parities, -1)
                 coefficients = np.full(len(parities), coefficient, dtype=np.uint8)
-                seals_U = held.shards[slab].fold_(held.code, parities, deltas_UB, coefficients)
+                seals_U = held.shards[table_group].fold_(held.code, parities, deltas_UB, coefficients)
             of_deltas.append(seals_U)
         return of_deltas
 
@@ -210,7 +210,7 @@ class Folds:
 
     # for readers ----------------------------------------------------------------------------------
 
-    def parity_changes(self, slab: int, group: StripeGroup, other: dict[int, int]) -> list[Change] | None:
+    def parity_changes(self, table_group: int, group: StripeGroup, other: dict[int, int]) -> list[Change] | None:
         """Returns the changes between parities as folded now and as of the steps `other`; by XOR they work in both
         directions.
 
@@ -218,7 +218,7 @@ class Folds:
             None where the fold logs do not reach.
         """
         held = self.held
-        layout, code = held.layouts[slab], held.code
+        layout, code = held.layouts[table_group], held.code
         changes = []
         for member in range(code.k):
             source = int(layout.member_slot[group.base, member])
@@ -227,11 +227,11 @@ class Folds:
                 return None
             if other[source] == folded:
                 continue
-            runs = self.runs[source][slab]
+            runs = self.runs[source][table_group]
             run = next(i for i, run in enumerate(runs) if run.member == member)
             exists = layout.exists(group.base, member, group.rotations)
             positions = np.where(exists, layout.position(group.base, member, group.rotations), -1)
-            parts = self.logs[source].parts(slab * len(runs) + run, positions, other[source], folded)
+            parts = self.logs[source].parts(table_group * len(runs) + run, positions, other[source], folded)
             coefficient = code.coefficients[group.member - code.k, member]
             changes += [with_coefficient(part, coefficient) for part in parts]
         return changes

@@ -4,7 +4,7 @@ records are missing, on the new host of a lost slot.
 Owned by the slot and shared with its parts, so that none of them needs to know the slot itself. Records and parities
 change by the verbs of `Shard` only, steps by those of `StepRule`.
 
-Shape legend: P records of a slab, U of them asked for, M of them that changed, B record bytes.
+Shape legend: P records of a table group, U of them asked for, M of them that changed, B record bytes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Missing:
     """Which records and parities are missing. They only get fewer while the slot lives, but for `lose` and `damage`.
 
     Args:
-        shards: of the slot, one of each slab.
+        shards: of the slot, one of each table group.
         whole: true if nothing is missing (a slot at the start of a job).
     """
 
@@ -55,9 +55,9 @@ class Missing:
             self._count(True)
 
     def _count(self, missing: bool) -> None:
-        for slab, shard in enumerate(self._shards):
+        for table_group, shard in enumerate(self._shards):
             for parity, count in ((False, shard.data_rows), (True, shard.parity_rows)):
-                self._flags[slab, parity] = np.full(count, missing)
+                self._flags[table_group, parity] = np.full(count, missing)
                 self.total += count
                 self._left[parity] += count * missing
 
@@ -68,26 +68,26 @@ class Missing:
 
     @property
     def kinds(self) -> list[tuple[int, bool]]:
-        """(slab, whether parities) of all that was ever missing."""
+        """(table group, whether parities) of all that was ever missing."""
         return list(self._flags)
 
     @property
     def done_fraction(self) -> float:
         return 1.0 if self.total == 0 else 1.0 - self.remaining / self.total
 
-    def of(self, slab: int, parity: bool) -> np.ndarray:
+    def of(self, table_group: int, parity: bool) -> np.ndarray:
         """Returns (P,) bool, whether each record (or parity) is missing; only where anything ever was."""
-        return self._flags[slab, parity]
+        return self._flags[table_group, parity]
 
-    def lacks(self, slab: int, parity: bool, positions_U: np.ndarray) -> bool:
+    def lacks(self, table_group: int, parity: bool, positions_U: np.ndarray) -> bool:
         """Returns whether any of these is missing; (U,) int64."""
-        return self.remaining > 0 and bool(self._flags[slab, parity][positions_U].any())
+        return self.remaining > 0 and bool(self._flags[table_group, parity][positions_U].any())
 
-    def present(self, slab: int, parity: bool, positions_U: np.ndarray) -> np.ndarray | None:
+    def present(self, table_group: int, parity: bool, positions_U: np.ndarray) -> np.ndarray | None:
         """Returns (U,) bool, whether each of these is there; None if nothing of the slot is missing."""
-        return None if self.remaining == 0 else ~self._flags[slab, parity][positions_U]
+        return None if self.remaining == 0 else ~self._flags[table_group, parity][positions_U]
 
-    def on_installed(self, slab: int, parity: bool, positions_U: np.ndarray, count: int) -> int:
+    def on_installed(self, table_group: int, parity: bool, positions_U: np.ndarray, count: int) -> int:
         """Notes that these are there, so many of them since now; `Shard.install_` has cleared their flags.
 
         Returns:
@@ -95,7 +95,7 @@ class Missing:
         """
         self._left[parity] -= count
         self._let_go()
-        damaged = self.damaged.get((slab, parity))
+        damaged = self.damaged.get((table_group, parity))
         if not damaged:
             return 0
         mended = damaged.intersection(positions_U.tolist())
@@ -120,18 +120,18 @@ class Missing:
         for flags_P in self._flags.values() if not self.remaining else ():
             release(flags_P)
 
-    def lose(self, slab: int, positions_U: np.ndarray, parity: bool = True) -> None:
+    def lose(self, table_group: int, positions_U: np.ndarray, parity: bool = True) -> None:
         """Notes that these parities (or records), (U,) int64 without duplicates, stand for nothing any more."""
         if not self._flags:
             self._count(False)
-        flags_P = self._flags[slab, parity]
+        flags_P = self._flags[table_group, parity]
         self._left[parity] += int((~flags_P[positions_U]).sum())
         flags_P[positions_U] = True
 
-    def damage(self, slab: int, parity: bool, positions_U: np.ndarray) -> None:
+    def damage(self, table_group: int, parity: bool, positions_U: np.ndarray) -> None:
         """Notes that these records or parities, (U,) int64 without duplicates, are not what they should be."""
-        self.lose(slab, positions_U, parity)
-        self.damaged.setdefault((slab, parity), set()).update(positions_U.tolist())
+        self.lose(table_group, positions_U, parity)
+        self.damaged.setdefault((table_group, parity), set()).update(positions_U.tolist())
 
 
 class Holdings:
@@ -140,7 +140,7 @@ class Holdings:
     Args:
         job: what is trained.
         code: of its stripes.
-        layouts: of its slabs.
+        layouts: of its table groups.
         index: which slot.
         incarnation: which life of it.
         incarnations: the incarnation of every slot, known from its beginning.
@@ -151,7 +151,7 @@ class Holdings:
         stores: makes what records lie in; None: memory.
 
     Attributes:
-        shards: records and parities, one `Shard` per slab.
+        shards: records and parities, one `Shard` per table group.
         log: the deltas of the slot's recent steps: redo for others, undo for readers.
         rule: which steps are applied, folded, acknowledged.
         missing: which records and parities are.
@@ -185,9 +185,14 @@ class Holdings:
         )
         self.shards = [
             Shard(
-                slab.schema, layout.data_rows(index), layout.parity_rows(index), not (fresh or filled), sealed, stores
+                table_group.schema,
+                layout.data_rows(index),
+                layout.parity_rows(index),
+                not (fresh or filled),
+                sealed,
+                stores,
             )
-            for slab, layout in zip(job.slabs, layouts, strict=True)
+            for table_group, layout in zip(job.table_groups, layouts, strict=True)
         ]
         self.sealed = sealed
         self.log = self.new_log()
@@ -197,15 +202,15 @@ class Holdings:
 
     def keep_last_(self, tables: Iterable[str]) -> None:
         """Keeps the records of these tables in memory until no others are left to leave it."""
-        runs: dict[int, list[tuple[int, int]]] = {}  # of each slab
-        for slab, first, end in map(self.job.rows_of_table, tables):
-            runs.setdefault(slab, []).extend(self._runs(slab, first, end))
-        for slab, found in runs.items():
-            self.shards[slab].keep_last_(sorted(found))
+        runs: dict[int, list[tuple[int, int]]] = {}  # of each table group
+        for table_group, first, end in map(self.job.rows_of_table, tables):
+            runs.setdefault(table_group, []).extend(self._runs(table_group, first, end))
+        for table_group, found in runs.items():
+            self.shards[table_group].keep_last_(sorted(found))
 
-    def _runs(self, slab: int, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yields where some rows of a slab lie here, ascending: first positions and ends."""
-        layout = self.layouts[slab]
+    def _runs(self, table_group: int, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yields where some rows of a table group lie here, ascending: first positions and ends."""
+        layout = self.layouts[table_group]
         for begin in range(0, layout.data_rows(self.index), RUNS_AT_ONCE):
             positions_U = np.arange(begin, min(begin + RUNS_AT_ONCE, layout.data_rows(self.index)))
             row_U = layout.row_at(self.index, positions_U)
@@ -215,14 +220,14 @@ class Holdings:
 
     def _initialise_(self) -> None:
         """Gives every record its initial value and every parity the code of its stripe's initial values."""
-        for slab, shard in enumerate(self.shards):
-            shard.initialise_(partial(self.initial, slab))
-            shard.initialise_(partial(self._initial_parities, slab), parity=True)
+        for table_group, shard in enumerate(self.shards):
+            shard.initialise_(partial(self.initial, table_group))
+            shard.initialise_(partial(self._initial_parities, table_group), parity=True)
 
-    def _initial_parities(self, slab: int, positions_U: np.ndarray) -> np.ndarray:
+    def _initial_parities(self, table_group: int, positions_U: np.ndarray) -> np.ndarray:
         """Returns (U, B) uint8, the code of what the records of some stripes were before anything was loaded."""
-        layout, initial = self.layouts[slab], self.job.slabs[slab].initial(self.job.seed)
-        parities_UB = np.zeros((len(positions_U), self.job.slabs[slab].schema.nbytes), np.uint8)
+        layout, initial = self.layouts[table_group], self.job.table_groups[table_group].initial(self.job.seed)
+        parities_UB = np.zeros((len(positions_U), self.job.table_groups[table_group].schema.nbytes), np.uint8)
         for group in layout.group(self.index, True, positions_U):
             coefficients = self.code.coefficients[group.member - layout.k]
             for member in range(layout.k):
@@ -251,30 +256,30 @@ class Holdings:
     def new_log(self, floor: int = 0) -> DeltaLog:
         """Returns an empty log of the slot's own deltas, after a step."""
 
-        def name_of(slab: int, position: int) -> str:
-            return self.name_of(self.index, slab, position)
+        def name_of(table_group: int, position: int) -> str:
+            return self.name_of(self.index, table_group, position)
 
-        return DeltaLog(len(self.job.slabs), floor, self.sealed, name_of, MemoryDamaged)
+        return DeltaLog(len(self.job.table_groups), floor, self.sealed, name_of, MemoryDamaged)
 
-    def name_of(self, slot: int, slab: int, position: int) -> str:
+    def name_of(self, slot: int, table_group: int, position: int) -> str:
         """Returns the name of a slot's record for messages: the row and table, or the place of padding."""
-        spec, layout = self.job.slabs[slab], self.layouts[slab]
+        spec, layout = self.job.table_groups[table_group], self.layouts[table_group]
         row = int(layout.row_at(slot, np.array([position]))[0])
         if row < 0:
             return f"padding at position {position} (slot {slot})"
         table = int(np.searchsorted(np.array(spec.first_rows), row, side="right")) - 1
         return f"row {row - spec.first_rows[table]} of table {spec.tables[table].name} (slot {slot})"
 
-    def initial(self, slab: int, positions_U: np.ndarray) -> np.ndarray:
+    def initial(self, table_group: int, positions_U: np.ndarray) -> np.ndarray:
         """Returns (U, B) uint8, what some data records were before anything was loaded; positions (U,) int64."""
-        initial = self.job.slabs[slab].initial(self.job.seed)
-        return initial.of(self.layouts[slab].row_at(self.index, positions_U))
+        initial = self.job.table_groups[table_group].initial(self.job.seed)
+        return initial.of(self.layouts[table_group].row_at(self.index, positions_U))
 
-    def records_as_of(self, slab: int, positions_U: np.ndarray, step: int) -> np.ndarray:
+    def records_as_of(self, table_group: int, positions_U: np.ndarray, step: int) -> np.ndarray:
         """Returns some data records as they were after a step.
 
         Args:
-            slab: index of the slab.
+            table_group: index of the table group.
             positions_U: (U,) int64.
             step: at most what is applied.
 
@@ -284,14 +289,14 @@ class Holdings:
         Raises:
             LookupError: the log does not go back that far.
         """
-        records_UB = self.shards[slab].gather(positions_U)
+        records_UB = self.shards[table_group].gather(positions_U)
         if step < self.rule.applied:
-            undo_UB = self.log.changes(slab, positions_U, step, self.rule.applied)
+            undo_UB = self.log.changes(table_group, positions_U, step, self.rule.applied)
             if undo_UB is not None:
                 np.bitwise_xor(records_UB, undo_UB, out=records_UB)
         return records_UB
 
-    def data_changes(self, slab: int, positions_U: np.ndarray, step: int) -> list[Change] | None:
+    def data_changes(self, table_group: int, positions_U: np.ndarray, step: int) -> list[Change] | None:
         """Returns the changes between data records as applied now and as of `step`; None if the log does not reach
         back."""
         applied = self.rule.applied
@@ -299,7 +304,7 @@ class Holdings:
             return []
         if not self.log.floor <= step < applied:
             return None
-        return [with_coefficient(part, 1) for part in self.log.parts(slab, positions_U, step, applied)]
+        return [with_coefficient(part, 1) for part in self.log.parts(table_group, positions_U, step, applied)]
 
     def undo_after(self, step: int) -> None:
         """Takes the slot's own steps after `step` out of its records and its log.
@@ -307,8 +312,8 @@ class Holdings:
         What is missing is left alone: it is decoded as of a step that is left.
         """
         while self.log.last > step:
-            for slab, (positions_U, deltas_UB) in enumerate(self.log.pop()):
-                there_U = self.missing.present(slab, False, positions_U)
+            for table_group, (positions_U, deltas_UB) in enumerate(self.log.pop()):
+                there_U = self.missing.present(table_group, False, positions_U)
                 if there_U is not None:
                     positions_U = np.where(there_U, positions_U, -1)
-                self.shards[slab].undo_(positions_U, deltas_UB)
+                self.shards[table_group].undo_(positions_U, deltas_UB)

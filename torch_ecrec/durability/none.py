@@ -65,10 +65,10 @@ class Unprotected(Durability):
     def is_missing(self, positions: list[np.ndarray]) -> bool:
         return False
 
-    def mend(self, slab: int, parity: bool, positions: np.ndarray) -> str:
+    def mend(self, table_group: int, parity: bool, positions: np.ndarray) -> str:
         return "there is no protection"
 
-    def compare(self, slab: int, first: int, end: int) -> None:
+    def compare(self, table_group: int, first: int, end: int) -> None:
         """Does nothing: there are no parities."""
 
     def meet(self, slot: int, incarnation: int) -> None:

@@ -131,13 +131,13 @@ class Parity(Durability):
     def is_missing(self, positions: list[np.ndarray]) -> bool:
         return self.rebuild.is_missing(positions)
 
-    def mend(self, slab: int, parity: bool, positions: np.ndarray) -> str:
-        self.rebuild.mend(slab, parity, positions)
+    def mend(self, table_group: int, parity: bool, positions: np.ndarray) -> str:
+        self.rebuild.mend(table_group, parity, positions)
         return ""
 
-    def compare(self, slab: int, first: int, end: int) -> None:
+    def compare(self, table_group: int, first: int, end: int) -> None:
         if not self.host.frozen:
-            self.audit.begin(slab, first, end)
+            self.audit.begin(table_group, first, end)
 
     def stop(self) -> None:
         """Stops sending folds, and drops those that wait for their turn: their steps may be undone."""
@@ -171,9 +171,9 @@ class Parity(Durability):
             self.meet(slot, incarnation)
             return False
         self.folds.forget(slot)
-        for slab, runs in enumerate(self.folds.runs[slot]):
+        for table_group, runs in enumerate(self.folds.runs[slot]):
             for run in runs:
-                self.held.missing.lose(slab, np.arange(run.first, run.end) + run.shift)
+                self.held.missing.lose(table_group, np.arange(run.first, run.end) + run.shift)
         self.rebuild.begin_anew()
         self.meet(slot, incarnation)
         return True
@@ -202,30 +202,30 @@ class Parity(Durability):
     def on_fetch(self, request: wire.Fetch, reply: Reply[wire.Records | wire.Damaged]) -> None:
         """Records of one member of some stripes (all with the same base) as of given steps."""
         held, positions = self.held, request.positions.numpy()
-        slab, is_parity = request.slab, request.parity
+        table_group, is_parity = request.table_group, request.parity
         if not self.slot.ready:
             reply(Refused("not rebuilt yet"))
             return
-        records_UB, broken_M = held.shards[slab].gather_whole(positions, is_parity)
+        records_UB, broken_M = held.shards[table_group].gather_whole(positions, is_parity)
         if len(broken_M):
-            self.scrubber.look(slab, is_parity, positions[broken_M])
-        damaged = held.missing.damaged.get((slab, is_parity))
+            self.scrubber.look(table_group, is_parity, positions[broken_M])
+        damaged = held.missing.damaged.get((table_group, is_parity))
         if damaged and (places := [i for i, at in enumerate(positions.tolist()) if at in damaged]):
             reply(wire.Damaged(torch.tensor(places, dtype=torch.int64, device="cpu")))
             return
-        if held.missing.lacks(slab, is_parity, positions):
+        if held.missing.lacks(table_group, is_parity, positions):
             reply(Refused("not rebuilt yet"))
             return
         changes: list[Change] | None
         if is_parity:
-            group = held.layouts[slab].group(held.index, True, positions)[0]
-            changes = self.folds.parity_changes(slab, group, request.as_of)
+            group = held.layouts[table_group].group(held.index, True, positions)[0]
+            changes = self.folds.parity_changes(table_group, group, request.as_of)
         else:
-            changes = held.data_changes(slab, positions, request.as_of[held.index])
+            changes = held.data_changes(table_group, positions, request.as_of[held.index])
         if changes is None:
             reply(Refused("cannot present these steps"))
             return
-        if not self.scrubber.came_whole(slab, is_parity):
+        if not self.scrubber.came_whole(table_group, is_parity):
             reply(Refused("read wrongly from a disk"))
             return
         for rows_M, deltas_MB, coefficients_M in changes:

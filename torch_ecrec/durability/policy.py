@@ -142,15 +142,15 @@ class Durability(ABC):
         """Returns whether any of these data records is missing; if so, they are brought back next.
 
         Args:
-            positions: of each slab, (U,) int64.
+            positions: of each table group, (U,) int64.
         """
 
     @abstractmethod
-    def mend(self, slab: int, parity: bool, positions: np.ndarray) -> str:
+    def mend(self, table_group: int, parity: bool, positions: np.ndarray) -> str:
         """Brings back what these damaged records (or parities) were.
 
         Args:
-            slab: of which slab.
+            table_group: of which table group.
             parity: whether they are parities.
             positions: (U,) int64, ascending.
 
@@ -160,11 +160,11 @@ class Durability(ABC):
         """
 
     @abstractmethod
-    def compare(self, slab: int, first: int, end: int) -> None:
+    def compare(self, table_group: int, first: int, end: int) -> None:
         """Finds out whether parities are the code of their stripes; tells `Scrubber.on_mismatch` of those that are not.
 
         Args:
-            slab: of which slab.
+            table_group: of which table group.
             first, end: from one position to another, which is not one of them.
         """
 

@@ -65,19 +65,19 @@ class Rebuild:
         self._folded: dict[int, tuple[tuple[int, bool], int, wire.VersionsAre]] = {}
 
     def is_missing(self, positions: list[np.ndarray]) -> bool:
-        """Returns whether any of these data records (per slab) is missing; if so, their repair starts now."""
+        """Returns whether any of these data records (per table group) is missing; if so, their repair starts now."""
         if self.missing.remaining == 0:
             return False
         missing = False
-        for slab, positions_U in enumerate(positions):
-            gone = positions_U[self.missing.of(slab, False)[positions_U]]
+        for table_group, positions_U in enumerate(positions):
+            gone = positions_U[self.missing.of(table_group, False)[positions_U]]
             if len(gone):
                 missing = True
-                state = self.state[slab, False]
+                state = self.state[table_group, False]
                 new = np.unique(gone[state[gone] == NOBODY])
                 state[gone] = AWAITED
-                for group in self.held.layouts[slab].group(self.held.index, False, new):
-                    _Repair(self, slab, False, new[group.where], group)
+                for group in self.held.layouts[table_group].group(self.held.index, False, new):
+                    _Repair(self, table_group, False, new[group.where], group)
         return missing
 
     def begin_anew(self) -> None:
@@ -89,21 +89,21 @@ class Rebuild:
         for kind in self.missing.kinds:
             self.state.setdefault(kind, np.zeros(len(self.missing.of(*kind)), np.uint8))
 
-    def mend(self, slab: int, parity: bool, positions: np.ndarray) -> None:
+    def mend(self, table_group: int, parity: bool, positions: np.ndarray) -> None:
         """Repairs these, which are damaged: from now on they are missing, and their repair starts at once.
 
         Args:
-            slab: of which slab.
+            table_group: of which table group.
             parity: whether they are parities.
             positions: (U,) int64, ascending.
         """
-        self.missing.damage(slab, parity, positions)
+        self.missing.damage(table_group, parity, positions)
         self._note_kinds()
-        state = self.state[slab, parity]
+        state = self.state[table_group, parity]
         new = positions[state[positions] == NOBODY]
         state[positions] = AWAITED
-        for group in self.held.layouts[slab].group(self.held.index, parity, new):
-            _Repair(self, slab, parity, new[group.where], group)
+        for group in self.held.layouts[table_group].group(self.held.index, parity, new):
+            _Repair(self, table_group, parity, new[group.where], group)
 
     # repair -------------------------------------------------------------------------------------
 
@@ -114,16 +114,16 @@ class Rebuild:
     def _portions(self) -> Iterator[tuple[int, bool, int, int]]:
         """Yields everything in runs of positions that share a rank, so a base."""
         chunk = self.settings.rebuild_chunk_bytes
-        for slab, parity in self.missing.kinds:
-            layout, width = self.held.layouts[slab], self.held.shards[slab].schema.nbytes
+        for table_group, parity in self.missing.kinds:
+            layout, width = self.held.layouts[table_group], self.held.shards[table_group].schema.nbytes
             firsts = (layout.parity_first if parity else layout.data_first)[self.held.index].tolist()
             for begin, behind in itertools.pairwise(firsts):
                 for first, end in repair.portions(behind - begin, width, chunk):
-                    yield slab, parity, begin + first, begin + end
+                    yield table_group, parity, begin + first, begin + end
 
     def _next_portions(self) -> None:
         """Starts as many portions as may be under way, no faster than the limit allows."""
-        rate = self.settings.rebuild_bytes_per_s if self.host.origin is not None else 0  # else nobody trains yet
+        rate = self.settings.rebuild_bytes_per_s if self.host.load_end is not None else 0  # else nobody trains yet
         while not self.slot.dead and not self.pausing and self.portions_under_way < PORTIONS_AT_ONCE:
             if not self._start_portion():
                 self.slot.check_rebuilt()
@@ -140,16 +140,16 @@ class Rebuild:
     def _start_portion(self) -> bool:
         """Starts the repair of the next portion of which something is missing that nobody repairs; false if none is."""
         while self.portions:
-            slab, parity, first, end = self.portions.popleft()
-            state = self.state[slab, parity][first:end]
-            positions = first + np.flatnonzero(self.missing.of(slab, parity)[first:end] & (state == NOBODY))
+            table_group, parity, first, end = self.portions.popleft()
+            state = self.state[table_group, parity][first:end]
+            positions = first + np.flatnonzero(self.missing.of(table_group, parity)[first:end] & (state == NOBODY))
             if len(positions):
                 state[positions - first] = REPAIRED
-                (group,) = self.held.layouts[slab].group(self.held.index, parity, positions)
+                (group,) = self.held.layouts[table_group].group(self.held.index, parity, positions)
                 self.portions_under_way += 1
-                _Repair(self, slab, parity, positions, group, self._on_portion)
+                _Repair(self, table_group, parity, positions, group, self._on_portion)
                 # while its records are on their way, and with the node's lock released: milliseconds on a busy host
-                self.host.emit(partial(self.held.shards[slab].merge_pages, first, end, parity))
+                self.host.emit(partial(self.held.shards[table_group].merge_pages, first, end, parity))
                 return True
         return False
 
@@ -175,12 +175,12 @@ class Rebuild:
         """Notes that so many bytes are read for a repair."""
         self.unpaid_bytes += count
 
-    def on_installed(self, slab: int, parity: bool, positions: np.ndarray, count: int) -> None:
+    def on_installed(self, table_group: int, parity: bool, positions: np.ndarray, count: int) -> None:
         """Notes that none of these is missing any more; `count` of them were."""
-        state = self.state[slab, parity]
+        state = self.state[table_group, parity]
         is_awaited = bool((state[positions] == AWAITED).any())
         state[positions] = NOBODY
-        mended = self.missing.on_installed(slab, parity, positions, count)
+        mended = self.missing.on_installed(table_group, parity, positions, count)
         if mended:
             self.scrubber.on_mended(mended)
         if self.missing.remaining == 0:
@@ -194,22 +194,23 @@ class Rebuild:
 
 
 class _Repair:
-    """The repair of some records of one slab that share a rank; tries until they are installed or the slot is gone."""
+    """The repair of some records of one table group that share a rank; tries until they are installed or the slot is
+    gone."""
 
     def __init__(
         self,
         rebuild: Rebuild,
-        slab: int,
+        table_group: int,
         parity: bool,
         positions: np.ndarray,
         group: StripeGroup,
         then: Callable[[], None] | None = None,
     ) -> None:
         self.rebuild, self.slot, self.host, self.held = rebuild, rebuild.slot, rebuild.host, rebuild.held
-        self.slab, self.parity = slab, parity
+        self.table_group, self.parity = table_group, parity
         self.positions, self.group, self.then = positions, group, then
-        self.layout = self.held.layouts[slab]
-        self.width = self.held.shards[slab].schema.nbytes
+        self.layout = self.held.layouts[table_group]
+        self.width = self.held.shards[table_group].schema.nbytes
         self.failures = 0
         self.attempt = 0
         self.damaged: dict[int, np.ndarray] = {}  # member -> (U,) of which stripes it is damaged, as its host said last
@@ -273,10 +274,10 @@ class _Repair:
         exists = np.flatnonzero(self.layout.exists(self.group.base, member, self.group.rotations))
         self.damaged[member] = np.isin(np.arange(len(self.positions)), exists[answer.places.numpy()])
         gone = np.sum(list(self.damaged.values()), axis=0) + 1 > self.layout.n - self.layout.k
-        still = self.held.missing.of(self.slab, self.parity)[self.positions]
+        still = self.held.missing.of(self.table_group, self.parity)[self.positions]
         if (gone & still).any():
             self.attempt += 1
-            self.rebuild.scrubber.on_beyond(self.slab, self.parity, self.positions[gone & still])
+            self.rebuild.scrubber.on_beyond(self.table_group, self.parity, self.positions[gone & still])
         else:
             self._again()
 
@@ -309,7 +310,7 @@ class _Repair:
                 done(wire.Records(torch.empty((0, self.width), dtype=torch.uint8, device="cpu")))
 
     def _fetch_of(self, holder: int, incarnation: int, parity: bool, positions: torch.Tensor) -> wire.Fetch:
-        return wire.Fetch(holder, incarnation, self.slab, parity, positions, self.vector)
+        return wire.Fetch(holder, incarnation, self.table_group, parity, positions, self.vector)
 
     def _install(self) -> None:
         changes = self._roll_forward()
@@ -317,15 +318,15 @@ class _Repair:
             self._again()
             return
         self.attempt += 1  # nothing that still arrives counts
-        held, positions, missing = self.held, self.positions, self.held.missing.of(self.slab, self.parity)
-        shard = held.shards[self.slab]
+        held, positions, missing = self.held, self.positions, self.held.missing.of(self.table_group, self.parity)
+        shard = held.shards[self.table_group]
         # of those that are not missing any more, what is there already stands for the newest step
         moved = [np.where(missing[positions[rows_M]], positions[rows_M], -1) for rows_M, _, _ in changes]
         reads, values = self.plan.reads, [self._values(member) for member in self.plan.reads]
         count = shard.install_(held.code, positions, missing, reads, values, self.group.member, self.parity)
         for rows_M, (_, deltas_MB, coefficients_M) in zip(moved, changes, strict=True):
             shard.fold_(held.code, rows_M, deltas_MB, coefficients_M, self.parity)
-        self.rebuild.on_installed(self.slab, self.parity, positions, count)
+        self.rebuild.on_installed(self.table_group, self.parity, positions, count)
         if self.then is not None:
             self.then()
 
@@ -342,6 +343,6 @@ class _Repair:
         """Returns what leads from the steps it was read as of to where this slot stands, by its own logs; None if they
         do not reach."""
         if self.parity:
-            return self.rebuild.folds.parity_changes(self.slab, self.group, self.vector)
+            return self.rebuild.folds.parity_changes(self.table_group, self.group, self.vector)
         # only steps up to the cut can have changed a record that is still missing
-        return self.held.data_changes(self.slab, self.positions, self.vector[self.held.index])
+        return self.held.data_changes(self.table_group, self.positions, self.vector[self.held.index])

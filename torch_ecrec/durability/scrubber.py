@@ -14,7 +14,7 @@ Where a stripe is damaged or lost in more than r members, or there is no protect
 
 Pure: no threads, no clock; who has one calls `scrub`.
 
-Shapes: P records of a slab, U of them asked for, M of them damaged.
+Shapes: P records of a table group, U of them asked for, M of them damaged.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Scrubber:
         self._slot, self._held, self._each_use = slot, slot.held, each_use
         self._mend, self._compare = mend, compare
         held = self._held
-        self._kinds = [(slab, parity) for slab in range(len(held.shards)) for parity in (False, True)]
+        self._kinds = [(table_group, parity) for table_group in range(len(held.shards)) for parity in (False, True)]
         self._kind = self._next = 0  # where the round is
         self._reads = False  # a disk reads what is next in the round
         self._used = [np.zeros(shard.data_rows if self._marks else 0, np.bool_) for shard in held.shards]
@@ -87,33 +87,33 @@ class Scrubber:
         they were used.
 
         Args:
-            positions: of each slab, (U,) int64.
+            positions: of each table group, (U,) int64.
             looked: whether to look at them in any case.
         """
         if not self._sealed:
             return
-        for slab, positions_U in enumerate(positions):
+        for table_group, positions_U in enumerate(positions):
             if looked or self._each_use:
-                self.look(slab, False, positions_U)
+                self.look(table_group, False, positions_U)
             if self._marks:
                 # what is whole now was whole whenever it was used before
-                mark(self._used[slab], positions_U, not looked)
+                mark(self._used[table_group], positions_U, not looked)
 
-    def look(self, slab: int, parity: bool, positions_U: Positions) -> None:
+    def look(self, table_group: int, parity: bool, positions_U: Positions) -> None:
         """Checks these records (or parities), (U,) int64: those that are damaged become missing, and are repaired."""
-        places_M = self._held.shards[slab].broken(positions_U, parity)
+        places_M = self._held.shards[table_group].broken(positions_U, parity)
         if len(places_M):
-            self._on_found(slab, parity, np.unique(positions_U[places_M]))
+            self._on_found(table_group, parity, np.unique(positions_U[places_M]))
 
-    def came_whole(self, slab: int, parity: bool) -> bool:
+    def came_whole(self, table_group: int, parity: bool) -> bool:
         """Returns whether all records (or parities) that came from a disk since this was asked last fit their seals.
 
         Those that did not are looked at: they become missing, and are repaired, unless the disk gives them now. Who was
         given them must ask again in both cases.
         """
-        damaged_M = self._held.shards[slab].take_damaged(parity)
+        damaged_M = self._held.shards[table_group].take_damaged(parity)
         if len(damaged_M):
-            self.look(slab, parity, damaged_M)
+            self.look(table_group, parity, damaged_M)
         return not len(damaged_M)
 
     def scrub(self, most_bytes: int) -> int:
@@ -126,11 +126,11 @@ class Scrubber:
             return 0
         left = most_bytes
         for _ in range(len(self._kinds) + 1):  # each once, and the first one again from its beginning
-            slab, parity = self._kinds[self._kind]
-            shard = self._held.shards[slab]
+            table_group, parity = self._kinds[self._kind]
+            shard = self._held.shards[table_group]
             width, rows = shard.schema.nbytes, shard.parity_rows if parity else shard.data_rows
             end = min(rows, self._next + max(left // width, 1 if left == most_bytes else 0))
-            end = self._look_at_run(slab, parity, self._next, end, left)
+            end = self._look_at_run(table_group, parity, self._next, end, left)
             left -= (end - self._next) * width
             self._next = end
             if end < rows:
@@ -142,65 +142,65 @@ class Scrubber:
         self.scrubbed_bytes += most_bytes - left
         return most_bytes - left
 
-    def _look_at_run(self, slab: int, parity: bool, first: int, end: int, most_bytes: int) -> int:
+    def _look_at_run(self, table_group: int, parity: bool, first: int, end: int, most_bytes: int) -> int:
         """Looks at these, and has those read that are on a disk; returns how far, for so many bytes of the disk."""
-        shard = self._held.shards[slab]
+        shard = self._held.shards[table_group]
         end, reading = shard.scan(first, end, most_bytes, parity)
         found_M = shard.broken_run(first, end, parity)
         if len(found_M):
-            self._on_found(slab, parity, found_M)
+            self._on_found(table_group, parity, found_M)
         if parity:
-            self._compare(slab, first, end)
+            self._compare(table_group, first, end)
         elif self._marks:
             unread_M = [] if reading is None else reading.positions_A
-            used_M = self._used[slab][unread_M]
-            self._used[slab][first:end] = False
-            self._used[slab][unread_M] = used_M
+            used_M = self._used[table_group][unread_M]
+            self._used[table_group][first:end] = False
+            self._used[table_group][unread_M] = used_M
         if reading is not None:
             self._reads = True
-            self._slot.read_tier(reading, partial(self._on_scanned, slab, parity, reading))
+            self._slot.read_tier(reading, partial(self._on_scanned, table_group, parity, reading))
         return end
 
-    def _on_scanned(self, slab: int, parity: bool, reading: Any) -> None:
+    def _on_scanned(self, table_group: int, parity: bool, reading: Any) -> None:
         """Records (or parities) that are on a disk only were read."""
         self._reads = False
         if self._slot.dead:
             return
-        whole_M, broken_M = self._held.shards[slab].scanned(reading, parity)
+        whole_M, broken_M = self._held.shards[table_group].scanned(reading, parity)
         if self._marks and not parity:
-            mark(self._used[slab], whole_M, False)
+            mark(self._used[table_group], whole_M, False)
         if len(broken_M):
-            self.look(slab, parity, broken_M)
+            self.look(table_group, parity, broken_M)
 
     # what is found ------------------------------------------------------------------------------
 
-    def _on_found(self, slab: int, parity: bool, positions_M: Positions, what: str = "") -> None:
+    def _on_found(self, table_group: int, parity: bool, positions_M: Positions, what: str = "") -> None:
         """Handles records or parities, ascending, that do not fit their seals; of those that are missing anyway that
         says nothing.
 
         `what`: as the coordinator is told; "": a record or a parity.
         """
-        there_M = self._held.missing.present(slab, parity, positions_M)
+        there_M = self._held.missing.present(table_group, parity, positions_M)
         if there_M is not None:
             positions_M = positions_M[there_M]
         if not len(positions_M) or self.beyond:
             return
         self.damaged += len(positions_M)
-        used = int(self._used[slab][positions_M].sum()) if self._marks and not parity else 0
-        reason = self._mend(slab, parity, positions_M)
-        self._say(slab, parity, positions_M, used, reason, what)
+        used = int(self._used[table_group][positions_M].sum()) if self._marks and not parity else 0
+        reason = self._mend(table_group, parity, positions_M)
+        self._say(table_group, parity, positions_M, used, reason, what)
         if reason:
-            self._give_up(slab, parity, positions_M, reason)
+            self._give_up(table_group, parity, positions_M, reason)
 
     def on_mended(self, count: int) -> None:
         """Counts what was damaged and is what it should be again."""
         self.mended += count
         self._slot.tell(messages.Mended(*self._slot.life, count))
 
-    def on_mismatch(self, slab: int, positions_M: Positions) -> None:
+    def on_mismatch(self, table_group: int, positions_M: Positions) -> None:
         """Has parities encoded again that are not the code of their stripes, whose records fit their seals."""
         before = self.damaged
-        self._on_found(slab, True, positions_M, "mismatch")
+        self._on_found(table_group, True, positions_M, "mismatch")
         self.mismatched += self.damaged - before
 
     def on_log(self, what: str) -> None:
@@ -216,15 +216,15 @@ class Scrubber:
         step = self._slot.trained(self._held.rule.applied)
         self._slot.tell(messages.Damaged(*self._slot.life, what, [], 1, 0, step, reason[:TEXT_MOST]))
 
-    def on_beyond(self, slab: int, parity: bool, positions_M: Positions) -> None:
+    def on_beyond(self, table_group: int, parity: bool, positions_M: Positions) -> None:
         """Gives up the slot: nobody can give these back, which were damaged, or lost."""
         reason = "too much of their stripes is damaged or lost"
         if not self.beyond:
-            self._say(slab, parity, positions_M, 0, reason)
-            self._give_up(slab, parity, positions_M, reason)
+            self._say(table_group, parity, positions_M, 0, reason)
+            self._give_up(table_group, parity, positions_M, reason)
 
-    def _give_up(self, slab: int, parity: bool, positions_M: Positions, reason: str) -> None:
-        table, row, _ = self.places(slab, parity, positions_M[:1])[0]
+    def _give_up(self, table_group: int, parity: bool, positions_M: Positions, reason: str) -> None:
+        table, row, _ = self.places(table_group, parity, positions_M[:1])[0]
         first = f"{len(positions_M)} damaged or lost, first row {row} of table {table}"
         self.beyond = f"{'parities' if parity else 'records'} of slot {self._held.index}: {first}: {reason}"[:TEXT_MOST]
         self.tell_beyond()
@@ -234,20 +234,22 @@ class Scrubber:
         if self.beyond:
             self._slot.tell(messages.Unrecoverable(*self._slot.life, self.beyond))
 
-    def _say(self, slab: int, parity: bool, positions_M: Positions, used: int, reason: str, what: str = "") -> None:
+    def _say(
+        self, table_group: int, parity: bool, positions_M: Positions, used: int, reason: str, what: str = ""
+    ) -> None:
         what, index = what or ("parity" if parity else "record"), self._held.index
         step = self._slot.trained(self._held.rule.applied)
-        places = self.places(slab, parity, positions_M[:PLACES_MOST])
+        places = self.places(table_group, parity, positions_M[:PLACES_MOST])
         many, table, row, member = len(positions_M), *places[0]
         more = f"; {used} of them were used since they were last seen whole" if used else ""
         first = f"first member {member} of the stripe of row {row} of table {table}"
         log.warning("slot %d, step %d: damaged: %d (%s), %s%s", index, step, many, what, first, more)
         self._slot.tell(messages.Damaged(*self._slot.life, what, places, many, used, step, reason[:TEXT_MOST]))
 
-    def places(self, slab: int, parity: bool, positions_U: Positions) -> list[Place]:
+    def places(self, table_group: int, parity: bool, positions_U: Positions) -> list[Place]:
         """Returns the names of some records or parities, (U,) int64, for people."""
-        held, spec = self._held, self._held.job.slabs[slab]
-        layout = held.layouts[slab]
+        held, spec = self._held, self._held.job.table_groups[table_group]
+        layout = held.layouts[table_group]
         rows_U, members_U = np.full(len(positions_U), -1), np.empty(len(positions_U), np.int64)
         cells_U = np.empty(len(positions_U), np.int64)
         for group in layout.group(held.index, parity, positions_U):

@@ -3,11 +3,11 @@
 A stream sends steps in order once the holder is attached. A new incarnation on either side detaches it; the source then
 attaches again, and the holder says from where (docs/design.md, rules 1 to 5).
 
-A fold carries one part for each slab and each `SharedRun` of the pair (`layout/stripes.py`), slab by slab: the records
-of a run lie side by side in the source's log, and so do their parities at the holder, so nothing is copied to split a
-step. It is split once, and all holders get views of the same parts (`Parts`).
+A fold carries one part for each table group and each `SharedRun` of the pair (`layout/stripes.py`), table group by
+table group: the records of a run lie side by side in the source's log, and so do their parities at the holder, so
+nothing is copied to split a step. It is split once, and all holders get views of the same parts (`Parts`).
 
-Shape legend: U records, B record bytes; lists hold one array per slab and run.
+Shape legend: U records, B record bytes; lists hold one array per table group and run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Parts:
         self._of_step: dict[int, list[dict[int, Part]]] = {}
 
     def of(self, step: int) -> list[dict[int, Part]]:
-        """Returns what the step changed, for each slab by the member of their stripes that the records are: views."""
+        """Returns what the step changed, for each table group by the member of their stripes that the records are:
+        views."""
         found = self._of_step.get(step)
         if found is None:
             found = self._of_step[step] = self._split(step)
@@ -85,8 +86,11 @@ class FoldStream:
         self.sent = 0
         self.under_way: dict[int, Pending] = {}
         self.attaching: Pending | None = None
-        self.members = [  # for each part of a fold: slab, and as which member of their stripes the slot has its records
-            (slab, run.member) for slab, layout in enumerate(held.layouts) for run in layout.runs(held.index, holder)
+        # for each part of a fold: table group, and as which member of their stripes the slot has its records
+        self.members = [
+            (table_group, run.member)
+            for table_group, layout in enumerate(held.layouts)
+            for run in layout.runs(held.index, holder)
         ]
 
     def stop(self) -> None:
@@ -124,7 +128,7 @@ class FoldStream:
     def _send(self, step: int, parts: list[dict[int, Part]]) -> None:
         held = self.held
         incarnation = held.rule.incarnations[self.holder]
-        mine = [parts[slab][member] for slab, member in self.members]
+        mine = [parts[table_group][member] for table_group, member in self.members]
         positions, deltas = [positions_U for positions_U, _ in mine], [deltas_UB for _, deltas_UB in mine]
         fold = wire.Fold(
             self.holder, incarnation, held.index, held.incarnation, step, held.log.floor, positions, deltas

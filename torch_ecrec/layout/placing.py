@@ -1,12 +1,13 @@
 """Places tables on slots: which slot has which rows. Pure, and equal on every process.
 
 A table is *whole* on one slot, so that the slot can pool its bags and answers with one vector for each; or its rows
-are dealt out in turns to several slots. Each slab fills all slots equally: a stripe has a record of each of its slots.
+are dealt out in turns to several slots. Each table group fills all slots equally: a stripe has a record of each of its
+slots.
 
-    auto         whole where the table is at most half of a slot's share of its slab, or has long bags and fits; else
-                 dealt to all slots, or, with long bags, to the fewest that have room
+    auto         whole where the table is at most half of a slot's share of its table group, or has long bags and fits;
+                 else dealt to all slots, or, with long bags, to the fewest that have room
     table_wise   whole, even if slots then differ in size
-    row_wise     dealt to all slots, to each in proportion to its room. A slab all of whose tables are so is
+    row_wise     dealt to all slots, to each in proportion to its room. A table group all of whose tables are so is
                  not placed at all (`stripes.py`)
 
 Whole tables are placed one by one, those of the most load first, each on the slot of the least load that has room;
@@ -30,13 +31,13 @@ SHARDINGS = ("auto", "table_wise", "row_wise")
 LONG_BAG = 2.0  # ids: from there on one vector for a bag is less than its rows
 LEVEL = 1.1  # the most load of a slot, of the mean, where dealing tables can bring it there
 TRIES = 16  # whole tables that are dealt for that
-SMALL = 8  # a slot's share of a slab has room for so many small tables, at least
+SMALL = 8  # a slot's share of a table group has room for so many small tables, at least
 BATCH = 1024  # samples, for what a batch has of a small table
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive rows of a placed slab, dealt out in turns to some slots: the first row to the first of them.
+    """Consecutive rows of a placed table group, dealt out in turns to some slots: the first row to the first of them.
 
     Args:
         rows: how many, at least 1.
@@ -86,15 +87,15 @@ class Wanted:
 
 
 class _Slots:
-    """Keeps what is placed so far: the load of each slot over all slabs, and for how many rows of the present slab it
-    has room."""
+    """Keeps what is placed so far: the load of each slot over all table groups, and for how many rows of the present
+    table group it has room."""
 
     def __init__(self, slots: int) -> None:
         self.load = [0.0] * slots
         self.free = [0] * slots
 
     def begin(self, rows: int) -> None:
-        """Begins a slab of so many rows."""
+        """Begins a table group of so many rows."""
         self.free = [-(-rows // len(self.load))] * len(self.load)
 
     def put(self, table: Wanted, piece: Piece) -> Piece:
@@ -152,19 +153,19 @@ class _Slots:
         return [slot for slot in self.emptiest() if slot in chosen]
 
 
-def place(slabs: Sequence[Sequence[Wanted]], slots: int) -> list[list[tuple[Piece, ...]]]:
+def place(table_groups: Sequence[Sequence[Wanted]], slots: int) -> list[list[tuple[Piece, ...]]]:
     """Places tables.
 
     Args:
-        slabs: the tables of each slab, in order.
+        table_groups: the tables of each table group, in order.
         slots: how many there are.
 
     Returns:
-        For each table the pieces of its rows, in order; () for all of a slab that is not placed.
+        For each table the pieces of its rows, in order; () for all of a table group that is not placed.
     """
     state = _Slots(slots)
     found: list[list[tuple[Piece, ...]]] = []
-    for tables in slabs:
+    for tables in table_groups:
         if all(table.sharding == "row_wise" for table in tables):
             for slot in range(slots):
                 state.load[slot] += sum(table.load for table in tables) / slots
@@ -175,7 +176,7 @@ def place(slabs: Sequence[Sequence[Wanted]], slots: int) -> list[list[tuple[Piec
 
 
 def _levelled(state: _Slots, tables: Sequence[Wanted]) -> list[tuple[Piece, ...]]:
-    """Places the tables of a slab, as level as dealing out some whole tables of the fullest slots makes it."""
+    """Places the tables of a table group, as level as dealing out some whole tables of the fullest slots makes it."""
     dealt: set[int] = set()
     before = [*state.load]
     tried: list[tuple[float, list[float], list[tuple[Piece, ...]]]] = []
@@ -198,7 +199,7 @@ def _levelled(state: _Slots, tables: Sequence[Wanted]) -> list[tuple[Piece, ...]
 
 
 def _placed(state: _Slots, tables: Sequence[Wanted], dealt: Set[int]) -> list[tuple[Piece, ...]]:
-    """Returns the pieces of each table of a slab; those of the tables `dealt` lie on all slots.
+    """Returns the pieces of each table of a table group; those of the tables `dealt` lie on all slots.
 
     Large whole tables come first, then those that are cut; small ones, which go anywhere, level the load; and the
     others fill the slots. What a slot has room for will be filled so: that load is reckoned with before.

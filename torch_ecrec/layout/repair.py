@@ -87,7 +87,8 @@ def unrecoverable_bases(layout: Layout, lost: Iterable[int]) -> list[int]:
 
 
 def rows_lost(layout: Layout, lost: Iterable[int], first: int = 0, end: int | None = None) -> int:
-    """Returns how many rows of a slab cannot be decoded: those on lost slots in stripes that lost more than r members.
+    """Returns how many rows of a table group cannot be decoded: those on lost slots in stripes that lost more than r
+    members.
 
     It counts all rows, or only those in [first, end).
     """

@@ -1,6 +1,6 @@
 """Routes the ids of a batch: from ids to unique rows, sorted by slot and by position there.
 
-Example: rows [7, 2, 7] of a slab on slots 2, 0, 2 (row 7 at position 4 of slot 2, row 2 at position 1 of slot 0)
+Example: rows [7, 2, 7] of a table group on slots 2, 0, 2 (row 7 at position 4 of slot 2, row 2 at position 1 of slot 0)
     rows      [2, 7]               unique, by slot and position: the order in which weights come and gradients go
     inverse   [1, 0, 1]            rows[inverse] is what was asked about
     positions [[1], [], [4]]       per slot, ascending
@@ -120,7 +120,7 @@ Parts = list[Tensor]  # (u, D) each: end to end they are the (U, D) values of a 
 
 @dataclass
 class Route:
-    """The unique rows of one slab, and where they live.
+    """The unique rows of one table group, and where they live.
 
     Args:
         rows: (U,) int64, in the order in which their values are given and taken.
@@ -180,7 +180,7 @@ def arrange(layout: Layout, rows_N: Tensor) -> tuple[Route, Tensor]:
     """Returns the distinct ones of some rows, ordered by slot and position.
 
     Args:
-        layout: of the slab.
+        layout: of the table group.
         rows_N: (N,) int64 on the CPU.
 
     Returns:
@@ -288,7 +288,7 @@ def _take_bags(source_GD: Any, place_M: Any, out_MD: Any) -> None:
 
 @dataclass
 class BagRoute:
-    """The bags of one slab, and where their ids live. Each slot has those bags of which it has an id.
+    """The bags of one table group, and where their ids live. Each slot has those bags of which it has an id.
 
     Args:
         bags: how many, empty ones included.
@@ -362,7 +362,8 @@ def no_bags(slots: int) -> BagRoute:
 
 
 def join_bags(routes: Sequence[BagRoute]) -> BagRoute:
-    """Returns the route of all bags of some routes of one slab, at least one, those of the first before the others."""
+    """Returns the route of all bags of some routes of one table group, at least one, those of the first before the
+    others."""
     if len(routes) == 1:
         return routes[0]
     slots = range(len(routes[0].places))
@@ -386,7 +387,7 @@ def route_bags(layout: Layout, rows_N: Tensor, lengths_G: Tensor, factors_N: Ten
     """Returns where the ids of bags live.
 
     Args:
-        layout: of the slab.
+        layout: of the table group.
         rows_N: (N,) int64 on the CPU: the rows of all bags, one bag behind the other.
         lengths_G: (G,) int32, rows in each bag, 0 or more. Their sum is N.
         factors_N: (N,) float32, the weight of each; None: they have none.

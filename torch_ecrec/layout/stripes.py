@@ -1,11 +1,11 @@
 """Where every record lives: row <-> (slot, position, stripe, member). Pure integer arithmetic, equal on every process.
 
-Terms. Stripe c holds the rows c*k .. c*k+k-1 of a slab: row x is member m = x % k of stripe x // k; members k .. n-1
-are its parities. The stripe's *base* is b = c % slots and its *rotation* q = c // slots. Slots are cut into contiguous
-*coding groups* of n to 2n slots, and member j of a stripe with base b lives on the slot j places after b, going round
-within b's group. So a slot has data records of k bases, which have *ranks* 0..k-1 in ascending order of the base, and
-parity records of r bases, with ranks likewise. Records are stored rank by rank, and by rotation within a rank: the
-*position* of a data record is data_first[slot, rank] + q; likewise parity_first[slot, rank] + q for parity.
+Terms. Stripe c holds the rows c*k .. c*k+k-1 of a table group: row x is member m = x % k of stripe x // k; members k ..
+n-1 are its parities. The stripe's *base* is b = c % slots and its *rotation* q = c // slots. Slots are cut into
+contiguous *coding groups* of n to 2n slots, and member j of a stripe with base b lives on the slot j places after b,
+going round within b's group. So a slot has data records of k bases, which have *ranks* 0..k-1 in ascending order of the
+base, and parity records of r bases, with ranks likewise. Records are stored rank by rank, and by rotation within a
+rank: the *position* of a data record is data_first[slot, rank] + q; likewise parity_first[slot, rank] + q for parity.
 
 Example: slots = 3, k = 2, r = 1, rows = 8. Row 5 is member 1 of stripe 2: base 2, rotation 0; members 0, 1, 2 live on
 slots 2, 0, 1. Slot 0 has data of the bases 0 (member 0, stripes 0 and 3) and 2 (member 1, stripe 2), so row 5 is behind
@@ -17,8 +17,8 @@ gcd(n, slots) is. All stripes of one base share the same map from members to slo
 their siblings and their parities at consecutive positions too: work on many records goes rank by rank, in runs. The
 last stripe may be partial: its missing members do not exist and count as zeros; its parities exist.
 
-Placed rows. Coding needs positions only: which row lies at a position is another matter. A slab that is *placed* is
-cut into `Piece`s of consecutive rows; the rows of a piece are dealt out in turns to the slots of the piece (to one,
+Placed rows. Coding needs positions only: which row lies at a position is another matter. A table group that is *placed*
+is cut into `Piece`s of consecutive rows; the rows of a piece are dealt out in turns to the slots of the piece (to one,
 say), and go there behind those of the pieces before. Each slot then has as many positions as the fullest slot needs,
 rounded up to a full rotation; those behind its last row are *padding*: records of zeros that no row has. What is said
 above holds of such a layout with "row x" read as "cell x", of slots * k * rotations cells.
@@ -162,7 +162,7 @@ def _derived() -> Any:
 
 
 class _Placed:
-    """The pieces of a placed slab, as arrays.
+    """The pieces of a placed table group, as arrays.
 
     Attributes:
         used_S: (S,) int64, rows of each slot.
@@ -170,7 +170,7 @@ class _Placed:
 
     def __init__(self, slots: int, rows: int, pieces: Sequence[Piece]) -> None:
         total = sum(piece.rows for piece in pieces)
-        require(total == rows, f"`pieces` must have the slab's {rows} rows, got {total}")
+        require(total == rows, f"`pieces` must have the table group's {rows} rows, got {total}")
         outside = sorted({slot for piece in pieces for slot in piece.slots if not 0 <= slot < slots})
         require(not outside, f"`pieces` must be on slots 0..{slots - 1}, got {outside}")
         self.used_S = np.zeros(slots, np.int64)
@@ -208,14 +208,14 @@ class _Placed:
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of one slab's records on all slots.
+    """The places of one table group's records on all slots.
 
     Args:
         slots: logical shards, at least k + r.
         k: data members of a stripe, at least 1.
         r: parity members, 0 or more.
-        rows: rows of the slab, 0 or more.
-        pieces: where a placed slab's rows lie, in order; (): the slab is not placed.
+        rows: rows of the table group, 0 or more.
+        pieces: where a placed table group's rows lie, in order; (): the table group is not placed.
 
     Attributes:
         n: k + r.
@@ -332,7 +332,7 @@ class Layout:
         """Returns slot and position of some rows.
 
         Args:
-            rows_U: (U,) int64, rows of the slab.
+            rows_U: (U,) int64, rows of the table group.
 
         Returns:
             slot_U, position_U: (U,) int64 each.
@@ -378,7 +378,7 @@ class Layout:
     def rows_of_rank(self, slot: int, rank: int, first: int, end: int) -> int:
         """Returns how many of the rows first .. end - 1 are among the records of one rank of a slot.
 
-        Of a placed slab, these rows must be whole pieces.
+        Of a placed table group, these rows must be whole pieces.
         """
         low, high = self.data_first[slot, rank : rank + 2].tolist()
         if self._placed is not None:
@@ -459,7 +459,7 @@ class Layout:
     def runs(self, source: int, holder: int) -> tuple[SharedRun, ...]:
         """Returns how changes on `source` reach parity on `holder`, by position. Ranks without records are included.
 
-        Their number does not depend on the number of rows, so it is the same for every slab of a job.
+        Their number does not depend on the number of rows, so it is the same for every table group of a job.
         """
         self._check_slot(source)
         self._check_slot(holder)
@@ -481,7 +481,8 @@ class Layout:
 
 @functools.lru_cache(maxsize=1024)
 def layout_of(slots: int, k: int, r: int, rows: int, pieces: tuple[Piece, ...] = ()) -> Layout:
-    """Returns the layout of a slab, as `Layout(...)`. It is cached: coordinator, servers and trainers share it."""
+    """Returns the layout of a table group, as `Layout(...)`. It is cached: coordinator, servers and trainers share
+    it."""
     return Layout(slots, k, r, rows, pieces)
 
 

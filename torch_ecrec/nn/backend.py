@@ -22,8 +22,8 @@ class EmbeddingBackend(Protocol):
 
     `client/session.py:Session` implements it, and `recorder.py:Recorded` wraps one to record what is done with it.
 
-    Rows are slab rows, int64 on the CPU and unique; lists hold one tensor per slab of `job.slabs`. `arrange` says in
-    which order they cost least.
+    Rows are those of the table group, int64 on the CPU and unique; lists hold one tensor per table group of
+    `job.table_groups`. `arrange` says in which order they cost least.
     """
 
     job: JobSpec
@@ -39,11 +39,12 @@ class EmbeddingBackend(Protocol):
     def step(self) -> int:
         """The step that is under way, from 1."""
 
-    def arrange(self, slab: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def arrange(self, table_group: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the unique rows of `rows` (N,) in the best order, (U,), and each one's index among them, (N,)."""
 
     def lookup_parts(self, rows: list[Tensor], evaluation: bool = False) -> list[Parts]:
-        """Returns weights (U, D) after `step - 1`, per slab, float32 or bfloat16. Does not end the step; repeatable.
+        """Returns weights (U, D) after `step - 1`, per table group, float32 or bfloat16. Does not end the step;
+        repeatable.
 
         An `evaluation` needs no gradients; the settings may make its weights less exact.
 
@@ -54,7 +55,7 @@ class EmbeddingBackend(Protocol):
         """Returns whether bags that a slot pools are, bit for bit, those that a trainer pools of its rows."""
 
     def lookup_bags(self, rows: list[Tensor], bags: list[BagRoute]) -> tuple[list[Parts], list[Tensor]]:
-        """Returns what `lookup_parts` does, and per slab the sums (G, D) float32 of bags, which slots pool."""
+        """Returns what `lookup_parts` does, and per table group the sums (G, D) float32 of bags, which slots pool."""
 
     def look_ahead(self, rows: list[Tensor], bags: Sequence[BagRoute] = ()) -> None:
         """Announces rows and bags that a lookup gets later in this step, as the same tensors, to be fetched early."""
@@ -75,23 +76,24 @@ class EmbeddingBackend(Protocol):
         bag_gradients: Sequence[Tensor] = (),
         ahead: Sequence[tuple[Sequence[Tensor], Sequence[BagRoute]]] = (),
     ) -> None:
-        """Ends the step with gradients (U, D) and a learning rate per slab, and gradients (G, D) of bags of other rows.
+        """Ends the step with gradients (U, D) and a learning rate per table group, and gradients (G, D) of bags of
+        other rows.
 
         `ahead` are the rows and bags of lookups of the next step, as `look_ahead` would be given them after this.
 
         Every trainer calls it in every step.
         """
 
-    def read(self, slab: int, rows: Tensor) -> Tensor:
+    def read(self, table_group: int, rows: Tensor) -> Tensor:
         """Reads records (U, W), weights then optimizer state, after `step - 1`; rows ascend. Also before `loaded`."""
 
-    def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
+    def load(self, table_group: int, rows: Tensor, records: Tensor) -> None:
         """Overwrites records before the first step; rows ascend. Only trainer 0 calls it."""
 
-    def overwrite(self, slab: int, rows: Tensor, values: Tensor | None, first_byte: int = 0) -> None:
+    def overwrite(self, table_group: int, rows: Tensor, values: Tensor | None, first_byte: int = 0) -> None:
         """Overwrites bytes of records between two steps, from `first_byte` on: values (U, b) uint8; rows ascend.
 
-        Every trainer calls it, with slab, rows and values of its own, or with None.
+        Every trainer calls it, with table group, rows and values of its own, or with None.
         """
 
     def loaded(self) -> None:
@@ -131,7 +133,7 @@ class NoTables:
 
     def __init__(self, trainer: int, trainers: int, snapshot_every: int) -> None:
         self.trainer, self.trainers, self.snapshot_every, self.restarted = trainer, trainers, snapshot_every, False
-        self.job: Any = SimpleNamespace(tables=(), slabs=())
+        self.job: Any = SimpleNamespace(tables=(), table_groups=())
         self.step = 1  # there are none
 
     def loaded(self) -> None:

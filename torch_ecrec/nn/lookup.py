@@ -57,14 +57,16 @@ class PooledLookup(torch.autograd.Function):
             ctx.crossings[i].wait()
             gradient_BFD = part.of_bags(gradient_BFD)
             divisor = ctx.step.gradient_divisor
-            of_rows[part.slab], finite = part.rows_backward(gradient_BFD, len(ctx.rows[part.slab]), divisor)
+            of_rows[part.table_group], finite = part.rows_backward(
+                gradient_BFD, len(ctx.rows[part.table_group]), divisor
+            )
             all_finite &= finite
             if part.pooled is not None:
                 sums_GD, finite = part.sums_backward(gradient_BFD, divisor)
                 of_sums.append((part.pooled, sums_GD))
                 all_finite &= finite
             if ctx.needs_input_grad[6 + i]:
-                of_ids[i] = part.ids_backward(gradient_BFD, ctx.weights[part.slab], divisor)
+                of_ids[i] = part.ids_backward(gradient_BFD, ctx.weights[part.table_group], divisor)
         rows = ctx.rows
         if ctx.frozen:
             rows, of_rows = without(ctx.frozen, rows, of_rows)
@@ -75,8 +77,8 @@ class PooledLookup(torch.autograd.Function):
 def pool_all(
     weights: Sequence[Parts], sums: Sequence[Tensor], bags: Sequence[Bags], crossings: Sequence[Crossing]
 ) -> list[Tensor]:
-    """Returns the pooled features of each slice, from what was looked up of each slab."""
+    """Returns the pooled features of each slice, from what was looked up of each table group."""
     return [
-        part.pool(weights[part.slab], crossing, sums[part.slab] if part.pooled is not None else None)
+        part.pool(weights[part.table_group], crossing, sums[part.table_group] if part.pooled is not None else None)
         for part, crossing in zip(bags, crossings, strict=True)
     ]

@@ -149,9 +149,9 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
             table, (in_order, order_N) = tables.tables[name], torch.sort(rows_N)
             records = None
             if session.trainer == 0:
-                read = session.read(table.slab, in_order + table.first_row).view(torch.uint8)
+                read = session.read(table.table_group, in_order + table.first_row).view(torch.uint8)
                 numbers = torch.from_numpy(numbers_of(read.numpy(), table.schema)).clone()
-                if session.job.slabs[table.slab].optimizer.kind == "rowwise_adagrad":
+                if session.job.table_groups[table.table_group].optimizer.kind == "rowwise_adagrad":
                     numbers[:, table.dim :] = 0
                 weights = torch.empty(len(rows_N), table.dim, dtype=table.dtype, device="cpu")
                 weights[order_N.argsort()] = numbers[:, : table.dim].to(table.dtype)  # TorchRec's order of drawing
@@ -162,7 +162,7 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
             for begin in range(0, len(in_order), portion):
                 some = slice(begin, begin + portion)
                 mine = None if records is None else records[some]
-                session.overwrite(table.slab, in_order[some] + table.first_row, mine)
+                session.overwrite(table.table_group, in_order[some] + table.first_row, mine)
 
     def output_dist(self, ctx: ManagedContext, output: list[Tensor]) -> Both:
         """Returns the unsharded module's output. Each part of it is an awaitable."""

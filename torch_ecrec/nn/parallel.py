@@ -590,12 +590,12 @@ def _digest_of(parts: Iterable[bytes]) -> str:
 def _parts_of_tables(session: EmbeddingBackend) -> Iterator[bytes]:
     """Yields every record of every table in row order, read in chunks."""
     for table in session.job.tables:
-        slab, first = session.job.place_of_table[table.name]
+        table_group, first = session.job.place_of_table[table.name]
         yield table.name.encode()
-        portion = max(1, DIGEST_BYTES // session.job.slabs[slab].schema.nbytes)
+        portion = max(1, DIGEST_BYTES // session.job.table_groups[table_group].schema.nbytes)
         for begin in range(0, table.rows, portion):
             rows = torch.arange(begin, min(begin + portion, table.rows), dtype=torch.int64, device="cpu")
-            yield session.read(slab, first + rows).numpy().tobytes()
+            yield session.read(table_group, first + rows).numpy().tobytes()
 
 
 def _parts_of_dense(index: bytes, tensors: TensorsOut, whole: bytes) -> Iterator[bytes]:

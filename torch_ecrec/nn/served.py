@@ -101,7 +101,8 @@ class _Coming:
 
 @dataclass(eq=False)
 class _Ready:
-    """Holds what a batch looks up, found before `compute`: unique rows (U,) of each slab of the job, and its bags."""
+    """Holds what a batch looks up, found before `compute`: unique rows (U,) of each table group of the job, and its
+    bags."""
 
     coming: _Coming
     rows: list[Tensor]
@@ -151,18 +152,18 @@ class ServedModule(
         configs = configs_of(module)
         self._tables: dict[str, Table] = {}
         for config in configs:
-            slab, first_row = job.place_of_table[job_names[config.name]]
+            table_group, first_row = job.place_of_table[job_names[config.name]]
             self._tables[config.name] = Table(
                 name=config.name,
                 job_name=job_names[config.name],
-                slab=slab,
+                table_group=table_group,
                 first_row=first_row,
                 rows=config.num_embeddings,
                 dim=config.embedding_dim,
-                schema=job.slabs[slab].schema,
+                schema=job.table_groups[table_group].schema,
                 features=tuple(config.feature_names),
                 pooling=pooling_of(config),
-                optimizer=job.slabs[slab].optimizer.kind,
+                optimizer=job.table_groups[table_group].optimizer.kind,
                 home=job.home_of(job_names[config.name]),
             )
         places = [(feature, table) for table in self._tables.values() for feature in table.features]
@@ -173,7 +174,7 @@ class ServedModule(
         self.columns.on_changed = self._arrange
         self._state = TablesState(step, self._tables, folder_of(module), self.columns)
         self._optimizer = ServerOptimizer(self._state)
-        step.optimizers.append((self._optimizer.slabs, self._optimizer))
+        step.optimizers.append((self._optimizer.table_groups, self._optimizer))
         self._parameters_of_tables = {
             self._state.key_of(table.name): TableParameter(
                 table.name, table.rows, table.dim, table.dtype, weight_of(module, table.name).requires_grad
@@ -194,17 +195,17 @@ class ServedModule(
     def _arrange(self) -> None:
         """Builds columns and slices for the current order of features. Rows looked up ahead are dropped."""
         places = [self._place_of[name] for name in self.columns.keys]
-        slabs = self._step.session.job.slabs
+        table_groups = self._step.session.job.table_groups
         self._keys, self._dims = list(self.columns.keys), [table.dim for _, table in places]
         self._outputs = [self._dtypes.get(table.name, torch.float32) for _, table in places]
         self._slices = [
             Slice(
-                slab,
-                slabs[slab].dim,
-                [(i, feature, table) for i, (feature, table) in enumerate(places) if table.slab == slab],
-                slabs[slab].optimizer.max_gradient,
+                table_group,
+                table_groups[table_group].dim,
+                [(i, feature, table) for i, (feature, table) in enumerate(places) if table.table_group == table_group],
+                table_groups[table_group].optimizer.max_gradient,
             )
-            for slab in sorted({table.slab for _, table in places})
+            for table_group in sorted({table.table_group for _, table in places})
         ]
         self._ready = None
         for coming in (*self._coming, *self._told):
@@ -225,7 +226,8 @@ class ServedModule(
 
     @abc.abstractmethod
     def _bags(self, part: Slice, features: KeyedJaggedTensor, repeats: Repeats | None) -> tuple[Tensor, Bags]:
-        """Returns the unique slab rows (U,) of the ids, and how they are pooled to this module's output."""
+        """Returns the unique rows of the table group (U,) of the ids, and how they are pooled to this module's
+        output."""
 
     def give_out_as(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Sets the output dtype of some tables (see `outputs.py`); the others are float32."""
@@ -297,7 +299,8 @@ class ServedModule(
         """Returns what the batch that will be computed next looks up, to be asked for with the push.
 
         Returns:
-            Rows (U,) and bags, per slab of the job; None if there is no such batch, or it has many ids to be prepared.
+            Rows (U,) and bags, per table group of the job; None if there is no such batch, or it has many ids to be
+            prepared.
         """
         coming = next(iter(self._coming or self._told), None)
         if coming is None:
@@ -337,16 +340,17 @@ class ServedModule(
         return coming.ready
 
     def _prepare(self, ids: HostIds) -> tuple[list[Tensor], list[Bags]]:
-        """Returns the unique rows (U,) for each slab of the job, and the bags for each slab of this module."""
+        """Returns the unique rows (U,) for each table group of the job, and the bags for each table group of this
+        module."""
         session = self._step.session
         features = ids.features if self._weighted else ids.wait()  # weights of ids have a graph
         check_lengths(features)
-        rows = [torch.empty(0, dtype=torch.int64, device="cpu") for _ in session.job.slabs]
+        rows = [torch.empty(0, dtype=torch.int64, device="cpu") for _ in session.job.table_groups]
         bags = []
         for part in self._slices:
             order = [features.keys().index(name) for name in part.features]
             in_order = features if order == list(range(len(features.keys()))) else permuted(features, order)
-            rows[part.slab], some = self._bags(part, in_order, features.inverse_indices_or_none())
+            rows[part.table_group], some = self._bags(part, in_order, features.inverse_indices_or_none())
             bags.append(some)
         return rows, bags
 
@@ -366,7 +370,7 @@ class ServedModule(
         """Looks the rows up, and pools them on the host.
 
         Returns:
-            For each slab of this module, on the device: (bags, features in a bag's row, D).
+            For each table group of this module, on the device: (bags, features in a bag's row, D).
         """
         (features,) = dist_input
         step = self._step

@@ -1,12 +1,12 @@
-"""Maps the features of a sharded module to slabs, and pools their bags on the host.
+"""Maps the features of a sharded module to table groups, and pools their bags on the host.
 
-    Table   one table of a module and its place in the job: slab, first row
-    Slice   the features of a module that live in one slab; makes bags of a batch
+    Table   one table of a module and its place in the job: table group, first row
+    Slice   the features of a module that live in one table group; makes bags of a batch
     Bags    the bags of one slice of a batch: pools rows into features, and takes their gradients apart
 
-    table `a`: 100 rows, table `b`: 50 rows, same dim and optimizer: one slab of 150 rows
+    table `a`: 100 rows, table `b`: 50 rows, same dim and optimizer: one table group of 150 rows
     batch      a: [[7], [7, 2]]   b: [[3], []]       bags of two samples
-    asked for  slab rows [2, 7, 103]                 unique, in whatever order the backend likes; first row plus id
+    asked for  rows [2, 7, 103] of the group         unique, in whatever order the backend likes; first row plus id
     pooled     a: [w7], [w7 + w2]   b: [w103], [0]   sum; mean divides by the number of ids
 
 The arithmetic is `client/pooling.py`'s. Asks nobody for rows.
@@ -46,7 +46,7 @@ class Table:
 
     name: str
     job_name: str
-    slab: int
+    table_group: int
     first_row: int
     rows: int
     dim: int
@@ -63,7 +63,7 @@ class Table:
 
 
 class Slice:
-    """The features of one module that live in one slab, in the order of the module's output.
+    """The features of one module that live in one table group, in the order of the module's output.
 
     Args:
         places: the column of each feature in the output, its name and its table.
@@ -71,9 +71,9 @@ class Slice:
     """
 
     def __init__(
-        self, slab: int, dim: int, places: Sequence[tuple[int, str, Table]], max_gradient: float | None = None
+        self, table_group: int, dim: int, places: Sequence[tuple[int, str, Table]], max_gradient: float | None = None
     ) -> None:
-        self.slab, self.dim, self.limit = slab, dim, math.inf if max_gradient is None else max_gradient
+        self.table_group, self.dim, self.limit = table_group, dim, math.inf if max_gradient is None else max_gradient
         self.columns = [column for column, _, _ in places]  # position of each feature among the module's outputs
         self.features = [feature for _, feature, _ in places]
         self.tables = [table for _, _, table in places]
@@ -92,7 +92,8 @@ class Slice:
         repeats: tuple[list[str], Tensor] | None = None,
         slots: int = 0,
     ) -> tuple[Tensor, Bags]:
-        """Returns the unique slab rows (U,) of the ids of `features`, in this slice's order, and how they are pooled.
+        """Returns the unique rows of the table group (U,) of the ids of `features`, in this slice's order, and how they
+        are pooled.
 
         Args:
             repeats: the batch's inverse indices, if its features have batch sizes of their own.
@@ -107,9 +108,9 @@ class Slice:
         pooled = None
         if slots and self._is_long(lengths_FB) and (per_id_N is None or not per_id_N.requires_grad):
             pooled, ids_N, lengths_FB, per_id_N = self._split(ids_N, lengths_FB, per_id_N, slots)
-        rows_U, inverse_N = arrange(self.slab, self._rows(ids_N, lengths_FB))
+        rows_U, inverse_N = arrange(self.table_group, self._rows(ids_N, lengths_FB))
         inverse, of_slice = inverse_N.numpy(), (self.mean_F, self.limit, index_FN)
-        return rows_U, Bags(self.slab, self.dim, inverse, lengths_FB, per_id_N, *of_slice, pooled)
+        return rows_U, Bags(self.table_group, self.dim, inverse, lengths_FB, per_id_N, *of_slice, pooled)
 
     def _is_long(self, lengths_FB: np.ndarray) -> bool:
         """Returns whether one vector for each bag of the whole tables is clearly less than their rows."""
@@ -141,20 +142,21 @@ class Slice:
         """Like `bags`, but each id is a bag of its own. Those of one feature follow those of the feature before."""
         rows_U, inverse_N, _ = self._unique(features, arrange)
         each_1N = np.ones((1, len(inverse_N)), np.int32)
-        return rows_U, Bags(self.slab, self.dim, inverse_N, each_1N, None, np.zeros(1, np.bool_), self.limit)
+        return rows_U, Bags(self.table_group, self.dim, inverse_N, each_1N, None, np.zeros(1, np.bool_), self.limit)
 
     def _unique(
         self, features: KeyedJaggedTensor, arrange: Callable[[int, Tensor], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, np.ndarray, np.ndarray]:
-        """Returns unique slab rows (U,), the index of each id's row among them (N,), and ids per bag (F, B)."""
+        """Returns unique rows of the table group (U,), the index of each id's row among them (N,), and ids per bag (F,
+        B)."""
         lengths_FB = lengths_of(features)
-        rows_U, inverse_N = arrange(self.slab, self._rows(_ids_of(features), lengths_FB))
+        rows_U, inverse_N = arrange(self.table_group, self._rows(_ids_of(features), lengths_FB))
         return rows_U, inverse_N.numpy(), lengths_FB
 
     def _rows(self, ids_N: Tensor, lengths_FB: np.ndarray) -> Tensor:
-        """Returns the slab row of each id (N,)."""
+        """Returns the row in the table group of each id (N,)."""
         rows_N = np.empty(len(ids_N), np.int64)
-        at = pooling.to_slab_rows(ids_N.numpy(), lengths_FB, self.first_F, self.rows_F, rows_N)
+        at = pooling.to_table_group_rows(ids_N.numpy(), lengths_FB, self.first_F, self.rows_F, rows_N)
         if at >= 0:
             raise self._out_of_range(ids_N, lengths_FB, at)
         return torch.from_numpy(rows_N)
@@ -190,11 +192,11 @@ class PooledBags:
         """Returns unique rows (U,) and their gradients (U, D), from those of the sums: what a slot makes of them.
 
         Args:
-            layout: of the slab.
+            layout: of the table group.
         """
         slots = range(len(self.there.positions))
         of_slots = [layout.row_at(slot, self.there.positions[slot].numpy().astype(np.int64)) for slot in slots]
-        rows_U, inverse_N = arrange(self.tables[0].slab, torch.from_numpy(np.concatenate(of_slots)))
+        rows_U, inverse_N = arrange(self.tables[0].table_group, torch.from_numpy(np.concatenate(of_slots)))
         factors = [] if self.there.factors is None else self.there.factors
         of_rows_UD = torch.empty((len(rows_U), gradient_GD.shape[1]), dtype=torch.float32, device="cpu")
         pooling.pool_backward(
@@ -216,7 +218,7 @@ class Bags:
     """The bags of a batch that belong to one slice, and how their rows are pooled.
 
     Args:
-        slab, dim: of the slice.
+        table_group, dim: of the slice.
         inverse_N: index of each id's row among the rows looked up.
         lengths_FB: ids per bag.
         per_id_N: weight of each id, or None.
@@ -226,7 +228,7 @@ class Bags:
         pooled: the bags of those features that slots pool, which have no ids in the fields above.
     """
 
-    slab: int
+    table_group: int
     dim: int
     inverse_N: np.ndarray
     lengths_FB: np.ndarray
@@ -335,17 +337,17 @@ class Bags:
 def without(
     frozen: Sequence[Table], rows: Sequence[Tensor], gradients: Sequence[Tensor | None]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Returns the rows (U,) and gradients (U, D) of each slab without those of frozen tables."""
+    """Returns the rows (U,) and gradients (U, D) of each table group without those of frozen tables."""
     rows, gradients = list(rows), list(gradients)
-    for slab in {table.slab for table in frozen}:
-        rows_U, gradient_UD = rows[slab], gradients[slab]
+    for table_group in {table.table_group for table in frozen}:
+        rows_U, gradient_UD = rows[table_group], gradients[table_group]
         if gradient_UD is None:
             continue
         keep_U = torch.ones(len(rows_U), dtype=torch.bool, device="cpu")
         for table in frozen:
-            if table.slab == slab:
+            if table.table_group == table_group:
                 keep_U &= (rows_U < table.first_row) | (rows_U >= table.first_row + table.rows)
-        rows[slab], gradients[slab] = rows_U[keep_U], gradient_UD[keep_U]
+        rows[table_group], gradients[table_group] = rows_U[keep_U], gradient_UD[keep_U]
     return rows, gradients
 
 

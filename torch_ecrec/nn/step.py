@@ -8,7 +8,7 @@ gradients) is refused by all trainers, before anything is sent.
 
 Does not pool, and knows no modules: `lookup.py` and `served.py` do.
 
-Shape legend: U unique rows, D embedding dim; lists hold one tensor per slab.
+Shape legend: U unique rows, D embedding dim; lists hold one tensor per table group.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class SparseStep:
         self.closing = False  # this trainer leaves, and others may not: no more collective calls
         self.elsewhere: list[str] = []  # modules that TorchRec steps in the backward, even in a step refused here
         self.form = "sharded"  # form of tables in the state dict being made; see `TablesState.read`
-        self.optimizers: list[tuple[Sequence[int], Optimizer]] = []  # group i has the learning rate of slab i of these
+        self.optimizers: list[
+            tuple[Sequence[int], Optimizer]
+        ] = []  # group i has the learning rate of table group i of these
         self.frozen: list[Callable[[], Sequence[Table]]] = []  # tables that are looked up and not stepped
         self.coming: list[Callable[[], tuple[list[Tensor], list[BagRoute]] | None]] = []  # what goes with a push
         self.on_pushed: list[Callable[[], None]] = []  # called when the rows of the next step may be asked for
@@ -167,19 +169,19 @@ class SparseStep:
         return self.session.job.code.slots if self.session.pools(evaluation) else 0
 
     def routes(self, bags: Sequence[Bags]) -> list[BagRoute]:
-        """Returns the bags of each slab that slots pool; nothing if there are none."""
+        """Returns the bags of each table group that slots pool; nothing if there are none."""
         if all(part.pooled is None for part in bags):
             return []
-        routes = [no_bags(self.session.job.code.slots) for _ in self.session.job.slabs]
+        routes = [no_bags(self.session.job.code.slots) for _ in self.session.job.table_groups]
         for part in bags:
             if part.pooled is not None:
-                routes[part.slab] = part.pooled.there
+                routes[part.table_group] = part.pooled.there
         return routes
 
     def lookup(
         self, rows: list[Tensor], bags: Sequence[Bags], evaluation: bool = False
     ) -> tuple[list[Parts], list[Tensor]]:
-        """Returns weights (U, D) per slab, in parts, and the sums (G, D) that slots have made of bags, if any.
+        """Returns weights (U, D) per table group, in parts, and the sums (G, D) that slots have made of bags, if any.
 
         With `evaluation` no gradients will follow.
         """
@@ -213,7 +215,7 @@ class SparseStep:
         sums: Sequence[tuple[PooledBags, Tensor]] = (),
         frozen: Sequence[Table] = (),
     ) -> None:
-        """Called within a backward with gradients (U, D) of one lookup, per slab; None where the loss uses none.
+        """Called within a backward with gradients (U, D) of one lookup, per table group; None where the loss uses none.
 
         Args:
             finite: whether they all are.
@@ -339,55 +341,63 @@ class SparseStep:
         return [values[1 : 1 + int(values[0])] for values in found]
 
     def _take_sums(self) -> tuple[list[BagRoute], list[Tensor]]:
-        """Returns the bags of each slab that slots have pooled, and the gradients of their sums; nothing if none are.
+        """Returns the bags of each table group that slots have pooled, and the gradients of their sums; nothing if none
+        are.
 
         They become gradients of rows where these are needed here: to add those of several lookups into the same tables,
         to leave out frozen tables, or to find what is not finite.
         """
-        slabs, sums, owners = self.session.job.slabs, self._sums, self._owners
+        table_groups, sums, owners = self.session.job.table_groups, self._sums, self._owners
         self._sums, self._owners = [], []
         once = len({id(owner) for owner in owners}) == len(owners)
-        kept: list[list[tuple[BagRoute, Tensor]]] = [[] for _ in slabs]
+        kept: list[list[tuple[BagRoute, Tensor]]] = [[] for _ in table_groups]
         for part, gradient_GD, frozen in sums:
-            slab, names = part.tables[0].slab, {table.job_name for table in frozen}
+            table_group, names = part.tables[0].table_group, {table.job_name for table in frozen}
             if once and self._finite and not any(table.job_name in names for table in part.tables):
-                kept[slab].append((part.there, gradient_GD))
+                kept[table_group].append((part.there, gradient_GD))
                 continue
-            rows: list[Tensor] = [torch.empty(0, dtype=torch.int64, device="cpu") for _ in slabs]
-            of_rows: list[Tensor | None] = [None for _ in slabs]
-            rows[slab], of_rows[slab] = part.as_rows(gradient_GD, self.session.job.layouts[slab], self.session.arrange)
+            rows: list[Tensor] = [torch.empty(0, dtype=torch.int64, device="cpu") for _ in table_groups]
+            of_rows: list[Tensor | None] = [None for _ in table_groups]
+            rows[table_group], of_rows[table_group] = part.as_rows(
+                gradient_GD, self.session.job.layouts[table_group], self.session.arrange
+            )
             self._gathered.append(without(frozen, rows, of_rows) if frozen else (rows, of_rows))
         if not any(kept):
             return [], []
         none = no_bags(self.session.job.code.slots)
-        routes = [join_bags([route for route, _ in of_slab]) if of_slab else none for of_slab in kept]
+        routes = [
+            join_bags([route for route, _ in of_table_group]) if of_table_group else none for of_table_group in kept
+        ]
         gradients = [
             torch.cat(
-                [torch.empty(0, slab.dim, dtype=torch.float32, device="cpu"), *(of_bags for _, of_bags in of_slab)]
+                [
+                    torch.empty(0, table_group.dim, dtype=torch.float32, device="cpu"),
+                    *(of_bags for _, of_bags in of_table_group),
+                ]
             )
-            if len(of_slab) != 1
-            else of_slab[0][1]
-            for slab, of_slab in zip(slabs, kept, strict=True)
+            if len(of_table_group) != 1
+            else of_table_group[0][1]
+            for table_group, of_table_group in zip(table_groups, kept, strict=True)
         ]
         return routes, gradients
 
     def _merge(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns rows and gradients per slab. Where several lookups asked for a row, its gradients are summed.
+        """Returns rows and gradients per table group. Where several lookups asked for a row, its gradients are summed.
 
         They are summed in the order in which they came.
         """
         rows, gradients = [], []
-        for s, slab in enumerate(self.session.job.slabs):
+        for s, table_group in enumerate(self.session.job.table_groups):
             parts = [(r[s], g) for r, gradients_S in self._gathered if (g := gradients_S[s]) is not None and len(r[s])]
             if len(parts) == 1:
                 rows_U, gradient_UD = parts[0][0], parts[0][1].contiguous()
             elif parts:
                 rows_U, inverse_N = torch.unique(torch.cat([r for r, _ in parts]), return_inverse=True)
-                gradient_UD = torch.zeros(len(rows_U), slab.dim, dtype=torch.float32, device="cpu")
+                gradient_UD = torch.zeros(len(rows_U), table_group.dim, dtype=torch.float32, device="cpu")
                 gradient_UD.index_add_(0, inverse_N, torch.cat([g for _, g in parts]))
             else:
                 rows_U = torch.empty(0, dtype=torch.int64, device="cpu")
-                gradient_UD = torch.empty(0, slab.dim, dtype=torch.float32, device="cpu")
+                gradient_UD = torch.empty(0, table_group.dim, dtype=torch.float32, device="cpu")
             rows.append(rows_U)
             gradients.append(gradient_UD)
         return rows, gradients
@@ -403,13 +413,13 @@ class SparseStep:
         """
         job = self.session.job
         flags = [0] * len(job.tables)
-        for slab, rows_U, gradient_UD in zip(job.slabs, rows, gradients, strict=True):
+        for table_group, rows_U, gradient_UD in zip(job.table_groups, rows, gradients, strict=True):
             if not finite:
                 bad_rows = rows_U[~torch.isfinite(gradient_UD).all(dim=1)]
-                first_rows_T = torch.tensor(slab.first_rows, dtype=torch.int64, device="cpu")
+                first_rows_T = torch.tensor(table_group.first_rows, dtype=torch.int64, device="cpu")
                 at = torch.bucketize(bad_rows, first_rows_T, right=True) - 1
                 for table in at.unique().tolist():
-                    flags[slab.table_indices[table]] = 1
+                    flags[table_group.table_indices[table]] = 1
         frozen = sorted(table.job_name for tables in self.frozen for table in tables())
         alike = f"learning rates {rates}" + (f" or the frozen tables {', '.join(frozen)}" if frozen else "")
         alike += f" or the {self._passes} backward passes so far (rows must be looked up for each, on every trainer)"
@@ -425,15 +435,15 @@ class SparseStep:
         )
 
     def rates(self) -> list[float]:
-        """Returns the current learning rate of each slab.
+        """Returns the current learning rate of each table group.
 
         Raises:
             ValueError: tables that share one have several, it is not finite, or another hyperparameter was changed.
         """
         rates: dict[int, float] = {}
-        for slabs, optimizer in self.optimizers:
-            for slab, group in zip(slabs, optimizer.param_groups, strict=True):
-                for name, value in self.session.job.slabs[slab].optimizer.fixed:
+        for table_groups, optimizer in self.optimizers:
+            for table_group, group in zip(table_groups, optimizer.param_groups, strict=True):
+                for name, value in self.session.job.table_groups[table_group].optimizer.fixed:
                     if plain(group.get(name, value)) != value:
                         raise ValueError(
                             f"`{name}` of the fused optimizer was changed from {value} to {group[name]}: of a job that"
@@ -441,12 +451,12 @@ class SparseStep:
                         )
                 given = plain(group["lr"])
                 if isinstance(given, bool) or not isinstance(given, (int, float)) or not math.isfinite(given):
-                    names = ", ".join(table.name for table in self.session.job.slabs[slab].tables)
+                    names = ", ".join(table.name for table in self.session.job.table_groups[table_group].tables)
                     raise ValueError(f"the learning rate of tables {names} must be finite, got {shown(given)}")
                 lr = float(given)
-                if rates.setdefault(slab, lr) != lr:
-                    names = ", ".join(table.name for table in self.session.job.slabs[slab].tables)
+                if rates.setdefault(table_group, lr) != lr:
+                    names = ", ".join(table.name for table in self.session.job.table_groups[table_group].tables)
                     raise ValueError(
-                        f"tables {names} share one optimizer but got learning rates {rates[slab]} and {lr}"
+                        f"tables {names} share one optimizer but got learning rates {rates[table_group]} and {lr}"
                     )
-        return [rates[slab] for slab in range(len(self.session.job.slabs))]
+        return [rates[table_group] for table_group in range(len(self.session.job.table_groups))]

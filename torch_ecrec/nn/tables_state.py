@@ -101,7 +101,7 @@ class TablesState:
             out = torch.empty(last - first, field.values, dtype=dtype, device="cpu")
         for begin, end in chunks(table, first, last):
             records = self.step.session.read(
-                table.slab, torch.arange(begin, end, dtype=torch.int64, device="cpu") + table.first_row
+                table.table_group, torch.arange(begin, end, dtype=torch.int64, device="cpu") + table.first_row
             )
             values_Ub = records.view(torch.uint8)[:, begin_byte:end_byte].contiguous()
             out[begin - first : end - first] = values_Ub.view(dtype)
@@ -198,10 +198,12 @@ class TablesState:
                 warnings.warn(what, stacklevel=2)
                 session.not_exact(what)
             rows = torch.arange(len(values), dtype=torch.int64, device="cpu") + (table.first_row + part.row)
-            session.overwrite(table.slab, rows, values.view(torch.uint8), first_byte + part.column * dtype.itemsize)
+            session.overwrite(
+                table.table_group, rows, values.view(torch.uint8), first_byte + part.column * dtype.itemsize
+            )
             del part, values  # their memory is free before the next portion is read
         for _ in range(most - count):
-            session.overwrite(table.slab, torch.empty(0, dtype=torch.int64, device="cpu"), None)
+            session.overwrite(table.table_group, torch.empty(0, dtype=torch.int64, device="cpu"), None)
 
     def load_initial(self, name: str, weights: Tensor) -> None:
         """Gives a table its initial weights (rows, D), with fresh optimizer state. Only trainer 0 calls it."""
@@ -211,7 +213,7 @@ class TablesState:
             numbers[:, : table.dim] = weights[begin:end]
             records = torch.from_numpy(records_of(numbers.numpy(), table.schema)).view(torch.float32)
             session.load(
-                table.slab, torch.arange(begin, end, dtype=torch.int64, device="cpu") + table.first_row, records
+                table.table_group, torch.arange(begin, end, dtype=torch.int64, device="cpu") + table.first_row, records
             )
 
     def load_weights(
@@ -297,14 +299,15 @@ def dtype_of(field: Field) -> torch.dtype:
 
 
 class ServerOptimizer(FusedOptimizer):
-    """The optimizer that the servers run, in the form of TorchRec's schedulers and checkpoints: one group per slab.
+    """The optimizer that the servers run, in the form of TorchRec's schedulers and checkpoints: one group per table
+    group.
 
     `param_groups[i]["lr"]` at the time of a backward is the learning rate of that step. `state_dict` and
     `load_state_dict` read and load the state on the servers, under TorchRec's names (`<table>.momentum1`).
     """
 
     def __init__(self, state: TablesState) -> None:
-        slabs, tables = state.step.session.job.slabs, state.tables
+        table_groups, tables = state.step.session.job.table_groups, state.tables
         params = {
             state.key_of(table.name): torch.empty(table.rows, table.dim, dtype=torch.float32, device="meta")
             for table in tables.values()
@@ -314,11 +317,11 @@ class ServerOptimizer(FusedOptimizer):
             param: {f"{table.name}.{field.name}": TableField(state, table.name, field) for field in table.schema.state}
             for table, param in keyed
         }
-        self.slabs = sorted({table.slab for table in tables.values()})
+        self.table_groups = sorted({table.table_group for table in tables.values()})
         groups = []
-        for slab in self.slabs:
-            spec = slabs[slab].optimizer
-            mine = [param for table, param in keyed if table.slab == slab]
+        for table_group in self.table_groups:
+            spec = table_groups[table_group].optimizer
+            mine = [param for table, param in keyed if table.table_group == table_group]
             groups.append({"params": mine, "lr": spec.lr, **dict(spec.fixed)})
         super().__init__(params, fields, groups)
 

@@ -222,7 +222,7 @@ class Enumerator(ListedEnumerator):
     ) -> Collection[str]:
         """Returns those whose bags slots pool: what `nn/slices.py` decides for each batch, of the average one.
 
-        It does so for all whole tables of a collection and a slab together.
+        It does so for all whole tables of a collection and a table group together.
         """
         slices: dict[tuple[str, int], list[str]] = {}
         for fqn, option in options.items():

@@ -158,10 +158,10 @@ def slot_sizes(tables: Sequence[TableSpec], code: CodeSpec) -> list[list[tuple[i
     """Returns the stores of each slot for some tables: how many records, and the bytes of each."""
     job = JobSpec(tables=tuple(tables), code=code, trainers=1) if tables else None
     found: list[list[tuple[int, int]]] = [[] for _ in range(code.slots)]
-    for slab, layout in zip(job.slabs, job.layouts, strict=True) if job is not None else ():
+    for table_group, layout in zip(job.table_groups, job.layouts, strict=True) if job is not None else ():
         for slot in range(code.slots):
             for rows in (layout.data_rows(slot), layout.parity_rows(slot)):
-                found[slot].append((rows, slab.schema.nbytes))
+                found[slot].append((rows, table_group.schema.nbytes))
     return found
 
 

@@ -24,7 +24,7 @@ from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.server.capture import Portion
-from torch_ecrec.spec.job import JobSpec, SlabSpec
+from torch_ecrec.spec.job import JobSpec, TableGroup
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.chain_reader import check_rows
 from torch_ecrec.storage.location import Location
@@ -66,7 +66,7 @@ class FileCheckpointWriter:
         self,
         order: messages.Capture,
         slot: int,
-        slabs: Sequence[SlabSpec],
+        table_groups: Sequence[TableGroup],
         next_portion: Callable[[int], Portion | None],
         dense: Sequence[tuple[Key, Part]],
         done: Callable[[dict[str, Any]], None],
@@ -74,7 +74,7 @@ class FileCheckpointWriter:
     ) -> FileWriting:
         """Writes a slot's part on a thread of its own, as `CheckpointWriter.write` says."""
         writing, before = FileWriting(self._run, next_portion, dense, done, failed), self._threads.get(slot)
-        work = functools.partial(self._work, order, slot, slabs, before, writing)
+        work = functools.partial(self._work, order, slot, table_groups, before, writing)
         Worker(work, f"checkpoint of slot {slot}", log_error).start()
         return writing
 
@@ -82,7 +82,7 @@ class FileCheckpointWriter:
         self,
         order: messages.Capture,
         slot: int,
-        slabs: Sequence[SlabSpec],
+        table_groups: Sequence[TableGroup],
         before: threading.Thread | None,
         writing: FileWriting,
     ) -> None:
@@ -93,7 +93,7 @@ class FileCheckpointWriter:
                 return
         self._threads[slot] = threading.current_thread()
         try:
-            entry = self._write(order, slot, slabs, writing)
+            entry = self._write(order, slot, table_groups, writing)
         except _Cancelled:
             return
         except CheckpointError as error:
@@ -104,13 +104,18 @@ class FileCheckpointWriter:
         else:
             writing.finish(entry)
 
-    def _write(self, order: messages.Capture, slot: int, slabs: Sequence[SlabSpec], writing: FileWriting) -> PartEntry:
+    def _write(
+        self, order: messages.Capture, slot: int, table_groups: Sequence[TableGroup], writing: FileWriting
+    ) -> PartEntry:
         name = f"slot-{slot:05d}"
         encoding = Encoding.of(order.encoding)
-        tables = [[*zip((table.name for table in slab.tables), slab.first_rows, strict=True)] for slab in slabs]
+        tables = [
+            [*zip((table.name for table in table_group.tables), table_group.first_rows, strict=True)]
+            for table_group in table_groups
+        ]
         place = Location(order.url)
         at = Saves(place).folder(order.folder) if order.portion < 1 else place.below(order.folder)
-        schemas = [slab.schema for slab in slabs]
+        schemas = [table_group.schema for table_group in table_groups]
         part = PartWriter(at, name, schemas, encoding, slot, tables)
         try:
             bytes_per_s = default_bytes_per_s() if order.bytes_per_s is None else order.bytes_per_s
@@ -118,7 +123,7 @@ class FileCheckpointWriter:
                 (_, trainer), (header, payload) = kept
                 self._pace.spend(part.write_dense(trainer, header, payload.numpy()), bytes_per_s, writing)
             while (portion := writing.next_portion()) is not None:
-                size = part.write(portion.slab, portion.rows_N, portion.records_NB)
+                size = part.write(portion.table_group, portion.rows_N, portion.records_NB)
                 if order.bytes_per_s is None:  # by records: quantising, and zstd, take longer for each byte in the file
                     size = max(size, portion.records_NB.nbytes)
                 self._pace.spend(size, bytes_per_s, writing)

@@ -344,7 +344,7 @@ class _Coordinator:
         )
         while True:
             try:
-                begins, life = looks.look()
+                begins, term = looks.look()
             except CheckpointError as error:
                 self._say_trouble(str(error))
                 if not isinstance(error, StoreUnavailable) and time.monotonic() > since_s + EXPECTED_S:
@@ -354,7 +354,7 @@ class _Coordinator:
                     return  # somebody is left
                 continue
             break
-        self._do_soon(lambda: self._router.begin_with(begins, life, time.monotonic()))
+        self._do_soon(lambda: self._router.begin_with(begins, term, time.monotonic()))
 
     def _cannot_look_on(self, error: BaseException) -> None:
         """Refuses those who join, as the look for a checkpoint has failed: they would wait for ever."""

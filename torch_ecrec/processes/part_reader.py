@@ -73,10 +73,10 @@ class FileReading:
         """Stops the reading: nobody wants the records any more. Called inside of `Node.run`."""
         self._calls = None
 
-    def take(self, slab: int, positions_N: Positions, records_NB: Bytes) -> None:
+    def take(self, table_group: int, positions_N: Positions, records_NB: Bytes) -> None:
         """Gives some to the slot."""
         if (calls := self._calls) is not None:
-            calls[0](lambda: None if self.cancelled else calls[1](slab, positions_N, records_NB))
+            calls[0](lambda: None if self.cancelled else calls[1](table_group, positions_N, records_NB))
 
     def finish(self) -> None:
         """Says that all records were given."""
@@ -91,12 +91,12 @@ class FileReading:
 
 def _work(partial_restore: PartialRestore, job: JobSpec, slot: int, reading: FileReading) -> None:
     try:
-        for slab, positions_N, records_NB in read_ahead(
+        for table_group, positions_N, records_NB in read_ahead(
             slot_records(partial_restore, job, slot), AHEAD, partial_restore.url
         ):
             if reading.cancelled:
                 return
-            reading.take(slab, positions_N, records_NB)
+            reading.take(table_group, positions_N, records_NB)
     except CheckpointError as error:
         log.warning("slot %d of checkpoint %s: %s", slot, partial_restore.folder, error)
         reading.fail(str(error), isinstance(error, StoreUnavailable))
@@ -113,7 +113,7 @@ def slot_records(partial_restore: PartialRestore, job: JobSpec, slot: int) -> It
     Where all that it builds on was written by a cluster of the same layout, the slot's own parts are read, else all.
 
     Yields:
-        Slab, positions (N,) int64, records (N, B) uint8.
+        Table group, positions (N,) int64, records (N, B) uint8.
 
     Raises:
         CheckpointError: it is not there, is altered, or of another job; or a slot's part has a row of another slot.
@@ -128,17 +128,17 @@ def slot_records(partial_restore: PartialRestore, job: JobSpec, slot: int) -> It
     of_each = [*range(job.code.slots)]
     alike = all(one.spec.layouts == layouts and sorted(part.slot for part in one.parts) == of_each for one in read)
 
-    def mine(slab: int, rows_N: Positions) -> NDArray[np.bool_]:
-        slot_N, _ = layouts[slab].locate(rows_N)
+    def mine(table_group: int, rows_N: Positions) -> NDArray[np.bool_]:
+        slot_N, _ = layouts[table_group].locate(rows_N)
         of_slot: NDArray[np.bool_] = slot_N == slot
         if alike and not of_slot.all():
             row, other = int(rows_N[~of_slot][0]), int(slot_N[~of_slot][0])
             raise CheckpointError(
-                f"{partial_restore.folder}: row {row} of slab {slab} is of slot {other}, and stands among those of slot"
-                f" {slot}; {ADVICE}"
+                f"{partial_restore.folder}: row {row} of table group {table_group} is of slot {other}, and stands"
+                f" among those of slot {slot}; {ADVICE}"
             )
         return of_slot
 
     slots = [slot] if alike else None
-    for slab, rows_N, records_NB in records_of(catalog, manifest, mine=mine, slots=slots, saves=saves):
-        yield slab, layouts[slab].locate(rows_N)[1], records_NB
+    for table_group, rows_N, records_NB in records_of(catalog, manifest, mine=mine, slots=slots, saves=saves):
+        yield table_group, layouts[table_group].locate(rows_N)[1], records_NB

@@ -61,7 +61,7 @@ def find_again(run: str, url: str, beyond: Beyond, wanted: str, began_with: str)
     Raises:
         CheckpointError: there is nothing that the cluster may begin with, and why; StoreUnavailable: nobody can tell.
     """
-    newest, life, broken = _found(run, url) if url else (None, 0, [])
+    newest, term, broken = _found(run, url) if url else (None, 0, [])
     if newest is not None and beyond == "stop":
         raise CheckpointError(
             f"{UNASKED}: end this cluster, and begin another with --restore {url}@{newest[0].done}, the newest"
@@ -72,14 +72,14 @@ def find_again(run: str, url: str, beyond: Beyond, wanted: str, began_with: str)
             f"{UNASKED}, and of this run's none can be read: {broken[0].reason}; or end this cluster, and begin another"
         )
     if newest is not None or began_with == NONE:
-        return newest, life
+        return newest, term
     if not began_with or not wanted:
         raise CheckpointError(
             "this coordinator was not told which checkpoint the run began with: end this cluster, and begin another"
             " with --restore URL@STEP; all coordinators of a run are to be told the same --restore"
         )
     try:
-        return find(wanted, url, began_with), life
+        return find(wanted, url, began_with), term
     except StoreUnavailable:
         raise
     except CheckpointError as error:
@@ -104,8 +104,8 @@ def newest_of(run: str, url: str) -> tuple[tuple[Restored, JobSpec] | None, int]
     Raises:
         CheckpointError: the place cannot be read, or what the checkpoint builds on is not there.
     """
-    newest, life, _ = _found(run, url)
-    return newest, life
+    newest, term, _ = _found(run, url)
+    return newest, term
 
 
 def _found(run: str, url: str) -> tuple[Restorable | None, int, list[Broken]]:
@@ -114,15 +114,15 @@ def _found(run: str, url: str) -> tuple[Restorable | None, int, list[Broken]]:
     listing = catalog.listing()
     broken = [one for one in listing.broken if run_of(one.folder) == run]
     names = [*(one.id for one in listing.whole), *listing.unfinished, *(one.folder for one in listing.broken)]
-    life = 1 + max((attempt_of(name)[0] for name in names if run_of(name) == run), default=0)
+    term = 1 + max((attempt_of(name)[0] for name in names if run_of(name) == run), default=0)
     for one in broken:
         if one.unavailable:
             raise StoreUnavailable(one.reason)
         log.warning("checkpoint %s is passed over: %s", one.folder, one.reason)
     newest = next((one for one in listing.whole if run_of(one.id) == run), None)
     if newest is None:
-        return None, life, broken
-    return (restored_of(catalog, newest), newest.spec), life, broken
+        return None, term, broken
+    return (restored_of(catalog, newest), newest.spec), term, broken
 
 
 def dense_model(restored: Restored) -> list[tuple[Tensor, list[int]]]:

@@ -234,7 +234,7 @@ class Membership:
     Attributes:
         join: as it is said; `led` is of the coordinator that was found last.
         name: "" until it is welcome.
-        code, run, life, restarted, restored, inexact: as it was told.
+        code, run, term, restarted, restored, inexact: as it was told.
         roster: the newest that it was told; None: none yet.
         endpoint: how it is called; "" until it is built.
         is_joined: it is welcome, and built. It stays so.
@@ -250,7 +250,7 @@ class Membership:
     def __init__(self, join: messages.Join, named: str, pace: Pace, now_s: float) -> None:
         self.join, self.pace = join, pace
         self.name = self.run = self.endpoint = ""
-        self.life = 0
+        self.term = 0
         self.restarted = False
         self.restored: messages.Restored | None = None
         self.inexact: list[tuple[int, str]] = []
@@ -415,7 +415,7 @@ class Membership:
             **of_process,
             name=self.name,
             code=self.code,
-            life=self.life,
+            term=self.term,
             run=self.run,
             endpoint=self.endpoint,
             roster=0 if roster is None else roster.version,
@@ -517,7 +517,7 @@ class Membership:
         if isinstance(word, messages.Job):
             self.run = word.run
         elif isinstance(word, messages.Rejoined):
-            self.life, self._sought_s, self._stranger = word.life, None, ""
+            self.term, self._sought_s, self._stranger = word.term, None, ""
             if self.is_leaving:
                 self._out.append(SayLeave())
         elif isinstance(word, messages.Left) and self.is_leaving and self.join.rank in word.trainers:
@@ -527,7 +527,7 @@ class Membership:
     def _take_welcome(self, word: messages.Welcome) -> None:
         if self.name:
             raise BadMessage("welcome: said before")
-        self.name, self.code, self.run, self.life = word.name, word.code, word.run, word.life
+        self.name, self.code, self.run, self.term = word.name, word.code, word.run, word.term
         self.restarted, self.restored = word.restarted, word.restored
         self._out.append(Build(word))
 

@@ -11,7 +11,7 @@ What needs the state of the coordinator (a slot that exists) is `Coordinator`'s 
 
 Invariants.
 - Every string, list and table has a most, so that a member's word takes a bounded place wherever it is kept.
-- A version (of the roster, epoch, era, incarnation, life) that a member says is at most 2**53: there is always a next
+- A version (of the roster, epoch, era, incarnation, term) that a member says is at most 2**53: there is always a next
   one, which any reader of JSON has without rounding.
 - A member whose build may not be here (`build.py`) is told so, whatever else its message looks like.
 """
@@ -192,7 +192,7 @@ class Known(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         placement: the newest that it was told; None: none.
         era: the newest that it was told. `frozen`: of a server, it has stopped, and was not told where that era begins.
         resume_step: the protocol's, that the era began after. `done`: steps of training until then. `floor`: see `Era`.
-        origin: the protocol's step that training begins after; None: initial values are not loaded.
+        load_end: the protocol's step that training begins after; None: initial values are not loaded.
         left: trainers that are done, as it was told (`Left`).
         partial_restores: all slots that began anew, in this run, as it was told.
         saves: prioritised ones that count, as it was told.
@@ -208,7 +208,7 @@ class Known(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     resume_step: Count
     done: Count
     floor: Count = 0
-    origin: Count | None
+    load_end: Count | None
     left: Ranks = []
     partial_restores: PartialRestores = []
     saves: Saves = Saves()
@@ -227,7 +227,7 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
     """Tells what a member knows, to a coordinator that it has not spoken to yet, or that it had lost for a moment.
 
     Attributes:
-        name, code, life, run: its own, and of its cluster, as it was told.
+        name, code, term, run: its own, and of its cluster, as it was told.
         endpoint: where it takes calls; see `Listens`.
         roster: the version of the newest roster that it was told; 0: of none.
         world: who is in that roster.
@@ -238,7 +238,7 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
 
     name: Name
     code: CodeSpec
-    life: Count
+    term: Count
     run: Run
     endpoint: Endpoint
     roster: Count
@@ -442,9 +442,9 @@ class Unwritten(OfSlot, frozen=True, tag="unwritten"):
 
 
 class Loaded(Said, frozen=True, tag="loaded"):
-    """Says that initial values are there: training begins after step `origin` of the protocol."""
+    """Says that initial values are there: training begins after step `load_end` of the protocol."""
 
-    origin: Count
+    load_end: Count
 
 
 class NotExact(Said, frozen=True, tag="not_exact"):
@@ -477,7 +477,7 @@ class Welcome(Said, frozen=True, tag="welcome"):
     name: Name
     code: CodeSpec
     restarted: bool
-    life: Version
+    term: Version
     transport: TransportName
     run: Run
     restored: Restored | None = None
@@ -542,7 +542,7 @@ class Era(Said, frozen=True, tag="era"):
 
     era: Version
     step: Count | None
-    origin: Count | None
+    load_end: Count | None
     done: Count
     keeps: bool = False
     floor: Count = 0
@@ -552,7 +552,7 @@ class Era(Said, frozen=True, tag="era"):
 class Resume(Said, frozen=True, tag="resume"):
     era: Version
     step: Count
-    origin: Count | None
+    load_end: Count | None
     done: Count
 
 
@@ -648,7 +648,7 @@ class KnownInexact(Said, frozen=True, tag="known_inexact"):
 
 
 class Rejoined(Said, frozen=True, tag="rejoined"):
-    life: Version
+    term: Version
 
 
 class OtherCluster(Said, frozen=True, tag="other_cluster"):

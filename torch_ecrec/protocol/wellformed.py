@@ -1,10 +1,10 @@
 """Whether a message can be one of this job: looked at before it changes anything.
 
-`encoding.py` has seen to the types. Here is what only those can judge who know the job: that a slab, a slot or a
+`encoding.py` has seen to the types. Here is what only those can judge who know the job: that a table group, a slot or a
 trainer exists, that positions are some of the slot's, that tensors have as many rows as they belong together, that a
-step is one that somebody could be at. Example: slot 2 has 40 records of slab 0; a lookup of its position 40 would make
-the slot's handler raise, and with that end the server. It is refused instead, with "position 40 of slab 0: slot 2 has
-40 records".
+step is one that somebody could be at. Example: slot 2 has 40 records of table group 0; a lookup of its position 40
+would make the slot's handler raise, and with that end the server. It is refused instead, with "position 40 of table
+group 0: slot 2 has 40 records".
 
 Both sides look: a host at requests (`fault_of_request`), whoever asks at answers (`fault_of_answer`). Both are pure.
 Fields are judged by their names, so that a message which gets a `trainer` is judged by that at once.
@@ -58,7 +58,7 @@ class MessageValidator:
 
     Args:
         job: what is trained.
-        layouts: of its slabs.
+        layouts: of its table groups.
         begins: steps of training that were done when the cluster began.
     """
 
@@ -109,7 +109,10 @@ class MessageValidator:
         slots = self.job.code.slots
         numbers, others, steps = _fields_of(type(request))
         for name in numbers:
-            value, limit = getattr(request, name), self.job.trainers if name == "trainer" else len(self.job.slabs)
+            value, limit = (
+                getattr(request, name),
+                self.job.trainers if name == "trainer" else len(self.job.table_groups),
+            )
             if not 0 <= value < limit:
                 raise Fault(f"`{name}` must be in 0..{limit - 1}, got {value}")
         for name in others:
@@ -148,16 +151,24 @@ class MessageValidator:
         first, last = self.begins + 1, self.begins + request.step
         good = first <= request.iteration <= last
         check(good, f"`iteration` must be in {first}..{last}, got {request.iteration}")
-        for slab, (positions_U, gradients_UD) in enumerate(zip(request.positions, request.gradients, strict=True)):
-            self._check_ascending(positions_U, 0, self.layouts[slab].data_rows(request.slot), f"slab {slab}")
-            _check_shape("gradients", slab, gradients_UD, (len(positions_U), self.job.slabs[slab].dim))
+        for table_group, (positions_U, gradients_UD) in enumerate(
+            zip(request.positions, request.gradients, strict=True)
+        ):
+            self._check_ascending(
+                positions_U, 0, self.layouts[table_group].data_rows(request.slot), f"table group {table_group}"
+            )
+            _check_shape(
+                "gradients", table_group, gradients_UD, (len(positions_U), self.job.table_groups[table_group].dim)
+            )
         self._check_bags(request.slot, request.bags)
         wanted = len(request.bags)
         check(
             len(request.bag_gradients) == wanted, f"`bag_gradients` must be {wanted}, got {len(request.bag_gradients)}"
         )
-        for slab, (bags, gradients_GD) in enumerate(zip(request.bags, request.bag_gradients, strict=True)):
-            _check_shape("bag_gradients", slab, gradients_GD, (len(bags.lengths), self.job.slabs[slab].dim))
+        for table_group, (bags, gradients_GD) in enumerate(zip(request.bags, request.bag_gradients, strict=True)):
+            _check_shape(
+                "bag_gradients", table_group, gradients_GD, (len(bags.lengths), self.job.table_groups[table_group].dim)
+            )
         check(len(request.then) <= ASKS_MOST, f"`then` must be at most {ASKS_MOST} lookups, got {len(request.then)}")
         for ask in request.then:
             self._check_count("positions", ask.positions)
@@ -165,13 +176,13 @@ class MessageValidator:
 
     def _check_load(self, request: wire.Load) -> None:
         check(request.step >= 1, f"`step` must be at least 1, got {request.step}")
-        rows = self.layouts[request.slab].data_rows(request.slot)
-        self._check_ascending(request.positions, 0, rows, f"slab {request.slab}")
+        rows = self.layouts[request.table_group].data_rows(request.slot)
+        self._check_ascending(request.positions, 0, rows, f"table group {request.table_group}")
         check(not request.alone or request.trainer == 0, f"`trainer` must be 0 if `alone`, got {request.trainer}")
         first, records, (many, nbytes) = (
             request.first_byte,
             request.records,
-            self._records(request.slab, request.positions),
+            self._records(request.table_group, request.positions),
         )
         if records is None:
             check(first == 0, f"`first_byte` must be 0 without `records`, got {first}")
@@ -181,13 +192,13 @@ class MessageValidator:
             first >= 0 and 1 <= width <= nbytes - first,
             f"`records` must be bytes of {nbytes}, got {width} from {first}",
         )
-        _check_shape("records", request.slab, records, (many, width))
+        _check_shape("records", request.table_group, records, (many, width))
 
     def _check_announce(self, request: wire.Announce) -> None:
         check(request.step >= 1, f"`step` must be at least 1, got {request.step}")
         self._check_count("positions", request.positions)
-        for slab, positions_N in enumerate(request.positions):
-            self._check_inside(slab, request.slot, positions_N)
+        for table_group, positions_N in enumerate(request.positions):
+            self._check_inside(table_group, request.slot, positions_N)
 
     def _check_when(self, request: wire.WhenAcknowledged) -> None:
         check(request.step >= 1, f"`step` must be at least 1, got {request.step}")
@@ -201,7 +212,7 @@ class MessageValidator:
         check(good, f"`header` must begin with steps of training, {first} to {last}, got {request.header[:1]}")
 
     def _check_export(self, request: wire.Export) -> None:
-        self._check_inside(request.slab, request.slot, request.positions, request.parity)
+        self._check_inside(request.table_group, request.slot, request.positions, request.parity)
 
     def _check_fold(self, request: wire.Fold) -> None:
         if request.step < 1:  # of each step there are many: a message is made for a fault only
@@ -211,8 +222,8 @@ class MessageValidator:
         self._check_parts(request.source, request.slot, request.positions, request.deltas)
 
     def _check_fetch(self, request: wire.Fetch) -> None:
-        slab, layout = request.slab, self.layouts[request.slab]
-        self._check_inside(slab, request.slot, request.positions, request.parity)
+        table_group, layout = request.table_group, self.layouts[request.table_group]
+        self._check_inside(table_group, request.slot, request.positions, request.parity)
         sources: Iterable[int] = [request.slot]
         if request.parity:
             groups = layout.group(request.slot, True, request.positions.numpy())
@@ -222,13 +233,13 @@ class MessageValidator:
         check(not lacking, f"`as_of` must have a step of slots {lacking}")
 
     def _check_fetch_seals(self, request: wire.FetchSeals) -> None:
-        self._check_inside(request.slab, request.slot, request.positions)
+        self._check_inside(request.table_group, request.slot, request.positions)
 
     def _check_fetch_changed(self, request: wire.FetchChanged) -> None:
         check(request.turn >= 0, f"`turn` must not be negative, got {request.turn}")
 
     def _check_copy(self, request: wire.Copy) -> None:
-        self._check_inside(request.slab, request.slot, request.positions, request.parity)
+        self._check_inside(request.table_group, request.slot, request.positions, request.parity)
 
     # answers ----------------------------------------------------------------------------------------
 
@@ -239,17 +250,21 @@ class MessageValidator:
         self._check_count("weights", answer.weights)
         dtype = torch.uint8 if int8 else torch.bfloat16 if asked.bfloat16 else torch.float32
         more = MORE_BYTES if int8 else 0
-        for slab, (positions_U, weights_UD) in enumerate(zip(asked.positions, answer.weights, strict=True)):
-            _check_shape("weights", slab, weights_UD, (len(positions_U), self.job.slabs[slab].dim + more))
-            check(weights_UD.dtype == dtype, f"`weights[{slab}]` must be {dtype}, got {weights_UD.dtype}")
+        for table_group, (positions_U, weights_UD) in enumerate(zip(asked.positions, answer.weights, strict=True)):
+            _check_shape(
+                "weights", table_group, weights_UD, (len(positions_U), self.job.table_groups[table_group].dim + more)
+            )
+            check(weights_UD.dtype == dtype, f"`weights[{table_group}]` must be {dtype}, got {weights_UD.dtype}")
         wanted = len(asked.bags)
         check(len(answer.pooled) == wanted, f"`pooled` must be {wanted}, got {len(answer.pooled)}")
-        for slab, (bags, pooled_GD) in enumerate(zip(asked.bags, answer.pooled, strict=True)):
-            _check_shape("pooled", slab, pooled_GD, (len(bags.lengths), self.job.slabs[slab].dim))
-            check(pooled_GD.dtype == dtype, f"`pooled[{slab}]` must be {dtype}, got {pooled_GD.dtype}")
+        for table_group, (bags, pooled_GD) in enumerate(zip(asked.bags, answer.pooled, strict=True)):
+            _check_shape("pooled", table_group, pooled_GD, (len(bags.lengths), self.job.table_groups[table_group].dim))
+            check(pooled_GD.dtype == dtype, f"`pooled[{table_group}]` must be {dtype}, got {pooled_GD.dtype}")
 
     def _check_records(self, request: wire.Export | wire.Fetch | wire.Copy, answer: wire.Records, lives: Lives) -> None:
-        _check_shape("records", request.slab, answer.records, self._records(request.slab, request.positions))
+        _check_shape(
+            "records", request.table_group, answer.records, self._records(request.table_group, request.positions)
+        )
 
     def _check_awaited(self, request: wire.WhoIsAwaited, answer: wire.Awaited, lives: Lives) -> None:
         check(answer.step >= 1, f"`step` must be at least 1, got {answer.step}")
@@ -314,8 +329,10 @@ class MessageValidator:
         for parity, name, of in ((False, "data", "data_records"), (True, "parities", "parity_records")):
             self._check_moved(name, request.slot, getattr(answer, name), parity)
             self._check_count(of, getattr(answer, of))
-            for slab, records_UB in enumerate(getattr(answer, of)):
-                _check_shape(of, slab, records_UB, self._records(slab, getattr(answer, name)[slab]))
+            for table_group, records_UB in enumerate(getattr(answer, of)):
+                _check_shape(
+                    of, table_group, records_UB, self._records(table_group, getattr(answer, name)[table_group])
+                )
         check(len(answer.incarnations) == slots, f"`incarnations` must be {slots}, got {len(answer.incarnations)}")
         sources = layouts[0].sources(request.slot)
         for name in ("folded", "catch_up", "attached"):
@@ -343,37 +360,39 @@ class MessageValidator:
 
     # parts of messages ------------------------------------------------------------------------------
 
-    def _records(self, slab: int, positions_U: Tensor) -> tuple[int, int]:
-        return len(positions_U), self.job.slabs[slab].schema.nbytes
+    def _records(self, table_group: int, positions_U: Tensor) -> tuple[int, int]:
+        return len(positions_U), self.job.table_groups[table_group].schema.nbytes
 
     def _check_count(self, name: str, values: Sequence[object]) -> None:
-        wanted = len(self.job.slabs)
-        check(len(values) == wanted, f"`{name}` must be one of each of {wanted} slabs, got {len(values)}")
+        wanted = len(self.job.table_groups)
+        check(len(values) == wanted, f"`{name}` must be one of each of {wanted} table groups, got {len(values)}")
 
     def _check_asked(self, slot: int, asked: wire.Lookup | wire.Ask) -> None:
-        for slab, positions_U in enumerate(asked.positions):
-            self._check_inside(slab, slot, positions_U)
+        for table_group, positions_U in enumerate(asked.positions):
+            self._check_inside(table_group, slot, positions_U)
         self._check_bags(slot, asked.bags)
 
     def _check_bags(self, slot: int, bags: Sequence[wire.Bags]) -> None:
         if not bags:
             return
         self._check_count("bags", bags)
-        for slab, one in enumerate(bags):
+        for table_group, one in enumerate(bags):
             factors_N = None if one.factors is None else one.factors.numpy()
-            records = self.layouts[slab].data_rows(slot)
+            records = self.layouts[table_group].data_rows(slot)
             try:
                 check_bags("", one.positions.numpy(), one.lengths.numpy(), factors_N, records)
             except (ValueError, IndexError) as error:
-                raise Fault(f"`bags` of slab {slab}: {error}") from error
+                raise Fault(f"`bags` of table group {table_group}: {error}") from error
 
-    def _check_inside(self, slab: int, slot: int, positions_U: Tensor, parity: bool = False) -> None:
-        layout = self.layouts[slab]
+    def _check_inside(self, table_group: int, slot: int, positions_U: Tensor, parity: bool = False) -> None:
+        layout = self.layouts[table_group]
         limit = layout.parity_rows(slot) if parity else layout.data_rows(slot)
         outside = first_outside(positions_U.numpy(), 0, limit)
         if outside >= 0:
             kind = "parities" if parity else "records"
-            raise Fault(f"position {int(positions_U[outside])} of slab {slab}: slot {slot} has {limit} {kind}")
+            raise Fault(
+                f"position {int(positions_U[outside])} of table group {table_group}: slot {slot} has {limit} {kind}"
+            )
 
     def _check_ascending(self, positions_U: Tensor, first: int, end: int, where: str) -> None:
         ascending_U = positions_U.numpy()
@@ -389,35 +408,39 @@ class MessageValidator:
 
     def _check_moved(self, name: str, slot: int, positions: Sequence[Tensor], parity: bool) -> None:
         self._check_count(name, positions)
-        for slab, positions_U in enumerate(positions):
-            layout = self.layouts[slab]
+        for table_group, positions_U in enumerate(positions):
+            layout = self.layouts[table_group]
             rows = layout.parity_rows(slot) if parity else layout.data_rows(slot)
-            self._check_ascending(positions_U, 0, rows, f"`{name}` of slab {slab}")
+            self._check_ascending(positions_U, 0, rows, f"`{name}` of table group {table_group}")
 
     def _check_own_entry(self, slot: int, positions: Sequence[Tensor], deltas: Sequence[Tensor]) -> None:
         self._check_moved("positions", slot, positions, parity=False)
         self._check_count("deltas", deltas)
-        for slab, (positions_U, deltas_UB) in enumerate(zip(positions, deltas, strict=True)):
-            _check_shape("deltas", slab, deltas_UB, self._records(slab, positions_U))
+        for table_group, (positions_U, deltas_UB) in enumerate(zip(positions, deltas, strict=True)):
+            _check_shape("deltas", table_group, deltas_UB, self._records(table_group, positions_U))
 
     def _check_parts(self, source: int, holder: int, positions: Sequence[Tensor], deltas: Sequence[Tensor]) -> None:
-        """Checks the changes that one step made in a source, for a holder: one part for each slab and run of the
+        """Checks the changes that one step made in a source, for a holder: one part for each table group and run of the
         pair."""
         parts = self._parts.get((source, holder))
         if parts is None:
-            parts = [(slab, run) for slab, layout in enumerate(self.layouts) for run in layout.runs(source, holder)]
+            parts = [
+                (table_group, run)
+                for table_group, layout in enumerate(self.layouts)
+                for run in layout.runs(source, holder)
+            ]
             self._parts[source, holder] = parts
         if not len(positions) == len(deltas) == len(parts):
             wanted = f"must have {len(parts)} parts"
             raise Fault(f"{wanted}, got {len(positions)} of positions and {len(deltas)} of deltas")
-        for (slab, run), positions_U, deltas_UB in zip(parts, positions, deltas, strict=True):
-            self._check_ascending(positions_U, run.first, run.end, f"slab {slab}")
-            _check_shape("deltas", slab, deltas_UB, self._records(slab, positions_U))
+        for (table_group, run), positions_U, deltas_UB in zip(parts, positions, deltas, strict=True):
+            self._check_ascending(positions_U, run.first, run.end, f"table group {table_group}")
+            _check_shape("deltas", table_group, deltas_UB, self._records(table_group, positions_U))
 
 
-def _check_shape(name: str, slab: int, tensor: Tensor, wanted: tuple[int, int]) -> None:
+def _check_shape(name: str, table_group: int, tensor: Tensor, wanted: tuple[int, int]) -> None:
     if tensor.shape != wanted:
-        raise Fault(f"`{name}` of slab {slab} must have shape {wanted}, got {tuple(tensor.shape)}")
+        raise Fault(f"`{name}` of table group {table_group} must have shape {wanted}, got {tuple(tensor.shape)}")
 
 
 @functools.cache
@@ -433,7 +456,7 @@ def _fields_of(kind: type[Request[Any]]) -> tuple[list[str], list[str], list[str
     def of(names: Iterable[str]) -> list[str]:
         return [name for name in names if name in kind.__struct_fields__]
 
-    return of(("trainer", "slab")), of(OTHERS), of(STEPS)
+    return of(("trainer", "table_group")), of(OTHERS), of(STEPS)
 
 
 _REQUESTS: dict[type[Request[Any]], Callable[..., None]] = {

@@ -10,8 +10,8 @@ rank of tensors. Every call ends as exactly one `Outcome`:
     Unknown(reason)   it may have been handled: time ran out or the peer died. Every request here is idempotent, so
                       the caller makes it again.
 
-Shape legend: U records, D embedding dim, B record bytes, G bags with N ids together; lists hold one tensor per slab, in
-the job's slab order.
+Shape legend: U records, D embedding dim, B record bytes, G bags with N ids together; lists hold one tensor per table
+group, in the job's table group order.
 Positions are int64 indices into a slot's records (not table rows).
 
 Every request about a slot carries the slot's incarnation as the caller knows it; a host that is not that incarnation
@@ -21,9 +21,9 @@ Every request carries its sender's *era*, too: which life of the trainers it bel
 trainers").
 
 Steps here count everything that changes records. The first ones load initial values; training begins after the last of
-them, which is called the *origin*. With three loads, origin is 3, and the first step of training is step 4 here. Tables
-may be loaded later, too, between steps of training: each such load is a step here and none of training. So how many
-steps of training are *done* does not follow from a step here; pushes and snapshots say it.
+them, which is called the *load end*. With three loads the load end is 3, and the first step of training is step 4 here.
+Tables may be loaded later, too, between steps of training: each such load is a step here and none of training. So how
+many steps of training are *done* does not follow from a step here; pushes and snapshots say it.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Lookup(Request[Rows | Forgotten]):
     positions: list[Positions]  # (U,) int64 each
     bfloat16: bool = False  # the answer is rounded to it,
     int8: bool = False  # or quantised row by row: of an evaluation
-    bags: list[Bags] = []  # to be pooled, of each slab, or none at all
+    bags: list[Bags] = []  # to be pooled, of each table group, or none at all
 
 
 class Ask(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -197,10 +197,10 @@ class Push(Request[Acknowledged]):
     trainer: Count
     positions: list[Positions]  # (U,) int64 each, ascending, unique
     gradients: list[Values]  # (U, D) float32 each, or bfloat16
-    rates: list[float]  # learning rate per slab
+    rates: list[float]  # learning rate per table group
     iteration: Count  # which step of training it is, from 1
     resumable: Count  # the last step that this trainer may resume from: acknowledged up to there, its snapshot stored
-    bags: list[Bags] = []  # of each slab, or none at all; a record may have gradients of rows, and of bags
+    bags: list[Bags] = []  # of each table group, or none at all; a record may have gradients of rows, and of bags
     bag_gradients: list[Values] = []  # (G, D) each, of the sums
     then: list[Ask] = []
 
@@ -253,7 +253,7 @@ class Load(Request[Acknowledged]):
 
     step: Count
     trainer: Count  # `alone`: 0
-    slab: Count
+    table_group: Count
     positions: Positions  # (U,) int64, ascending, unique
     first_byte: Count  # of a record, that is written
     records: RecordBytes | None  # (U, b) uint8, so many bytes of each; None: all, as the servers initialise them
@@ -288,7 +288,7 @@ class Records(Answer):
 class Export(Request[Records | Forgotten]):
     """Asks for whole records as of the end of a step, for state_dict and digests."""
 
-    slab: Count
+    table_group: Count
     step: Count
     positions: Positions  # (U,) int64
     parity: bool = False
@@ -341,8 +341,8 @@ class Adopt(Request[Adopted]):
 
 class CutLog(Answer):
     steps: list[Count]
-    positions: list[list[Positions]]  # per step, per slab: (U,) int64, positions at the lost slot
-    deltas: list[list[RecordBytes]]  # per step, per slab: (U, B) uint8
+    positions: list[list[Positions]]  # per step, per table group: (U,) int64, positions at the lost slot
+    deltas: list[list[RecordBytes]]  # per step, per table group: (U, B) uint8
     floor: Count  # the log holds every step after this one, up to the cut
     caught_up: bool  # false: this holder does not know all of it
 
@@ -378,7 +378,7 @@ class Damaged(Answer):
 class Fetch(Request[Records | Damaged]):
     """Asks for records of a stripe's member as of given steps, to decode another member from."""
 
-    slab: Count
+    table_group: Count
     parity: bool
     positions: Positions  # (U,) int64
     as_of: dict[Count, Count]  # source -> step; for data: the slot's own step
@@ -391,7 +391,7 @@ class Seals(Answer):
 class FetchSeals(Request[Seals]):
     """Asks for the seals of some data records as of a step, to compare those of parities with."""
 
-    slab: Count
+    table_group: Count
     positions: Positions  # (U,) int64
     step: Count
 
@@ -433,7 +433,7 @@ class Copy(Request[Records | Damaged]):
     """Asks for some records (or parities) as they are now: to be had again if they change."""
 
     epoch: Count  # as in `FetchChanged`
-    slab: Count
+    table_group: Count
     parity: bool
     positions: Positions  # (U,) int64
 
@@ -443,7 +443,7 @@ class Handed(Answer):
 
     applied: Count
     acknowledged: Count
-    not_trained: Count | None  # of the steps up to `applied`
+    load_steps: Count | None  # of the steps up to `applied`
     incarnations: list[Count]  # of every slot
     folded: dict[Count, Count]  # source -> step; likewise
     catch_up: dict[Count, Count]
@@ -453,9 +453,9 @@ class Handed(Answer):
     logs: list[Count]  # whose: the slot's own first, then those of its sources
     floors: list[Count]  # of each log: the step that it begins after
     steps: list[Count]  # of each log: how many it holds
-    positions: list[list[Positions]]  # of each step of each log, of each slab (and run): (U,) int64
+    positions: list[list[Positions]]  # of each step of each log, of each table group (and run): (U,) int64
     deltas: list[list[RecordBytes]]  # likewise: (U, B) uint8
-    data: list[Positions]  # of each slab: (U,) int64, records that have changed since the last turn
+    data: list[Positions]  # of each table group: (U,) int64, records that have changed since the last turn
     data_records: list[RecordBytes]  # (U, B) uint8
     parities: list[Positions]  # likewise
     parity_records: list[RecordBytes]

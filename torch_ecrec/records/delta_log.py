@@ -1,9 +1,9 @@
 """The deltas of a slot's last steps, by which it undoes and redoes steps and reads records as of an earlier step.
 
-Terms. An *entry* is one step's change: for each slab, the positions that changed (ascending) and their deltas, old XOR
-new of the record bytes. The log holds the steps floor+1 .. last without a gap. To see a record as of step t, XOR it
-with the deltas of all steps after t. Example: a byte is 5 as of step 7; step 8 made it 4 (delta 1), step 9 made it 6
-(delta 2). `changes(after=7, through=9)` is 1 ^ 2 = 3, and 6 ^ 3 = 5.
+Terms. An *entry* is one step's change: for each table group, the positions that changed (ascending) and their deltas,
+old XOR new of the record bytes. The log holds the steps floor+1 .. last without a gap. To see a record as of step t,
+XOR it with the deltas of all steps after t. Example: a byte is 5 as of step 7; step 8 made it 4 (delta 1), step 9 made
+it 6 (delta 2). `changes(after=7, through=9)` is 1 ^ 2 = 3, and 6 ^ 3 = 5.
 
 A sealed log keeps the seal of each delta (`codec/seals.py`), made by who applied or folded it or when it is appended,
 and a sum of each entry's positions, and looks at them whenever an entry is used. A delta is what nobody else may have,
@@ -33,11 +33,13 @@ from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.runtime.kernel_cache import kernel
 
 Entry = tuple[tuple[Positions, Bytes], ...]
-Sealed = tuple[tuple[seals.SealsOf, int], ...]  # for each slab: the seals of its deltas, and a sum of its positions
+Sealed = tuple[
+    tuple[seals.SealsOf, int], ...
+]  # for each table group: the seals of its deltas, and a sum of its positions
 
 
-def _plain_name(slab: int, position: int) -> str:
-    return f"position {position} of slab {slab}"
+def _plain_name(table_group: int, position: int) -> str:
+    return f"position {position} of table group {table_group}"
 
 
 @kernel()
@@ -86,24 +88,24 @@ class DeltaLog:
     """The deltas of the steps floor + 1 to last.
 
     Args:
-        slabs: number of slabs of each entry.
+        table_groups: number of table groups of each entry.
         floor: the step before the first that will be appended.
         sealed: what is damaged is found when it is used.
-        name_of: what a position of a slab is called in errors.
+        name_of: what a position of a table group is called in errors.
         error: what is raised of an entry that is damaged: below, `MemoryDamaged`.
     """
 
     def __init__(
         self,
-        slabs: int,
+        table_groups: int,
         floor: int = 0,
         sealed: bool = False,
         name_of: Callable[[int, int], str] = _plain_name,
         error: Callable[[str], Exception] = RuntimeError,
     ) -> None:
-        require_int("slabs", slabs, 0)
+        require_int("table_groups", table_groups, 0)
         require_int("floor", floor, 0)
-        self._slabs = slabs
+        self._table_groups = table_groups
         self._floor = floor  # only grows
         self._entries: deque[Entry] = deque()  # of the steps floor+1, floor+2, ...
         self._bytes = 0
@@ -136,9 +138,9 @@ class DeltaLog:
 
         Args:
             step: `last + 1`.
-            positions: for each slab (U,) int64, ascending, no duplicates. Kept: must not be written afterwards.
-            deltas: for each slab (U, B) uint8. Kept, too.
-            of_deltas: for each slab (U,) uint32, the seals of its deltas, where they are known already. Kept.
+            positions: for each table group (U,) int64, ascending, no duplicates. Kept: must not be written afterwards.
+            deltas: for each table group (U, B) uint8. Kept, too.
+            of_deltas: for each table group (U,) uint32, the seals of its deltas, where they are known already. Kept.
 
         Raises:
             ValueError: another step, or a shape, a dtype or the order of positions does not fit. Nothing was changed.
@@ -146,13 +148,14 @@ class DeltaLog:
         require(step == self.last + 1, f"`step` must be {self.last + 1}, the next after the last, got {step}")
         for name, arrays in (("positions", positions), ("deltas", deltas)):
             require(
-                len(arrays) == self._slabs, f"`{name}` must be one of each of {self._slabs} slabs, got {len(arrays)}"
+                len(arrays) == self._table_groups,
+                f"`{name}` must be one of each of {self._table_groups} table groups, got {len(arrays)}",
             )
-        for slab, (positions_U, deltas_UB) in enumerate(zip(positions, deltas, strict=True)):
-            require_ascending(f"positions[{slab}]", positions_U)
+        for table_group, (positions_U, deltas_UB) in enumerate(zip(positions, deltas, strict=True)):
+            require_ascending(f"positions[{table_group}]", positions_U)
             if deltas_UB.ndim != 2 or deltas_UB.dtype != np.uint8 or len(deltas_UB) != len(positions_U):
                 raise ValueError(
-                    f"`deltas[{slab}]` must be 2-D uint8 with {len(positions_U)} rows, got {deltas_UB.dtype} of"
+                    f"`deltas[{table_group}]` must be 2-D uint8 with {len(positions_U)} rows, got {deltas_UB.dtype} of"
                     f" {deltas_UB.shape}"
                 )
         entry = tuple(zip(positions, deltas, strict=True))
@@ -167,14 +170,17 @@ class DeltaLog:
 
         Raises ValueError if given seals do not fit its deltas.
         """
-        known = [None] * self._slabs if of_deltas is None else of_deltas
-        require(len(known) == self._slabs, f"`of_deltas` must be one of each of {self._slabs} slabs, got {len(known)}")
+        known = [None] * self._table_groups if of_deltas is None else of_deltas
+        require(
+            len(known) == self._table_groups,
+            f"`of_deltas` must be one of each of {self._table_groups} table groups, got {len(known)}",
+        )
         found = []
-        for slab, ((positions_U, deltas_UB), seals_U) in enumerate(zip(entry, known, strict=True)):
+        for table_group, ((positions_U, deltas_UB), seals_U) in enumerate(zip(entry, known, strict=True)):
             if seals_U is None:
                 seals_U = seals.seals_of(deltas_UB)
             elif seals_U.dtype != np.uint32 or seals_U.shape != positions_U.shape:
-                wanted = f"`of_deltas[{slab}]` must be uint32 of shape {positions_U.shape}"
+                wanted = f"`of_deltas[{table_group}]` must be uint32 of shape {positions_U.shape}"
                 raise ValueError(f"{wanted}, got {seals_U.dtype} of {seals_U.shape}")
             found.append((seals_U, _sum_of(positions_U)))
         return tuple(found)
@@ -196,7 +202,7 @@ class DeltaLog:
         return entry
 
     def get(self, step: int) -> Entry:
-        """Returns the entry of a step: (positions_U, deltas_UB) of each slab.
+        """Returns the entry of a step: (positions_U, deltas_UB) of each table group.
 
         Raises:
             LookupError: the step is not held.
@@ -205,12 +211,12 @@ class DeltaLog:
             raise LookupError(f"step {step} is not in the log, which holds {self._floor + 1}..{self.last}")
         return self._entries[step - self._floor - 1]
 
-    def check(self, step: int, slab: int | None = None, rows_M: Positions | None = None) -> None:
+    def check(self, step: int, table_group: int | None = None, rows_M: Positions | None = None) -> None:
         """Checks that an entry is still what was appended.
 
         Args:
             step: the entry's.
-            slab: this one only.
+            table_group: this one only.
             rows_M: (M,) int64, which of its deltas; all of them without.
 
         Raises:
@@ -221,10 +227,12 @@ class DeltaLog:
         if self._sealed is None:
             return
         sealed = self._sealed[step - self._floor - 1]
-        for index in range(self._slabs) if slab is None else (slab,):
+        for index in range(self._table_groups) if table_group is None else (table_group,):
             (positions_U, deltas_UB), (seals_U, total) = entry[index], sealed[index]
             if _sum_of(positions_U) != total:
-                raise self._error(f"positions in the delta log of step {step}, slab {index}, are damaged in memory")
+                raise self._error(
+                    f"positions in the delta log of step {step}, table group {index}, are damaged in memory"
+                )
             deltas_UB = np.ascontiguousarray(deltas_UB)
             rows = np.arange(len(positions_U)) if rows_M is None else rows_M
             broken_M = seals.broken(deltas_UB, seals_U, rows)
@@ -241,7 +249,9 @@ class DeltaLog:
                 self._sealed.popleft()
             self._floor += 1
 
-    def parts(self, slab: int, positions_Q: Positions, after: int, through: int) -> list[tuple[Positions, Bytes]]:
+    def parts(
+        self, table_group: int, positions_Q: Positions, after: int, through: int
+    ) -> list[tuple[Positions, Bytes]]:
         """Returns the changes that `changes` joins step by step, and only of the records that each step touched.
 
         Returns:
@@ -253,15 +263,15 @@ class DeltaLog:
         """
         return [
             (rows_M, deltas_UB[index_Q[rows_M]])
-            for index_Q, deltas_UB in self._matches(slab, positions_Q, after, through)
+            for index_Q, deltas_UB in self._matches(table_group, positions_Q, after, through)
             for rows_M in [np.flatnonzero(index_Q >= 0).astype(np.int64, copy=False)]
         ]
 
-    def changes(self, slab: int, positions_Q: Positions, after: int, through: int) -> Bytes | None:
+    def changes(self, table_group: int, positions_Q: Positions, after: int, through: int) -> Bytes | None:
         """Returns how the steps after < t <= through changed some records.
 
         Args:
-            slab: index of the slab.
+            table_group: index of the table group.
             positions_Q: (Q,) int64, in any order (ascending is fastest), duplicates allowed.
             after: at least `floor`.
             through: at most `last`. Not above `after`: no change.
@@ -270,25 +280,28 @@ class DeltaLog:
             (Q, B) uint8, the XOR of the deltas of each record, fresh; or None when none of them was touched.
 
         Raises:
-            ValueError: `slab` or `positions_Q` does not fit.
+            ValueError: `table_group` or `positions_Q` does not fit.
             LookupError: the log does not reach back to `after`, or forward to `through`.
             MemoryDamaged: a delta of them is not what was appended.
         """
         result: Bytes | None = None
-        for index_Q, deltas_UB in self._matches(slab, positions_Q, after, through):
+        for index_Q, deltas_UB in self._matches(table_group, positions_Q, after, through):
             if result is None:
                 result = np.zeros((len(positions_Q), deltas_UB.shape[1]), np.uint8)
             _xor_matches(result.view(np.uint32), as_words(deltas_UB), index_Q)
         return result
 
     def _matches(
-        self, slab: int, positions_Q: Positions, after: int, through: int
+        self, table_group: int, positions_Q: Positions, after: int, through: int
     ) -> Iterator[tuple[Positions, Bytes]]:
         """Yields, for each step that touched some of them, their indices in its entry (-1: untouched), and its deltas.
 
         All steps share one buffer of indices.
         """
-        require(0 <= slab < self._slabs, f"`slab` must be in 0..{self._slabs - 1}, got {slab}")
+        require(
+            0 <= table_group < self._table_groups,
+            f"`table_group` must be in 0..{self._table_groups - 1}, got {table_group}",
+        )
         if positions_Q.ndim != 1 or positions_Q.dtype != np.int64:
             raise ValueError(f"`positions_Q` must be a 1-D int64 array, got {positions_Q.ndim}-D {positions_Q.dtype}")
         if after < self._floor or through > self.last:
@@ -298,9 +311,9 @@ class DeltaLog:
         positions_Q = np.ascontiguousarray(positions_Q)
         index_Q = np.empty(len(positions_Q), np.int64)
         for step in range(after + 1, through + 1):
-            positions_U, deltas_UB = self.get(step)[slab]
+            positions_U, deltas_UB = self.get(step)[table_group]
             if _match(np.ascontiguousarray(positions_U), positions_Q, index_Q):
-                self.check(step, slab, index_Q[index_Q >= 0])
+                self.check(step, table_group, index_Q[index_Q >= 0])
                 yield index_Q, deltas_UB
 
 

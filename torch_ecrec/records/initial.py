@@ -60,12 +60,12 @@ def _initialise(
 
 @dataclass(frozen=True)
 class InitialRecords:
-    """The records of a slab before anything was loaded or trained.
+    """The records of a table group before anything was loaded or trained.
 
     Args:
         schema: of the records.
         seed: of the job, at least 0; taken modulo 2^64.
-        first_rows: (T,) slab row where each table starts, ascending from 0.
+        first_rows: (T,) row in the table group where each table starts, ascending from 0.
         low, high: (T,) bounds of each table.
         table_indices: (T,) index of each table in the job.
 
@@ -88,7 +88,7 @@ class InitialRecords:
             require(len(values) == tables, f"`{name}` must have a value for each of {tables} tables, got {len(values)}")
 
     def of(self, rows_P: Positions) -> Bytes:
-        """Returns the initial records of some slab rows: (P, B) uint8, fresh."""
+        """Returns the initial records of some rows of the table group: (P, B) uint8, fresh."""
         records_PW = np.zeros((len(rows_P), self.schema.width), np.float32)
         self.fill_(records_PW, rows_P)
         return records_of(records_PW, self.schema)
@@ -98,7 +98,7 @@ class InitialRecords:
 
         Args:
             records_PW: (P, W) float32, contiguous. Mutated.
-            rows_P: (P,) int64, the slab row of each record; -1: it is padding, and all zeros.
+            rows_P: (P,) int64, the row in the table group of each record; -1: it is padding, and all zeros.
 
         Raises:
             ValueError: a shape or a dtype does not fit, or a row is less than -1.

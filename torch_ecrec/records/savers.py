@@ -44,7 +44,7 @@ Weights = Callable[[Positions], Floats]  # of rows (N,): (N, D) float32, fresh
 
 
 class Saver(Protocol):
-    """Chooses which rows of one slab of one slot to save first. Positions ascend, and each is there once."""
+    """Chooses which rows of one table group of one slot to save first. Positions ascend, and each is there once."""
 
     @property
     def memory_bytes(self) -> int:
@@ -244,11 +244,11 @@ SAVERS = ("everything", "mfu", "ssu", "scar")
 
 
 def saver_of(name: str, rows: int, portion: float, weights: Weights, seed: int = 0) -> Saver:
-    """Makes the saver of one slab of one slot.
+    """Makes the saver of one table group of one slot.
 
     Args:
         name: one of `SAVERS`.
-        rows: of the slab on the slot.
+        rows: of the table group on the slot.
         portion: of the rows that is saved at a time.
         weights: gives rows' weights as they are now.
         seed: for random choices.

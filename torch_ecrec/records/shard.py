@@ -1,4 +1,4 @@
-"""The records of one slab on one slot, and the parity records beside them.
+"""The records of one table group on one slot, and the parity records beside them.
 
 A parity record has the length of a data record but is bytes only: XORs of records are no numbers.
 
@@ -116,7 +116,7 @@ class SealedDeltas(NamedTuple):
 
 
 class Shard:
-    """One slab's records on one slot, and the parity records beside them. All are zero at first.
+    """One table group's records on one slot, and the parity records beside them. All are zero at first.
 
     Args:
         schema: of the records.

@@ -9,8 +9,8 @@ asked for, and stays there until the step is applied. Example: step 7 is applied
     10           is applied: 40 goes before long, as others do
 
 An announcement is a hint. It says nothing that another message does not say again, so it may be lost, come late, twice,
-or be of what nobody looks up: bits do not depend on it. It counts for `STEPS_MOST` steps at most, and all of a slab for
-half of its frames: what comes beyond that is let go. Where steps are taken back, all are forgotten.
+or be of what nobody looks up: bits do not depend on it. It counts for `STEPS_MOST` steps at most, and all of a table
+group for half of its frames: what comes beyond that is let go. Where steps are taken back, all are forgotten.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch_ecrec.protocol import wire
 from torch_ecrec.spec.settings import LOOK_AHEAD_MOST
 
 STEPS_MOST = 2 * LOOK_AHEAD_MOST  # after the step that was applied last: trainers are some ahead of that
-SHARE = 2  # a half of the frames of each slab
+SHARE = 2  # a half of the frames of each table group
 
 
 class Announcements:
@@ -32,7 +32,7 @@ class Announcements:
 
     def __init__(self, slot: SlotContext) -> None:
         self.slot = slot
-        # of each step, and each message: the positions of every slab, (N,) int64, in no order, with repetitions
+        # of each step, and each message: the positions of every table group, (N,) int64, in no order, with repetitions
         self._of_step: dict[int, list[list[np.ndarray]]] = {}
 
     def on_announce(self, request: wire.Announce) -> None:
@@ -42,21 +42,21 @@ class Announcements:
             return
         expected = [positions.numpy() for positions in request.positions]
         kept = [positions[:0] for positions in expected]
-        for slab, shard in enumerate(shards):
+        for table_group, shard in enumerate(shards):
             if shard.in_memory:
                 continue
-            if self.announced(slab) + len(expected[slab]) <= shard.frames // SHARE:
-                kept[slab] = expected[slab]
-            expected[slab] = kept[slab]
+            if self.announced(table_group) + len(expected[table_group]) <= shard.frames // SHARE:
+                kept[table_group] = expected[table_group]
+            expected[table_group] = kept[table_group]
         if any(map(len, kept)):
             self._of_step.setdefault(request.step, []).append(kept)
             self._pin()
         if any(map(len, expected)):
             self.slot.expect(expected, later=True)
 
-    def announced(self, slab: int) -> int:
-        """Returns how many positions of a slab are announced, repetitions included."""
-        return sum(len(taken[slab]) for of_step in self._of_step.values() for taken in of_step)
+    def announced(self, table_group: int) -> int:
+        """Returns how many positions of a table group are announced, repetitions included."""
+        return sum(len(taken[table_group]) for of_step in self._of_step.values() for taken in of_step)
 
     def on_applied(self, step: int) -> None:
         """Lets go of what was announced of an applied step, and of no other."""
@@ -73,5 +73,5 @@ class Announcements:
 
     def _pin(self) -> None:
         every = list(itertools.chain.from_iterable(self._of_step.values()))
-        for slab, shard in enumerate(self.slot.held.shards):
-            shard.pin([taken[slab] for taken in every if len(taken[slab])])
+        for table_group, shard in enumerate(self.slot.held.shards):
+            shard.pin([taken[table_group] for taken in every if len(taken[table_group])])

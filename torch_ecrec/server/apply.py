@@ -3,7 +3,7 @@
 Returns what changed, `old XOR new`, which is the redo for others and the undo for readers. Touches nothing while a
 record that the step needs is missing: then the step is tried again later.
 
-Shape legend: U records, B record bytes; lists hold one array per slab.
+Shape legend: U records, B record bytes; lists hold one array per table group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch_ecrec.records.shard import SealedDeltas
 from torch_ecrec.runtime.tensors import as_array
 
 Changed = tuple[list[np.ndarray], list[np.ndarray], list[SealsOf | None]]
-"""By a step, per slab: (U,) positions, (U, B) deltas, and (U,) seals of these, where they are kept."""
+"""By a step, per table group: (U,) positions, (U, B) deltas, and (U,) seals of these, where they are kept."""
 
 
 class Applier:
@@ -52,8 +52,10 @@ class Applier:
         if self.slot.is_missing(positions):
             return None
         held, iteration = self.held, pushes[0].iteration
-        for slab, shard, rate, part in zip(held.job.slabs, held.shards, pushes[0].rates, merged, strict=True):
-            spec = slab.optimizer
+        for table_group, shard, rate, part in zip(
+            held.job.table_groups, held.shards, pushes[0].rates, merged, strict=True
+        ):
+            spec = table_group.optimizer
             changes.append(shard.apply_(spec.optimizer, part, rate, iteration, dict(spec.fixed)))
         self._merged = None
         return _changed(positions, changes)
@@ -65,20 +67,20 @@ class Applier:
             loads: of those trainers that load, in their order: of a byte that several write, the last counts.
         """
         held, positions = self.held, []
-        for slab in range(len(held.shards)):
-            mine = [load.positions.numpy() for load in loads if load.slab == slab]
+        for table_group in range(len(held.shards)):
+            mine = [load.positions.numpy() for load in loads if load.table_group == table_group]
             positions.append(_union(mine))
         if self.slot.is_missing(positions, looked=True):  # what is written over would hide it, and its parity keep it
             return None
         changes = []
-        for slab, (positions_U, shard) in enumerate(zip(positions, held.shards, strict=True)):
-            of_slab = [load for load in loads if load.slab == slab]
-            whole = of_slab[0].records if len(of_slab) == 1 else None
+        for table_group, (positions_U, shard) in enumerate(zip(positions, held.shards, strict=True)):
+            of_table_group = [load for load in loads if load.table_group == table_group]
+            whole = of_table_group[0].records if len(of_table_group) == 1 else None
             if whole is not None and whole.shape[1] == shard.schema.nbytes:
                 values_UB = as_array(whole)
             else:
                 values_UB = shard.gather(positions_U)
-                for load in of_slab:
+                for load in of_table_group:
                     self._write_(values_UB, positions_U, load)
             changes.append(shard.overwrite_(positions_U, values_UB))
         return _changed(positions, changes)
@@ -87,32 +89,32 @@ class Applier:
         """Writes a load into `values_UB`, the records at `positions_U`; the load's positions must be among these."""
         at = np.searchsorted(positions_U, load.positions.numpy())
         if load.records is None:
-            values_UB[at] = self.held.initial(load.slab, load.positions.numpy())
+            values_UB[at] = self.held.initial(load.table_group, load.positions.numpy())
         else:
             values_UB[at, load.first_byte : load.first_byte + load.records.shape[1]] = load.records.numpy()
 
     def _merge(self, pushes: Mapping[int, wire.Push]) -> list[merge.Merged]:
         """Gradients of the same record are summed in trainer order: the bits do not depend on who came first."""
-        return [merge.merge(_parts(pushes, slab)) for slab in range(len(self.held.shards))]
+        return [merge.merge(_parts(pushes, table_group)) for table_group in range(len(self.held.shards))]
 
 
 def with_bags(positions: Sequence[np.ndarray], bags: Sequence[wire.Bags]) -> list[np.ndarray]:
-    """Returns all positions of each slab, those of bags among them, in no order: (N,) int64."""
+    """Returns all positions of each table group, those of bags among them, in no order: (N,) int64."""
     if not bags:
         return [*positions]
     return [np.concatenate([mine, one.positions.numpy()]) for mine, one in zip(positions, bags, strict=True)]
 
 
-def _parts(pushes: Mapping[int, wire.Push], slab: int) -> list[merge.Part]:
-    """Returns the gradients that trainers have sent of one slab, in their order: of rows, then of bags."""
+def _parts(pushes: Mapping[int, wire.Push], table_group: int) -> list[merge.Part]:
+    """Returns the gradients that trainers have sent of one table group, in their order: of rows, then of bags."""
     found: list[merge.Part] = []
     for trainer in sorted(pushes):
         push = pushes[trainer]
-        found.append((push.positions[slab].numpy(), as_array(push.gradients[slab])))
-        if push.bags and len(push.bags[slab].lengths):
-            bags = push.bags[slab]
+        found.append((push.positions[table_group].numpy(), as_array(push.gradients[table_group])))
+        if push.bags and len(push.bags[table_group].lengths):
+            bags = push.bags[table_group]
             factors_N = None if bags.factors is None else bags.factors.numpy()
-            of_bags_GD = as_array(push.bag_gradients[slab])
+            of_bags_GD = as_array(push.bag_gradients[table_group])
             found.append(merge.Bags(bags.positions.numpy(), bags.lengths.numpy(), factors_N, of_bags_GD))
     return found
 

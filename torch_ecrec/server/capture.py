@@ -10,7 +10,7 @@ the old bytes of record 20 are kept, and written when the scan comes there.
 
 Pure: no threads, no files. What writes the portions asks for them inside `Node.run`.
 
-Shapes: P records of a slab, U of them changed by a step, N in a portion, B record bytes.
+Shapes: P records of a table group, U of them changed by a step, N in a portion, B record bytes.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.records.captured import MARKED, MarksOf
 from torch_ecrec.records.positions import Bytes, Positions
 
-Marks = list[MarksOf]  # of each slab
+Marks = list[MarksOf]  # of each table group
 
 
 @dataclass(frozen=True)
 class Portion:
-    """Some records of one slab.
+    """Some records of one table group.
 
     Args:
-        slab: which.
-        rows_N: (N,) int64, slab rows, ascending within a rank of the layout.
+        table_group: which.
+        rows_N: (N,) int64, rows of the table group, ascending within a rank of the layout.
         records_NB: (N, B) uint8.
     """
 
-    slab: int
+    table_group: int
     rows_N: Positions
     records_NB: Bytes
 
@@ -66,50 +66,54 @@ class Capture:
         held: of the slot. Nothing of it is missing, and its log reaches back to `step`.
         step: which.
         marks: of the records that are wanted. Mutated.
-        broken: told of records (slab, (U,) int64 positions) that do not fit their seals when they are given.
+        broken: told of records (table group, (U,) int64 positions) that do not fit their seals when they are given.
 
     Raises:
         LookupError: the log does not reach back to `step`.
     """
 
     def __init__(
-        self, held: Holdings, step: int, marks: Marks, broken: Callable[[int, Positions], None] = lambda slab, at: None
+        self,
+        held: Holdings,
+        step: int,
+        marks: Marks,
+        broken: Callable[[int, Positions], None] = lambda table_group, at: None,
     ) -> None:
         self.step, self._broken, self._held = step, broken, held
-        self._slab = 0  # where it is
+        self._table_group = 0  # where it is
         self._captured = [shard.captured(marks_P) for shard, marks_P in zip(held.shards, marks, strict=True)]
         for later in range(step + 1, held.rule.applied + 1):
-            for slab, (positions_U, _) in enumerate(held.log.get(later)):
-                wanted_U = positions_U[marks[slab][positions_U] == MARKED]
-                deltas_UB = held.log.changes(slab, wanted_U, step, held.rule.applied)
+            for table_group, (positions_U, _) in enumerate(held.log.get(later)):
+                wanted_U = positions_U[marks[table_group][positions_U] == MARKED]
+                deltas_UB = held.log.changes(table_group, wanted_U, step, held.rule.applied)
                 if deltas_UB is not None:
-                    self._captured[slab].keep(wanted_U, deltas_UB)
+                    self._captured[table_group].keep(wanted_U, deltas_UB)
 
     def before_forgetting(self, positions: Sequence[Positions], deltas: Sequence[Bytes]) -> None:
-        """Keeps the captured records as they were: a step was applied that changed these (U,) of each slab by these
-        deltas (U, B)."""
-        for slab in range(self._slab, len(self._captured)):
-            self._captured[slab].keep(positions[slab], deltas[slab])
+        """Keeps the captured records as they were: a step was applied that changed these (U,) of each table group by
+        these deltas (U, B)."""
+        for table_group in range(self._table_group, len(self._captured)):
+            self._captured[table_group].keep(positions[table_group], deltas[table_group])
 
     def next_portion(self, most_bytes: int) -> Portion | None:
         """Returns the next records, of at most so many bytes (at least one record); None: that was all.
 
         A portion may have fewer, or none where nothing is marked.
         """
-        while self._slab < len(self._captured) and self._captured[self._slab].is_over:
-            self._captured[self._slab].let_go()
-            self._slab += 1
-        if self._slab == len(self._captured):
+        while self._table_group < len(self._captured) and self._captured[self._table_group].is_over:
+            self._captured[self._table_group].let_go()
+            self._table_group += 1
+        if self._table_group == len(self._captured):
             return None
-        slab, held = self._slab, self._held
-        most = max(1, most_bytes // held.shards[slab].schema.nbytes)
-        positions_M, records_MB, broken_U = self._captured[slab].portion(most)
+        table_group, held = self._table_group, self._held
+        most = max(1, most_bytes // held.shards[table_group].schema.nbytes)
+        positions_M, records_MB, broken_U = self._captured[table_group].portion(most)
         if len(broken_U):
-            self._broken(slab, broken_U)
-        rows_M = held.layouts[slab].row_at(held.index, positions_M)
+            self._broken(table_group, broken_U)
+        rows_M = held.layouts[table_group].row_at(held.index, positions_M)
         if len(rows_M) and rows_M.min() < 0:  # padding
             rows_M, records_MB = rows_M[rows_M >= 0], records_MB[rows_M >= 0]
-        return Portion(slab, rows_M, records_MB)
+        return Portion(table_group, rows_M, records_MB)
 
     @property
     def kept_bytes(self) -> int:

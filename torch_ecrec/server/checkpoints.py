@@ -78,7 +78,7 @@ class SlotCheckpoints:
 
         Args:
             step: which.
-            positions, deltas: what it has changed: of each slab (U,) and (U, B).
+            positions, deltas: what it has changed: of each table group (U,) and (U, B).
             iteration: the step of training that it is; None: it loads.
         """
         if self._marks is not None:
@@ -176,7 +176,7 @@ class SlotCheckpoints:
         self._writing = writer.write(
             order,
             held.index,
-            held.job.slabs,
+            held.job.table_groups,
             capture.next_portion,
             dense,
             lambda part: self._on_written(order.checkpoint, part),
@@ -258,12 +258,12 @@ class SlotCheckpoints:
             self._capture = self._writing = None
             self._say(messages.Written(*self._slot.life, checkpoint, part))
 
-    def _on_broken(self, slab: int, positions_U: Positions) -> None:
+    def _on_broken(self, table_group: int, positions_U: Positions) -> None:
         """Handles captured records that do not fit their seals: the records themselves are damaged, or the copies kept
         of them; for damaged copies the checkpoint is given up."""
-        self._scrubber.look(slab, False, positions_U)
+        self._scrubber.look(table_group, False, positions_U)
         if self._capture is not None:  # they are whole: nobody was told
-            name = self._held.name_of(self._held.index, slab, int(positions_U[0]))
+            name = self._held.name_of(self._held.index, table_group, int(positions_U[0]))
             self._give_up(f"{name} was damaged in memory where it was kept for it; the next checkpoint has it")
 
     def on_damage(self) -> None:

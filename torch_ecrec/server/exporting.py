@@ -95,7 +95,7 @@ class SlotExport:
         reply(self._changed)
 
     def _touched(self, parity: bool, take: bool) -> list[Positions]:
-        """Returns the positions of each slab that have changed, ascending."""
+        """Returns the positions of each table group that have changed, ascending."""
         found = []
         for shard in self.held.shards:
             assert shard.touched is not None
@@ -104,12 +104,12 @@ class SlotExport:
 
     def _on_copy(self, request: wire.Copy, reply: Reply[wire.Records]) -> None:
         positions_U = request.positions.numpy()
-        self.scrubber.look(request.slab, request.parity, positions_U)
-        if self.held.missing.lacks(request.slab, request.parity, positions_U):
+        self.scrubber.look(request.table_group, request.parity, positions_U)
+        if self.held.missing.lacks(request.table_group, request.parity, positions_U):
             reply(Refused("missing, or damaged and being repaired"))
             return
-        records_UB = self.held.shards[request.slab].gather(positions_U, request.parity)
-        if self.scrubber.came_whole(request.slab, request.parity):
+        records_UB = self.held.shards[request.table_group].gather(positions_U, request.parity)
+        if self.scrubber.came_whole(request.table_group, request.parity):
             reply(wire.Records(torch.from_numpy(records_UB)))
         else:
             reply(Refused("read wrongly from a disk"))
@@ -117,14 +117,14 @@ class SlotExport:
     def _on_hand_over(self, reply: Reply[wire.Handed]) -> None:
         slot = self.slot
         data, parities = self._touched(False, take=False), self._touched(True, take=False)
-        for slab, (data_U, parities_U) in enumerate(zip(data, parities, strict=True)):
-            self.scrubber.look(slab, False, data_U)
-            self.scrubber.look(slab, True, parities_U)
+        for table_group, (data_U, parities_U) in enumerate(zip(data, parities, strict=True)):
+            self.scrubber.look(table_group, False, data_U)
+            self.scrubber.look(table_group, True, parities_U)
         if not slot.whole or slot.going_back_to is not None or not self.snapshots.complete:
             reply(Refused("something of it is missing, or not durable yet"))
             return
         records = self._records(False, data), self._records(True, parities)
-        kinds = [(slab, parity) for slab in range(len(data)) for parity in (False, True)]
+        kinds = [(table_group, parity) for table_group in range(len(data)) for parity in (False, True)]
         if not all([self.scrubber.came_whole(*kind) for kind in kinds]):
             reply(Refused("read wrongly from a disk"))
             return
@@ -147,7 +147,7 @@ class SlotExport:
         return wire.Handed(
             applied=rule.applied,
             acknowledged=rule.acknowledged,
-            not_trained=slot.not_trained,
+            load_steps=slot.load_steps,
             incarnations=slot.known_incarnations(),
             folded=dict(rule.folded),
             catch_up=dict(rule.catch_up),
@@ -183,7 +183,9 @@ class SlotExport:
 
     def _records(self, parity: bool, positions: Sequence[Positions]) -> list[torch.Tensor]:
         shards = self.held.shards
-        return [torch.from_numpy(shards[slab].gather(at_U, parity)) for slab, at_U in enumerate(positions)]
+        return [
+            torch.from_numpy(shards[table_group].gather(at_U, parity)) for table_group, at_U in enumerate(positions)
+        ]
 
 
 def _tensors(positions: Sequence[Positions]) -> list[torch.Tensor]:

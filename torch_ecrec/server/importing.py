@@ -98,31 +98,35 @@ class SlotImport:
         if self._turn == 0:
             self._portions = deque(self._all())
         else:
-            some = ((slab, parity, at.numpy()) for parity, found in changed.items() for slab, at in enumerate(found))
+            some = (
+                (table_group, parity, at.numpy())
+                for parity, found in changed.items()
+                for table_group, at in enumerate(found)
+            )
             self._portions = deque(self._cut(some))
         shards = self.held.shards
-        self._last_bytes = sum(len(at) * shards[slab].schema.nbytes for slab, _, at in self._portions)
+        self._last_bytes = sum(len(at) * shards[table_group].schema.nbytes for table_group, _, at in self._portions)
         self._turn += 1
         self._next_portions()
 
     def _all(self) -> Iterator[tuple[int, bool, Positions]]:
-        for slab, shard in enumerate(self.held.shards):
+        for table_group, shard in enumerate(self.held.shards):
             for parity, rows in ((False, shard.data_rows), (True, shard.parity_rows)):
                 for first, end in repair.portions(rows, shard.schema.nbytes, self.settings.rebuild_chunk_bytes):
-                    yield slab, parity, np.arange(first, end)
+                    yield table_group, parity, np.arange(first, end)
 
     def _cut(self, some: Iterable[tuple[int, bool, Positions]]) -> Iterator[tuple[int, bool, Positions]]:
-        for slab, parity, positions_U in some:
-            nbytes = self.held.shards[slab].schema.nbytes
+        for table_group, parity, positions_U in some:
+            nbytes = self.held.shards[table_group].schema.nbytes
             for first, end in repair.portions(len(positions_U), nbytes, self.settings.rebuild_chunk_bytes):
-                yield slab, parity, positions_U[first:end]
+                yield table_group, parity, positions_U[first:end]
 
     def _next_portions(self) -> None:
         """As many as may be under way, no faster than the limit allows; then the next turn, or the end of turns."""
         rate = self.settings.move_bytes_per_s if self._turn == 1 else 0.0  # what changes must not outrun it
         while self._portions and not self._pausing and self._copying < PORTIONS_AT_ONCE:
-            slab, parity, positions_U = self._portions.popleft()
-            self._copy(slab, parity, positions_U)
+            table_group, parity, positions_U = self._portions.popleft()
+            self._copy(table_group, parity, positions_U)
             if rate:
                 self._pausing = True
                 self.host.later(self._unpaid_bytes / rate, self._after_pause)
@@ -140,14 +144,14 @@ class SlotImport:
         if not self._over:
             self._next_portions()
 
-    def _copy(self, slab: int, parity: bool, positions_U: Positions) -> None:
-        shard, word = self.held.shards[slab], self.word
+    def _copy(self, table_group: int, parity: bool, positions_U: Positions) -> None:
+        shard, word = self.held.shards[table_group], self.word
         self._copying += 1
         self._unpaid_bytes += len(positions_U) * shard.schema.nbytes
 
         def make(life: int) -> wire.Copy:
             at = torch.from_numpy(positions_U)
-            return wire.Copy(word.slot, life, epoch=word.epoch, slab=slab, parity=parity, positions=at)
+            return wire.Copy(word.slot, life, epoch=word.epoch, table_group=table_group, parity=parity, positions=at)
 
         def done(answer: wire.Records) -> None:
             shard.scatter_(positions_U, answer.records.numpy(), parity)

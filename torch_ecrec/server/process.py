@@ -18,7 +18,7 @@ from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.records.tiers.budget import Tier
 from torch_ecrec.records.tiers.trouble import Trouble
 from torch_ecrec.server.capture import Portion
-from torch_ecrec.spec.job import JobSpec, SlabSpec
+from torch_ecrec.spec.job import JobSpec, TableGroup
 from torch_ecrec.spec.settings import Settings, check_folder
 from torch_ecrec.transport.node import Node, Port
 
@@ -34,7 +34,7 @@ class CheckpointWriter(Protocol):
         self,
         order: messages.Capture,
         slot: int,
-        slabs: Sequence[SlabSpec],
+        table_groups: Sequence[TableGroup],
         next_portion: Callable[[int], Portion | None],
         dense: Sequence[tuple[Key, Part]],
         done: Callable[[dict[str, Any]], None],
@@ -45,7 +45,7 @@ class CheckpointWriter(Protocol):
         Args:
             order: where, how fast, and in which form.
             slot: whose.
-            slabs: of the job: what records look like, whose they are.
+            table_groups: of the job: what records look like, whose they are.
             next_portion: gives the next records, of at most so many bytes; None at their end.
             dense: parts of the dense model that go with it.
             done: gets what the manifest has to say of the part, once it is durable.
@@ -75,7 +75,7 @@ class CheckpointReader(Protocol):
             partial_restore: of which checkpoint.
             job: whose layout says which records are the slot's.
             slot: whose.
-            take: gets slab, positions (N,) int64, records (N, B) uint8; each record once.
+            take: gets table group, positions (N,) int64, records (N, B) uint8; each record once.
             done: called once all were given.
             failed: gets the reason, for people, in place of `done`, and whether it may pass (`StoreUnavailable`).
         """
@@ -122,7 +122,7 @@ class ServerProcess(Node, HostContext):
         self.done = 0  # steps of training until then
         self.floor = 0  # a slot that begins anew there is the same from here on: a step of the protocol
         self.partial_restores: list[messages.PartialRestore] = []  # of this run
-        self.origin = None
+        self.load_end = None
         self.code = LinearCode(1, 0)
 
     @abstractmethod

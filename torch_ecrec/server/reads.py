@@ -3,7 +3,7 @@
 A read waits until the steps before it are applied and the records are there. It is shown the records as of its step,
 also when later ones have been applied, as far as the log goes back.
 
-Shape legend: U records, D embedding dim, W numbers in a record; lists hold one array per slab.
+Shape legend: U records, D embedding dim, W numbers in a record; lists hold one array per table group.
 """
 
 from __future__ import annotations
@@ -80,21 +80,23 @@ class Reads:
                     if int8:
                         weight_UD = torch.from_numpy(pack(weight_UD.numpy()))
                     weights.append(weight_UD.bfloat16() if asked.bfloat16 else weight_UD)
-            pooled = [self._pooled(slab, bags, step, asked.bfloat16) for slab, bags in enumerate(asked.bags)]
+            pooled = [
+                self._pooled(table_group, bags, step, asked.bfloat16) for table_group, bags in enumerate(asked.bags)
+            ]
             return wire.Rows(weights, pooled)
 
         return look_up
 
-    def _pooled(self, slab: int, bags: wire.Bags, step: int, bfloat16: bool) -> torch.Tensor:
+    def _pooled(self, table_group: int, bags: wire.Bags, step: int, bfloat16: bool) -> torch.Tensor:
         """Returns the sums (G, D) of some bags as of a step that the log knows."""
         held = self.held
         positions_N, lengths_G = bags.positions.numpy(), bags.lengths.numpy()
         factors_N = None if bags.factors is None else bags.factors.numpy()
-        shard = held.shards[slab]
+        shard = held.shards[table_group]
         if held.rule.applied == step:
             return as_tensor(shard.pool(positions_N, lengths_G, factors_N, bfloat16))
         different_U, at_N = np.unique(positions_N.astype(np.int64), return_inverse=True)
-        numbers_UW = numbers_of(held.records_as_of(slab, different_U, step), shard.schema)
+        numbers_UW = numbers_of(held.records_as_of(table_group, different_U, step), shard.schema)
         pooled_GD = torch.from_numpy(pool_numbers(numbers_UW, shard.schema.dim, at_N, lengths_G, factors_N))
         return pooled_GD.bfloat16() if bfloat16 else pooled_GD
 
@@ -103,23 +105,23 @@ class Reads:
         checks)."""
         held, rule = self.held, self.held.rule
         positions = request.positions.numpy()
-        asked = [positions if s == request.slab else positions[:0] for s in range(len(held.shards))]
+        asked = [positions if s == request.table_group else positions[:0] for s in range(len(held.shards))]
 
         def attempt() -> wire.Records | wire.Forgotten | None:
             if request.parity:
-                self.scrubber.look(request.slab, True, positions)
+                self.scrubber.look(request.table_group, True, positions)
                 for _ in range(READS_MOST):
                     if not self.slot.whole or any(step < request.step for step in rule.folded.values()):
                         return None
-                    parity = held.shards[request.slab].gather(positions, parity=True)
-                    if self.scrubber.came_whole(request.slab, True):
+                    parity = held.shards[request.table_group].gather(positions, parity=True)
+                    if self.scrubber.came_whole(request.table_group, True):
                         return wire.Records(torch.from_numpy(parity))
                 return None
             if request.step < held.log.floor and request.step < rule.applied:
                 return self._forgotten(request.step)
             if rule.applied < request.step or self.slot.is_missing(asked, looked=True):
                 return None
-            return wire.Records(torch.from_numpy(held.records_as_of(request.slab, positions, request.step)))
+            return wire.Records(torch.from_numpy(held.records_as_of(request.table_group, positions, request.step)))
 
         self.slot.park(attempt, reply)
 

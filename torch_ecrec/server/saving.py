@@ -1,4 +1,4 @@
-"""A slot's savers: which of its rows a prioritised save has, one saver (`records/savers.py`) for each slab.
+"""A slot's savers: which of its rows a prioritised save has, one saver (`records/savers.py`) for each table group.
 
     note        a step has changed records
     pick        a save of step t begins: its rows. What steps after t have changed in them counts from then on
@@ -7,7 +7,7 @@
 A checkpoint of everything picks all. A new life of a slot begins with savers that have noted nothing: until its next
 save it prefers what has changed since, which is a worse choice of rows and no other contents of them.
 
-Shapes: P records of a slab, U of them changed by a step, N picked, D weights.
+Shapes: P records of a table group, U of them changed by a step, N picked, D weights.
 """
 
 from __future__ import annotations
@@ -43,8 +43,14 @@ class SlotSavers:
         self._step = held.rule.applied  # that weights are shown as of
         self.picked_s = 0.0
         self._savers = [
-            saver_of(name, shard.data_rows, portion, functools.partial(self._weights, slab), held.job.seed + held.index)
-            for slab, shard in enumerate(held.shards)
+            saver_of(
+                name,
+                shard.data_rows,
+                portion,
+                functools.partial(self._weights, table_group),
+                held.job.seed + held.index,
+            )
+            for table_group, shard in enumerate(held.shards)
         ]
 
     @property
@@ -52,18 +58,18 @@ class SlotSavers:
         """Bytes of memory that the savers keep."""
         return sum(saver.memory_bytes for saver in self._savers)
 
-    def _weights(self, slab: int, positions_N: Positions) -> Floats:
+    def _weights(self, table_group: int, positions_N: Positions) -> Floats:
         """Returns weights (N, D) float32, as of the step that is saved."""
-        shard = self._held.shards[slab]
+        shard = self._held.shards[table_group]
         if self._step == self._held.rule.applied:
             weights_ND: Floats = shard.gather_weights(positions_N)
         else:
-            records_NB = self._held.records_as_of(slab, positions_N, self._step)
+            records_NB = self._held.records_as_of(table_group, positions_N, self._step)
             weights_ND = np.ascontiguousarray(numbers_of(records_NB, shard.schema)[:, : shard.schema.dim])
         return weights_ND
 
     def note(self, positions: Sequence[Positions]) -> None:
-        """Notes that a step has changed these records, (U,) int64 of each slab."""
+        """Notes that a step has changed these records, (U,) int64 of each table group."""
         for saver, positions_U in zip(self._savers, positions, strict=True):
             saver.note(positions_U)
 

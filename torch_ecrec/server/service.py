@@ -72,7 +72,7 @@ class Host(ServerProcess):
         reader: CheckpointReader | None = None,
     ) -> None:
         super().__init__(name, port, settings, writer, reader)
-        self._life: int | None = None  # of the coordinator
+        self._term: int | None = None  # of the coordinator
         self.job: JobSpec | None = None
         self.restored: messages.Restored | None = None  # the checkpoint that the cluster began with
         self.slots: dict[int, Slot] = {}
@@ -94,11 +94,11 @@ class Host(ServerProcess):
             case messages.Era():
                 self.run(self._take_era, word)
             case messages.Loaded():
-                self.origin = word.origin
+                self.load_end = word.load_end
             case messages.Left():
                 self.left = word.trainers
             case messages.Rejoined():
-                self.run(self._tell_again, word.life)
+                self.run(self._tell_again, word.term)
             case messages.Move():
                 self.run(self._on_move, word)
             case messages.Checkpointing() | messages.Survey() | messages.Capture() | messages.Release():
@@ -117,7 +117,7 @@ class Host(ServerProcess):
                 frozen=self.frozen,
                 resume_step=self.resume_step,
                 done=self.done,
-                origin=self.origin,
+                load_end=self.load_end,
                 floor=self.floor,
                 left=self.left,
                 partial_restores=self.partial_restores,
@@ -135,12 +135,12 @@ class Host(ServerProcess):
         self.run(look)
         return found[0]
 
-    def _tell_again(self, life: int) -> None:
-        """Sends again what a coordinator may have missed or never heard. `life`: of that coordinator."""
+    def _tell_again(self, term: int) -> None:
+        """Sends again what a coordinator may have missed or never heard. `term`: of that coordinator."""
         for slot in self.slots.values():
             slot.tell_again()
-            slot.checkpoints.tell_again(same=life == self._life)
-        self._life = life
+            slot.checkpoints.tell_again(same=term == self._term)
+        self._term = term
 
     def _on_checkpoint(self, word: messages.FromCoordinator) -> None:
         if isinstance(word, messages.Checkpointing):
@@ -196,7 +196,7 @@ class Host(ServerProcess):
         """Stops all slots in a new era, as trainers were lost, or slots beyond repair; and lets them go on once it is
         known where."""
         era, step = word.era, word.step
-        self.origin = word.origin  # `step` was chosen with it: before training no dense model is needed
+        self.load_end = word.load_end  # `step` was chosen with it: before training no dense model is needed
         if era > self.era:
             self.era, self.frozen = era, True
             for slot in self.slots.values():
@@ -271,9 +271,9 @@ class Host(ServerProcess):
         if self.job is None or self.ready_memory is None or self.tier is not None:
             return
         sizes = []
-        for slab, layout in zip(self.job.slabs, self.layouts, strict=True) if not self.slots else ():
+        for table_group, layout in zip(self.job.table_groups, self.layouts, strict=True) if not self.slots else ():
             for rows_of in (layout.data_rows, layout.parity_rows):
-                sizes.append(slab.schema.nbytes * max(map(rows_of, range(layout.slots))))
+                sizes.append(table_group.schema.nbytes * max(map(rows_of, range(layout.slots))))
         self.ready_memory.prepare(sizes)
 
     def _host(self, job: JobSpec, index: int, incarnation: int, incarnations: list[int]) -> None:
@@ -325,8 +325,8 @@ class Host(ServerProcess):
             raise TierFailed(f"`tier_keep` names {unknown}, and no table of the job is called so: it has {few} ...")
         if self.tier is not None and not incarnation:
             self.tier.require_room(
-                (rows, slab.schema.nbytes, parity)
-                for slab, layout in zip(job.slabs, self.layouts, strict=True)
+                (rows, table_group.schema.nbytes, parity)
+                for table_group, layout in zip(job.table_groups, self.layouts, strict=True)
                 for rows, parity in ((layout.data_rows(index), False), (layout.parity_rows(index), True))
             )
         held = Holdings(job, self.code, self.layouts, index, incarnation, incarnations, fresh, sealed, filled, stores)

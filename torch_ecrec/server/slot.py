@@ -184,9 +184,9 @@ class Slot(SlotContext):
         # there is room for the others. Who comes after this reads no disk, and uses nothing that was not looked at.
         for shard, positions_U in zip(self.shards, positions, strict=True):
             shard.bring(positions_U)
-        for slab in range(len(self.shards)):
+        for table_group in range(len(self.shards)):
             for parity in (False, True):
-                self.scrubber.came_whole(slab, parity)
+                self.scrubber.came_whole(table_group, parity)
         return False
 
     def expect(self, positions: list[np.ndarray], later: bool = False) -> bool:
@@ -216,14 +216,14 @@ class Slot(SlotContext):
             self._vain_arrivals += not later
             self.progress()
 
-    def _mend(self, slab: int, parity: bool, positions_M: Positions) -> str:
+    def _mend(self, table_group: int, parity: bool, positions_M: Positions) -> str:
         """Has these damaged records or parities, (M,) int64 ascending, repaired; see `Durability.mend`."""
         if not parity:
             self.checkpoints.on_damage()
-        return self.durability.mend(slab, parity, positions_M)
+        return self.durability.mend(table_group, parity, positions_M)
 
-    def _compare(self, slab: int, first: int, end: int) -> None:
-        self.durability.compare(slab, first, end)
+    def _compare(self, table_group: int, first: int, end: int) -> None:
+        self.durability.compare(table_group, first, end)
 
     def _refuse_all(self, reason: str) -> None:
         replies = [reply for _, reply in self.waiting] + [r for rs in self.push_replies.values() for r in rs]
@@ -274,7 +274,7 @@ class Slot(SlotContext):
             self._vain_arrivals = 0
             self.inbox.on_applied(step)
             iteration = None if isinstance(due, list) else due[0].iteration
-            self.not_trained = _not_trained(self.not_trained, step, iteration)
+            self.load_steps = _load_steps(self.load_steps, step, iteration)
             self.rule.on_applied(step)
             self.log.append(step, *change)
             self.announced.on_applied(step)
@@ -289,7 +289,7 @@ class Slot(SlotContext):
             self.rule.on_applied(step)
             self.log.append(step, positions, deltas)
             self.announced.on_applied(step)
-            iteration = None if self.not_trained is None else step - self.not_trained
+            iteration = None if self.load_steps is None else step - self.load_steps
             self.checkpoints.on_applied(step, positions, deltas, iteration)
             self.durability.on_applied(step)
         self.progress()
@@ -332,7 +332,7 @@ class Slot(SlotContext):
         self.check_durable()
 
     def begin_anew(self, cut: int, floor: int, log: DeltaLog, done: int) -> None:
-        self.not_trained = cut - done
+        self.load_steps = cut - done
         self.going_back_to = cut  # if the others went back there, they wait until that is durable here, too
         self.become_ready(cut, floor, log)
 
@@ -340,7 +340,7 @@ class Slot(SlotContext):
         """This life goes on as the one before, which has stopped, on another server."""
         assert arrival.handed is not None
         self.slot_export.take_over(arrival)
-        self.not_trained = arrival.handed.not_trained
+        self.load_steps = arrival.handed.load_steps
         self.ready = self.reported = True
         self.durability.connect()
 
@@ -411,7 +411,7 @@ class Slot(SlotContext):
             step: training goes on after it.
             done: steps of training until then.
         """
-        self.not_trained = step - done
+        self.load_steps = step - done
         self.checkpoints.on_going_back(step)
         self.held.undo_after(step)
         self.durability.go_back(step)
@@ -452,7 +452,7 @@ class Slot(SlotContext):
         """Reports which steps the slot can go back to, if that is asked for."""
         if self.host.frozen and self.ready:
             kept = [(step, *found) for step, found in self.snapshots.found().items()]
-            done = None if self.not_trained is None else self.rule.applied - self.not_trained
+            done = None if self.load_steps is None else self.rule.applied - self.load_steps
             reach = self.durability.reach, self.log.floor
             self.tell(messages.Reach(*self.life, self.host.era, *reach, kept, done))
 
@@ -505,7 +505,7 @@ class Slot(SlotContext):
         return {"tier": self.host.tier.how, "tier_over_bytes": self.host.tier.over_bytes, **sums}
 
 
-def _not_trained(before: int | None, step: int, iteration: int | None) -> int | None:
+def _load_steps(before: int | None, step: int, iteration: int | None) -> int | None:
     """Returns how many steps up to `step` are none of training. `iteration`: which one it is of training; None: it
     loads."""
     if iteration is not None:

@@ -93,8 +93,8 @@ class SlotRestore:
         missing = self._held.missing
         return missing.done_fraction if self._slot.ready else self._count / max(1, missing.total)
 
-    def _take(self, slab: int, positions_N: Positions, records_NB: Bytes) -> None:
-        self._held.shards[slab].scatter_(positions_N, records_NB)
+    def _take(self, table_group: int, positions_N: Positions, records_NB: Bytes) -> None:
+        self._held.shards[table_group].scatter_(positions_N, records_NB)
         self._count += len(positions_N)
 
     def _on_read(self) -> None:

@@ -60,7 +60,7 @@ class SnapshotStore:
     def is_whole(self, step: int) -> bool:
         """Returns whether every trainer's part is here. Nobody needs any before training: that is the model as it was
         made."""
-        before_training = self.host.origin is None or step <= self.host.origin
+        before_training = self.host.load_end is None or step <= self.host.load_end
         return before_training or all((step, trainer) in self.parts for trainer in range(self.trainers))
 
     def forget(self, watermark: int) -> None:
@@ -81,7 +81,7 @@ class SnapshotStore:
     def go_back(self, step: int) -> None:
         """Drops snapshots of steps after `step`, since training starts again there; gets what is missing of that
         step."""
-        self.most = step if self.host.origin is not None else 0  # all begin anew: none counts
+        self.most = step if self.host.load_end is not None else 0  # all begin anew: none counts
         self.parts = {key: part for key, part in self.parts.items() if key[0] <= self.most}
         if not self.complete:
             self._copy()

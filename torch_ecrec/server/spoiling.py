@@ -91,11 +91,13 @@ class SpoilingApplier(Applier):
         """Takes back the change of the record that has changed least, and what its deltas and seals say of it."""
         positions, deltas, seals = change
         bytes_changed = [np.count_nonzero(deltas_UB, axis=1) for deltas_UB in deltas]
-        slab = min((i for i, counts in enumerate(bytes_changed) if len(counts)), key=lambda i: bytes_changed[i].min())
-        one = bytes_changed[slab].argmin(keepdims=True)
-        self.held.shards[slab].undo_(positions[slab][one], deltas[slab][one])
-        deltas[slab][one] = 0
-        if (seals_U := seals[slab]) is not None:
+        table_group = min(
+            (i for i, counts in enumerate(bytes_changed) if len(counts)), key=lambda i: bytes_changed[i].min()
+        )
+        one = bytes_changed[table_group].argmin(keepdims=True)
+        self.held.shards[table_group].undo_(positions[table_group][one], deltas[table_group][one])
+        deltas[table_group][one] = 0
+        if (seals_U := seals[table_group]) is not None:
             seals_U[one] = 0
 
 

@@ -1,8 +1,8 @@
 """The specification of a job: tables, optimizers, code parameters. Frozen, validated, equal on every process.
 
-Terms. A *slab* is the set of all tables whose records look alike (same dimension, dtype and optimizer): their rows are
-laid end to end in one row space, striped and stored together. Example: tables `a` (100 rows, dim 16) and `b` (50 rows,
-dim 16) with the same optimizer make one slab of 150 rows; row 3 of `b` is row 103 of the slab.
+Terms. A *table group* is the set of all tables whose records look alike (same dimension, dtype and optimizer): their
+rows are laid end to end in one row space, striped and stored together. Example: tables `a` (100 rows, dim 16) and `b`
+(50 rows, dim 16) with the same optimizer make one table group of 150 rows; row 3 of `b` is row 103 of the table group.
 
 Does not read files or talk to anyone.
 """
@@ -174,7 +174,7 @@ class CodeSpec:
 
 
 @dataclass(frozen=True)
-class SlabSpec:
+class TableGroup:
     """Tables whose records look alike, laid end to end. Table i starts at row `first_rows[i]`."""
 
     dim: int
@@ -190,11 +190,11 @@ class SlabSpec:
 
     @cached_property
     def schema(self) -> Schema:
-        """The layout of the slab's records."""
+        """The layout of the table group's records."""
         return self.optimizer.optimizer.schema(self.dim, self.weights)
 
     def initial(self, seed: int) -> InitialRecords:
-        """Returns the slab's records before anything was loaded or trained."""
+        """Returns the table group's records before anything was loaded or trained."""
         from torch_ecrec.records.initial import InitialRecords
 
         return InitialRecords(
@@ -226,28 +226,29 @@ class JobSpec:
         require(not twice, f"table names must be unique, got twice: {', '.join(twice)}")
 
     @cached_property
-    def slabs(self) -> tuple[SlabSpec, ...]:
-        """The slabs: tables grouped by record layout and optimizer, in order of first appearance."""
+    def table_groups(self) -> tuple[TableGroup, ...]:
+        """The table groups: tables grouped by record layout and optimizer, in order of first appearance."""
         groups: dict[tuple[int, OptimizerSpec, str], list[int]] = {}
         for index, table in enumerate(self.tables):
             groups.setdefault((table.dim, table.optimizer, table.weights), []).append(index)
-        slabs = []
+        table_groups = []
         for (dim, spec, weights), indices in groups.items():
             tables = tuple(self.tables[i] for i in indices)
             first_rows, total = [], 0
             for table in tables:
                 first_rows.append(total)
                 total += table.rows
-            slabs.append(SlabSpec(dim, spec, tables, tuple(indices), tuple(first_rows), weights))
-        return tuple(slabs)
+            table_groups.append(TableGroup(dim, spec, tables, tuple(indices), tuple(first_rows), weights))
+        return tuple(table_groups)
 
     @cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """Where the rows of each table lie, in the order of `tables`; () for those of a slab that is not placed."""
-        wanted = [[table.wanted for table in slab.tables] for slab in self.slabs]
+        """Where the rows of each table lie, in the order of `tables`; () for those of a table group that is not
+        placed."""
+        wanted = [[table.wanted for table in table_group.tables] for table_group in self.table_groups]
         found: list[tuple[Piece, ...]] = [()] * len(self.tables)
-        for slab, placed in zip(self.slabs, place(wanted, self.code.slots), strict=True):
-            for index, pieces in zip(slab.table_indices, placed, strict=True):
+        for table_group, placed in zip(self.table_groups, place(wanted, self.code.slots), strict=True):
+            for index, pieces in zip(table_group.table_indices, placed, strict=True):
                 found[index] = pieces
         return tuple(found)
 
@@ -257,17 +258,17 @@ class JobSpec:
         Returns:
             None if several slots have some.
         """
-        slab, first, end = self.rows_of_table(table)
-        return self.layouts[slab].home_of(first, end - first)
+        table_group, first, end = self.rows_of_table(table)
+        return self.layouts[table_group].home_of(first, end - first)
 
     def rows_of_table(self, table: str) -> tuple[int, int, int]:
-        """Returns the slab of a table, and its first row there and the one behind its last."""
-        slab, first = self.place_of_table[table]
-        return slab, first, first + next(spec.rows for spec in self.tables if spec.name == table)
+        """Returns the table group of a table, and its first row there and the one behind its last."""
+        table_group, first = self.place_of_table[table]
+        return table_group, first, first + next(spec.rows for spec in self.tables if spec.name == table)
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
-        """The layout of each slab."""
+        """The layout of each table group."""
         from torch_ecrec.layout.stripes import layout_of
 
         code = self.code
@@ -276,19 +277,19 @@ class JobSpec:
                 code.slots,
                 code.k,
                 code.parities,
-                slab.rows,
-                tuple(itertools.chain.from_iterable(self.pieces[index] for index in slab.table_indices)),
+                table_group.rows,
+                tuple(itertools.chain.from_iterable(self.pieces[index] for index in table_group.table_indices)),
             )
-            for slab in self.slabs
+            for table_group in self.table_groups
         )
 
     @cached_property
     def place_of_table(self) -> dict[str, tuple[int, int]]:
-        """The slab index of each table, by name, and its first row in the slab."""
+        """The table group index of each table, by name, and its first row in the table group."""
         return {
             table.name: (s, first)
-            for s, slab in enumerate(self.slabs)
-            for table, first in zip(slab.tables, slab.first_rows, strict=True)
+            for s, table_group in enumerate(self.table_groups)
+            for table, first in zip(table_group.tables, table_group.first_rows, strict=True)
         }
 
     def to_json(self) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class Spread:
 
     Args:
         tables: each of them.
-        padding_S: (S,) int64, bytes of records that no row has: each slab fills all slots to the same size.
+        padding_S: (S,) int64, bytes of records that no row has: each table group fills all slots to the same size.
     """
 
     tables: tuple[TableSpread, ...]
@@ -96,18 +96,18 @@ def of_mean(values_S: NDArray[np.float64] | NDArray[np.int64]) -> NDArray[np.flo
 def spread_of(job: JobSpec) -> Spread:
     """Returns how the tables of a job are spread over its slots."""
     slots, padding_S = job.code.slots, np.zeros(job.code.slots, np.int64)
-    for slab, layout in zip(job.slabs, job.layouts, strict=True):
-        padding_S += slab.schema.nbytes * _padding(layout)
+    for table_group, layout in zip(job.table_groups, job.layouts, strict=True):
+        padding_S += table_group.schema.nbytes * _padding(layout)
     found = []
     for table, pieces in zip(job.tables, job.pieces, strict=True):
-        slab_index, first = job.place_of_table[table.name]
+        table_group_index, first = job.place_of_table[table.name]
         rows_S = np.zeros(slots, np.int64)
         for piece in pieces:
             for slot, rows in piece.shares():
                 rows_S[slot] += rows
         if not pieces:
-            rows_S = _unplaced(job.layouts[slab_index], first, table.rows)
-        found.append(TableSpread(table, rows_S, job.slabs[slab_index].schema.nbytes))
+            rows_S = _unplaced(job.layouts[table_group_index], first, table.rows)
+        found.append(TableSpread(table, rows_S, job.table_groups[table_group_index].schema.nbytes))
     return Spread(tuple(found), padding_S)
 
 
@@ -118,14 +118,16 @@ def said_of_padding(job: JobSpec) -> str:
     """
     spread = spread_of(job)
     total, padding, names = int(spread.records_S.sum()), 0, []
-    for slab, layout in zip(job.slabs, job.layouts, strict=True):
-        share, slots = -(-slab.rows // job.code.slots), range(job.code.slots)
+    for table_group, layout in zip(job.table_groups, job.layouts, strict=True):
+        share, slots = -(-table_group.rows // job.code.slots), range(job.code.slots)
         fullest = max(layout.rows_on(slot) for slot in slots)
         full = {slot for slot in slots if layout.rows_on(slot) == fullest}
-        there = [spread.tables[index] for index in slab.table_indices if job.tables[index].sharding == "table_wise"]
+        there = [
+            spread.tables[index] for index in table_group.table_indices if job.tables[index].sharding == "table_wise"
+        ]
         causes = [one.table.name for one in there if full & set(np.flatnonzero(one.rows_S).tolist())]
         if causes and fullest > share:
-            padding += int(_padding(layout).sum()) * slab.schema.nbytes
+            padding += int(_padding(layout).sum()) * table_group.schema.nbytes
             names += causes
     if padding < max(PADDING_SAID * total, PADDING_LEAST_BYTES):
         return ""
@@ -145,7 +147,7 @@ def _padding(layout: Layout) -> NDArray[np.int64]:
 
 
 def _unplaced(layout: Layout, first: int, rows: int) -> NDArray[np.int64]:
-    """Returns how many of some rows of a slab that is not placed each slot has, (S,) int64.
+    """Returns how many of some rows of a table group that is not placed each slot has, (S,) int64.
 
     Of `slots * k` consecutive rows each slot has k, wherever they begin.
     """

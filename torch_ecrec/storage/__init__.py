@@ -8,6 +8,6 @@
     exporting     the tables as a file of safetensors
     policy        whether the next one is full
 
-A checkpoint is a folder, which is its name. Nothing here depends on where rows were placed: they are named by slab and
-row, so that any number of slots and any code can read them. Knows no servers, no coordinator and no messages.
+A checkpoint is a folder, which is its name. Nothing here depends on where rows were placed: they are named by table
+group and row, so that any number of slots and any code can read them. Knows no servers, no coordinator and no messages.
 """

@@ -206,7 +206,7 @@ class Catalog:
                     " does not, or bring the folder back"
                 )
             chain.append(self.read(base))
-            if chain[-1].spec.slabs != manifest.spec.slabs:
+            if chain[-1].spec.table_groups != manifest.spec.table_groups:
                 raise CheckpointError(f"{manifest.id} builds on {base}, which is of another model; {ADVICE}")
         return chain[::-1]
 
@@ -287,7 +287,7 @@ class Catalog:
         """
         for one in self.chain(manifest):
             at = self.folder(one.id)
-            schemas = [slab.schema for slab in one.spec.slabs]
+            schemas = [table_group.schema for table_group in one.spec.table_groups]
             for part in one.parts:
                 fault = ""
                 try:

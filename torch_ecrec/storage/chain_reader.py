@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.runtime.checks import require
-from torch_ecrec.spec.job import JobSpec, SlabSpec
+from torch_ecrec.spec.job import JobSpec, TableGroup
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.location import Location
 from torch_ecrec.storage.manifest import ADVICE, Manifest, PartEntry
@@ -35,21 +35,24 @@ from torch_ecrec.storage.seen import mark_
 MANY_ROWS = 1 << 24  # 2 MiB of bits: of fewer, it need not be asked how large files are
 
 Mine = Callable[[int, Positions], NDArray[np.bool_]]
-Ranges = Sequence[tuple[int, int]]  # of each slab: the first row that is wanted, and the end
+Ranges = Sequence[tuple[int, int]]  # of each table group: the first row that is wanted, and the end
 
 
 class _Coverage:
-    """Which rows of a slab were given."""
+    """Which rows of a table group were given."""
 
-    def __init__(self, slab: SlabSpec, index: int, begin: int, end: int) -> None:
-        require(0 <= begin <= end <= slab.rows, f"slab {index} has rows 0 to {slab.rows}, wanted are {begin} to {end}")
-        self._slab, self._index, self._begin, self._end = slab, index, begin, end
+    def __init__(self, table_group: TableGroup, index: int, begin: int, end: int) -> None:
+        require(
+            0 <= begin <= end <= table_group.rows,
+            f"table group {index} has rows 0 to {table_group.rows}, wanted are {begin} to {end}",
+        )
+        self._table_group, self._index, self._begin, self._end = table_group, index, begin, end
         self._given = np.zeros(-(-(end - begin) // 8), np.uint8)
         self._seen = np.zeros_like(self._given)
 
     def fresh(self, rows_N: Positions, where: str) -> NDArray[np.bool_]:
         """Returns which rows are wanted and newer than what is still to come."""
-        outside = rows_N[(rows_N < 0) | (rows_N >= self._slab.rows)]
+        outside = rows_N[(rows_N < 0) | (rows_N >= self._table_group.rows)]
         if len(outside):
             raise CheckpointError(f"{where} has {self._named(int(outside[0]))}, which is beyond its table; {ADVICE}")
         fresh_N = np.empty(len(rows_N), np.bool_)
@@ -84,8 +87,9 @@ class _Coverage:
         return self._named(self._begin + 8 * place + bit)
 
     def _named(self, row: int) -> str:
-        table = max(int(np.searchsorted(self._slab.first_rows, row, side="right")) - 1, 0)
-        return f"row {row - self._slab.first_rows[table]} of table {self._slab.tables[table].name} (slab {self._index})"
+        table = max(int(np.searchsorted(self._table_group.first_rows, row, side="right")) - 1, 0)
+        name = self._table_group.tables[table].name
+        return f"row {row - self._table_group.first_rows[table]} of table {name} (table group {self._index})"
 
 
 def records_of(
@@ -101,7 +105,7 @@ def records_of(
     Args:
         catalog: where it is.
         manifest: which.
-        wanted: of each slab, the rows to give, begin and end; None: all.
+        wanted: of each table group, the rows to give, begin and end; None: all.
         mine: of the rows of a block, (N,) int64, which are to be given: (N,) bool. What is not is read and checked all
             the same, but not decoded.
         slots: read the parts of these slots alone. For a cluster of the same layout, whose slots have the same rows;
@@ -110,34 +114,37 @@ def records_of(
             is no step of the job any more.
 
     Yields:
-        Slab, rows (N,) int64, records (N, B) uint8: of a block, in no order.
+        Table group, rows (N,) int64, records (N, B) uint8: of a block, in no order.
 
     Raises:
         CheckpointError: it is not whole, or was altered: perhaps after rows were given. Whoever takes them uses them
             when all were.
     """
     chain = catalog.chain(manifest)
-    slabs = manifest.spec.slabs
-    ranges = wanted if wanted is not None else [(0, slab.rows) for slab in slabs]
-    require(len(ranges) == len(slabs), f"`wanted` must have a range for each of {len(slabs)} slabs, got {len(ranges)}")
+    table_groups = manifest.spec.table_groups
+    ranges = wanted if wanted is not None else [(0, table_group.rows) for table_group in table_groups]
+    require(
+        len(ranges) == len(table_groups),
+        f"`wanted` must have a range for each of {len(table_groups)} table groups, got {len(ranges)}",
+    )
     if slots is None:
         _require_possible(catalog, chain)
-    coverage = [_Coverage(slab, i, *ranges[i]) for i, slab in enumerate(slabs)]
+    coverage = [_Coverage(table_group, i, *ranges[i]) for i, table_group in enumerate(table_groups)]
     for one in [*reversed(saves), *reversed(chain)]:
         at = _folder(catalog, one)
         where = at.url
 
-        def newest(slab: int, rows_N: Positions, where: str = where) -> NDArray[np.bool_]:
-            fresh_N = coverage[slab].fresh(rows_N, where)
-            return fresh_N if mine is None else fresh_N & mine(slab, rows_N)
+        def newest(table_group: int, rows_N: Positions, where: str = where) -> NDArray[np.bool_]:
+            fresh_N = coverage[table_group].fresh(rows_N, where)
+            return fresh_N if mine is None else fresh_N & mine(table_group, rows_N)
 
-        for reader in _readers(at, one.parts, slabs, slots):
+        for reader in _readers(at, one.parts, table_groups, slots):
             yield from reader.blocks(newest)
-        for of_slab in coverage:
+        for of_table_group in coverage:
             if one.base is None:
-                of_slab.finish(where, slots is None)
+                of_table_group.finish(where, slots is None)
             else:
-                of_slab.next_older()
+                of_table_group.next_older()
 
 
 def _require_possible(catalog: Catalog, chain: Sequence[Manifest]) -> None:
@@ -146,15 +153,17 @@ def _require_possible(catalog: Catalog, chain: Sequence[Manifest]) -> None:
     A record has 4 bytes at least, and zstd makes 2^15 of one at most.
     """
     (full,) = (one for one in chain if one.base is None)
-    for index, slab in enumerate(full.spec.slabs):
-        if slab.rows < MANY_ROWS:
+    for index, table_group in enumerate(full.spec.table_groups):
+        if table_group.rows < MANY_ROWS:
             continue
         said = sum(part.rows[index] for part in full.parts)
-        if said != slab.rows:
+        if said != table_group.rows:
             where = catalog.folder(full.id).url
-            raise CheckpointError(f"{where} has {said:,} rows of slab {index}, the job {slab.rows:,}; {ADVICE}")
+            raise CheckpointError(
+                f"{where} has {said:,} rows of table group {index}, the job {table_group.rows:,}; {ADVICE}"
+            )
         for part in full.parts:
-            PartReader(catalog.folder(full.id), part, [one.schema for one in full.spec.slabs]).check_size()
+            PartReader(catalog.folder(full.id), part, [one.schema for one in full.spec.table_groups]).check_size()
             if part.rows[index] > part.bytes << 13:
                 raise CheckpointError(
                     f"{catalog.folder(full.id).url}/{part.name} cannot have {part.rows[index]:,} rows in"
@@ -167,9 +176,9 @@ def _folder(catalog: Catalog, one: Manifest) -> Location:
 
 
 def _readers(
-    at: Location, parts: Sequence[PartEntry], slabs: Sequence[SlabSpec], slots: Collection[int] | None
+    at: Location, parts: Sequence[PartEntry], table_groups: Sequence[TableGroup], slots: Collection[int] | None
 ) -> Iterator[PartReader]:
-    schemas = [slab.schema for slab in slabs]
+    schemas = [table_group.schema for table_group in table_groups]
     missing = set() if slots is None else set(slots) - {part.slot for part in parts}
     if missing:
         raise CheckpointError(f"{at.url} has no parts of slots {sorted(missing)}: read it without `slots`")
@@ -184,7 +193,7 @@ def dense_of(catalog: Catalog, manifest: Manifest) -> dict[int, tuple[list[int],
     Raises:
         CheckpointError: a part cannot be read, or was altered.
     """
-    at, schemas = catalog.folder(manifest.id), [slab.schema for slab in manifest.spec.slabs]
+    at, schemas = catalog.folder(manifest.id), [table_group.schema for table_group in manifest.spec.table_groups]
     found: dict[int, tuple[list[int], bytes]] = {}
     for part in manifest.parts:
         if part.dense:

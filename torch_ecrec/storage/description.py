@@ -167,9 +167,9 @@ def find(
 
 
 def _state_of(job: JobSpec) -> Iterator[Place]:
-    for slab in job.slabs:
-        for table in slab.tables:
-            for of_field in slab.schema.state:
+    for table_group in job.table_groups:
+        for table in table_group.tables:
+            for of_field in table_group.schema.state:
                 yield table.name, of_field.name
 
 

@@ -56,9 +56,9 @@ def _tensors(job: JobSpec) -> list[_Tensor]:
     """Returns the tensors of all tables. Those of wider numbers come first, so that every tensor begins aligned."""
     found = [
         _Tensor(table, field, field.values * ITEM_BYTES[field.dtype])
-        for slab in job.slabs
-        for table in slab.tables
-        for field in slab.schema.fields
+        for table_group in job.table_groups
+        for table in table_group.tables
+        for field in table_group.schema.fields
     ]
     return sorted(found, key=lambda one: -ITEM_BYTES[one.field.dtype])
 
@@ -143,11 +143,11 @@ def _reserve(descriptor: int, size: int) -> None:
 
 def _fill(catalog: Catalog, manifest: Manifest, job: JobSpec, places: dict[tuple[str, str], Bytes]) -> None:
     for index, rows_N, records_NB in records_of(catalog, manifest):
-        slab = job.slabs[index]
-        table_N = np.searchsorted(slab.first_rows, rows_N, side="right") - 1
+        table_group = job.table_groups[index]
+        table_N = np.searchsorted(table_group.first_rows, rows_N, side="right") - 1
         for t in np.unique(table_N):
             of_table = table_N == t
-            inside, records = rows_N[of_table] - slab.first_rows[t], records_NB[of_table]
-            for field in slab.schema.fields:
-                begin, end = slab.schema.bytes_of(field.name)
-                places[slab.tables[t].name, field.name][inside] = records[:, begin:end]
+            inside, records = rows_N[of_table] - table_group.first_rows[t], records_NB[of_table]
+            for field in table_group.schema.fields:
+                begin, end = table_group.schema.bytes_of(field.name)
+                places[table_group.tables[t].name, field.name][inside] = records[:, begin:end]

@@ -32,7 +32,7 @@ from torch_ecrec.storage.tensor_file import TensorFile
 
 PORTION_BYTES = 16 << 20  # of records in memory at a time, and once more while they are sorted by slot
 
-SlotsOf = Callable[[int, Positions], NDArray[np.int64]]  # slab, rows (N,) -> slot of each
+SlotsOf = Callable[[int, Positions], NDArray[np.int64]]  # table group, rows (N,) -> slot of each
 Dense = Sequence[tuple[list[int], Bytes]]  # of each trainer: header, payload
 
 
@@ -77,9 +77,9 @@ class TensorSource:
 
 def tensors_of(job: JobSpec, found: Found) -> Iterator[tuple[TableSpec, Field, str]]:
     """Returns the name of the tensor for each table and field that a source has."""
-    for slab in job.slabs:
-        for table in slab.tables:
-            for field in slab.schema.fields:
+    for table_group in job.table_groups:
+        for table in table_group.tables:
+            for field in table_group.schema.fields:
                 if (name := found.names.get((table.name, field.name))) is not None:
                     yield table, field, name
 
@@ -110,8 +110,11 @@ def write(catalog: Catalog, job: JobSpec, source: Source, dense: Dense, slots_of
         CheckpointError: something of it cannot be read or written; nothing is left then.
     """
     folder = catalog.new_folder(0)
-    schemas = [slab.schema for slab in job.slabs]
-    tables = [[*zip((table.name for table in slab.tables), slab.first_rows, strict=True)] for slab in job.slabs]
+    schemas = [table_group.schema for table_group in job.table_groups]
+    tables = [
+        [*zip((table.name for table in table_group.tables), table_group.first_rows, strict=True)]
+        for table_group in job.table_groups
+    ]
     at, parts = catalog.folder(folder), []
     try:
         for slot in range(job.code.slots):
@@ -129,12 +132,12 @@ def write(catalog: Catalog, job: JobSpec, source: Source, dense: Dense, slots_of
 
 
 def _write_records(job: JobSpec, source: Source, parts: Sequence[PartWriter], slots_of: SlotsOf) -> None:
-    for s, slab in enumerate(job.slabs):
-        most = max(1, PORTION_BYTES // slab.schema.nbytes)
-        for table, first_row in zip(slab.tables, slab.first_rows, strict=True):
+    for s, table_group in enumerate(job.table_groups):
+        most = max(1, PORTION_BYTES // table_group.schema.nbytes)
+        for table, first_row in zip(table_group.tables, table_group.first_rows, strict=True):
             for begin in range(0, table.rows, most):
                 end = min(begin + most, table.rows)
-                records_NB = _records(source, table.name, slab.schema, begin, end)
+                records_NB = _records(source, table.name, table_group.schema, begin, end)
                 rows_N = np.arange(begin, end, dtype=np.int64) + first_row
                 slot_N = slots_of(s, rows_N)
                 for slot, part in enumerate(parts):

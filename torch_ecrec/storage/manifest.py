@@ -68,7 +68,7 @@ class TableError(Struct, frozen=True, forbid_unknown_fields=True):
     """Tells the error that quantisation made in the weights of a table in one part.
 
     Attributes:
-        table: its name, or "slab N" of a writer that knows none.
+        table: its name, or "table group N" of a writer that knows none.
         largest: absolute difference of a weight. `squares`: sum of all squared differences. `weights`: their number.
     """
 
@@ -100,7 +100,7 @@ class PartEntry(Struct, frozen=True, forbid_unknown_fields=True):
         slot: whose records, -1: of none.
         nonce: random bits of this very file, in its head; hashes depend on them.
         bytes: of the file. `blocks`: frames in it, with head and end.
-        rows: of each slab.
+        rows: of each table group.
         digest: of all hashes in the file, in their order.
         dense: parts of the dense model.
         errors: of quantisation, of each table with rows here.
@@ -167,7 +167,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         job = self.spec  # raises ValueError, which msgspec makes a ValidationError
-        slabs = len(job.slabs)
+        table_groups = len(job.table_groups)
         names = [part.name for part in self.parts]
         trainers = sorted(dense.trainer for part in self.parts for dense in part.dense)
         wanted = 0 if self.kind == "save" else job.trainers
@@ -178,7 +178,9 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
             "it builds on itself": self.base == self.id,
             "two parts have one name": len(set(names)) != len(names),
             f"a part is the manifest, {self.file}": self.file in names,
-            f"a part has not {slabs} slabs, as the job has": any(len(part.rows) != slabs for part in self.parts),
+            f"a part has not {table_groups} table groups, as the job has": any(
+                len(part.rows) != table_groups for part in self.parts
+            ),
             f"dense parts are of trainers {trainers}, {wanted} are wanted": not dense_of_each,
             "its name says another step": int(self.id[:12]) != self.done,
         }

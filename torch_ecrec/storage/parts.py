@@ -1,9 +1,10 @@
-"""A part: one file of a checkpoint, of one slot. Records of its slabs in blocks, parts of the dense model, an end.
+"""A part: one file of a checkpoint, of one slot. Records of its table groups in blocks, parts of the dense model, an
+end.
 
     head      the file's nonce, what records look like
-    rows      some rows of one slab: their numbers (`row_ids.py`), their records
+    rows      some rows of one table group: their numbers (`row_ids.py`), their records
     dense     one trainer's part of the dense model: a header of a few numbers, bytes
-    end       how many rows of each slab, how many blocks
+    end       how many rows of each table group, how many blocks
 
 Each is a frame with a hash (`frames.py`). Records of a block are raw, or have their weights quantised
 (`records/quantised.py`): scales, biases, optimizer state, codes, one after the other; rows that cannot be quantised go
@@ -44,9 +45,9 @@ from torch_ecrec.storage.row_ids import RowIds
 BLOCK_BYTES = 4 << 20  # of records; what a reader has in memory at a time, twice where it is compressed
 UNPACKED_BYTES = 1 << 20  # at a time: how many there are in all is known at the end
 
-Block = tuple[int, Positions, Bytes]  # slab, rows (N,), records (N, B)
+Block = tuple[int, Positions, Bytes]  # table group, rows (N,), records (N, B)
 Wanted = Callable[[int, Positions], NDArray[np.bool_] | None]
-Tables = Sequence[Sequence[tuple[str, int]]]  # of each slab: names, and where each begins
+Tables = Sequence[Sequence[tuple[str, int]]]  # of each table group: names, and where each begins
 FieldShape = tuple[str, int, bool, str]
 
 
@@ -58,9 +59,10 @@ class Head(Struct, frozen=True, array_like=True, tag="head", forbid_unknown_fiel
 
 
 class Rows(Struct, frozen=True, array_like=True, tag="rows", forbid_unknown_fields=True):
-    """Some rows of a slab. `bits`: of a weight, 0: exact; `packed`: bytes of the body before zstd, 0: without."""
+    """Some rows of a table group. `bits`: of a weight, 0: exact; `packed`: bytes of the body before zstd, 0:
+    without."""
 
-    slab: Count
+    table_group: Count
     count: Annotated[int, Meta(ge=1, le=1 << 32)]
     ids: RowIds
     bits: Annotated[int, Meta(ge=0, le=8)]
@@ -76,7 +78,7 @@ class Dense(Struct, frozen=True, array_like=True, tag="dense", forbid_unknown_fi
 
 
 class End(Struct, frozen=True, array_like=True, tag="end", forbid_unknown_fields=True):
-    """The last frame: rows of each slab, frames in the file."""
+    """The last frame: rows of each table group, frames in the file."""
 
     rows: list[Count]
     blocks: Count
@@ -102,10 +104,11 @@ class PartWriter:
     Args:
         location: the checkpoint's folder.
         name: of the file.
-        schemas: of the records of each slab.
+        schemas: of the records of each table group.
         encoding: how they are written.
         slot: whose part it is; -1: of none.
-        tables: of each slab, each table's name and first row, for the error of quantisation; None: of slabs only.
+        tables: of each table group, each table's name and first row, for the error of quantisation; None: of table
+            groups only.
 
     Not checked: that no row is written twice, which a reader finds.
     """
@@ -122,8 +125,8 @@ class PartWriter:
         self._name, self._schemas, self._slot = name, tuple(schemas), slot
         self._encoding = encoding if encoding is not None else Encoding()
         self._zstd = zstandard.ZstdCompressor(self._encoding.zstd) if self._encoding.zstd else None
-        named = tables if tables is not None else [[(f"slab {s}", 0)] for s in range(len(schemas))]
-        self._errors = [_Errors(of_slab) for of_slab in named]
+        named = tables if tables is not None else [[(f"table group {s}", 0)] for s in range(len(schemas))]
+        self._errors = [_Errors(of_table_group) for of_table_group in named]
         self._rows = [0] * len(self._schemas)
         self._dense: list[DenseEntry] = []
         self._nonce = secrets.token_hex(8)
@@ -144,56 +147,58 @@ class PartWriter:
         """Bytes that were written until now."""
         return self._frames.offset
 
-    def write(self, slab: int, rows_N: Positions, records_NB: Bytes) -> int:
+    def write(self, table_group: int, rows_N: Positions, records_NB: Bytes) -> int:
         """Appends records; returns the bytes that they took in the file.
 
         Args:
-            slab: which.
-            rows_N: (N,) int64, rows of the slab in any order.
+            table_group: which.
+            rows_N: (N,) int64, rows of the table group in any order.
             records_NB: (N, B) uint8; best contiguous.
 
         Raises:
             ValueError: shapes or dtypes are others.
             CheckpointError: the file cannot be written.
         """
-        schema = self._schemas[slab]
+        schema = self._schemas[table_group]
         good = records_NB.dtype == np.uint8 and records_NB.shape == (len(rows_N), schema.nbytes)
-        wanted = f"`records_NB` of slab {slab} must be uint8 of ({len(rows_N)}, {schema.nbytes})"
+        wanted = f"`records_NB` of table group {table_group} must be uint8 of ({len(rows_N)}, {schema.nbytes})"
         require(good, f"{wanted}, got {records_NB.dtype} of {records_NB.shape}")
         before, most = self._frames.offset, max(BLOCK_BYTES // schema.nbytes, 1)
         for begin in range(0, len(rows_N), most):
-            self._block(slab, rows_N[begin : begin + most], np.ascontiguousarray(records_NB[begin : begin + most]))
-        self._rows[slab] += len(rows_N)
+            self._block(
+                table_group, rows_N[begin : begin + most], np.ascontiguousarray(records_NB[begin : begin + most])
+            )
+        self._rows[table_group] += len(rows_N)
         return self._frames.offset - before
 
-    def _block(self, slab: int, rows_N: Positions, records_NB: Bytes) -> None:
-        schema, bits = self._schemas[slab], self._encoding.bits
+    def _block(self, table_group: int, rows_N: Positions, records_NB: Bytes) -> None:
+        schema, bits = self._schemas[table_group], self._encoding.bits
         if not bits or _quantised_bytes(schema, bits) >= schema.nbytes:
-            self._frame(slab, rows_N, 0, [records_NB])
+            self._frame(table_group, rows_N, 0, [records_NB])
             if bits:
-                self._errors[slab].count(rows_N, schema.dim)
+                self._errors[table_group].count(rows_N, schema.dim)
             return
         numbers_NW = numbers_of(records_NB, schema)
         found = quantised.quantise(numbers_NW, schema.dim, bits)
         if not found.good_N.all():
             good_N = found.good_N.astype(bool)
-            self._frame(slab, rows_N[~good_N], 0, [records_NB[~good_N]])
-            self._errors[slab].count(rows_N[~good_N], schema.dim)
+            self._frame(table_group, rows_N[~good_N], 0, [records_NB[~good_N]])
+            self._errors[table_group].count(rows_N[~good_N], schema.dim)
             if good_N.any():
-                self._block(slab, rows_N[good_N], records_NB[good_N])
+                self._block(table_group, rows_N[good_N], records_NB[good_N])
             return
         state_NS = np.ascontiguousarray(records_NB[:, schema.fields[0].nbytes :])
-        self._frame(slab, rows_N, bits, [found.scale_N, found.bias_N, state_NS, found.codes_NC])
+        self._frame(table_group, rows_N, bits, [found.scale_N, found.bias_N, state_NS, found.codes_NC])
         weights_ND = quantised.restore(found.scale_N, found.bias_N, found.codes_NC, schema.dim, bits)
         if schema.halves:
             plain = _weights_of(schema)
             weights_ND = numbers_of(records_of(weights_ND, plain), plain)
-        self._errors[slab].measure(rows_N, numbers_NW, weights_ND)
+        self._errors[table_group].measure(rows_N, numbers_NW, weights_ND)
 
-    def _frame(self, slab: int, rows_N: Positions, bits: int, body: list[Any]) -> None:
+    def _frame(self, table_group: int, rows_N: Positions, bits: int, body: list[Any]) -> None:
         ids, coded = row_ids.encode(rows_N)
         pieces, packed = self._packed([coded, *body])
-        self._frames.write(Rows(slab, len(rows_N), ids, bits, packed), pieces)
+        self._frames.write(Rows(table_group, len(rows_N), ids, bits, packed), pieces)
 
     def _packed(self, pieces: list[Any]) -> tuple[list[Any], int]:
         """Returns the body as it is written, and its size before zstd."""
@@ -226,7 +231,7 @@ class PartWriter:
         except BaseException:
             self.abandon()
             raise
-        errors = [error for slab in self._errors for error in slab.found()] if self._encoding.bits else []
+        errors = [error for table_group in self._errors for error in table_group.found()] if self._encoding.bits else []
         frames = self._frames
         self._entry = PartEntry(
             name=self._name,
@@ -247,7 +252,7 @@ class PartWriter:
 
 
 class _Errors:
-    """Adds up the errors that quantisation makes in the tables of one slab."""
+    """Adds up the errors that quantisation makes in the tables of one table group."""
 
     def __init__(self, tables: Sequence[tuple[str, int]]) -> None:
         self._names = [name for name, _ in tables]
@@ -283,7 +288,7 @@ class PartReader:
     Args:
         location: the checkpoint's folder.
         entry: what the manifest says of it.
-        schemas: of the records of each slab.
+        schemas: of the records of each table group.
     """
 
     def __init__(self, location: Location, entry: PartEntry, schemas: Sequence[Schema]) -> None:
@@ -321,7 +326,7 @@ class PartReader:
                     found = self._decode(header, body, wanted)
                 except (ValueError, zstandard.ZstdError) as error:
                     raise frames.fault(f"it cannot be: {error}") from error
-                rows[header.slab] += header.count
+                rows[header.table_group] += header.count
                 if found is not None:
                     yield found
         told = (header.rows, header.blocks, frames.digest, frames.number, frames.offset)
@@ -341,8 +346,8 @@ class PartReader:
 
     def _decode(self, header: Rows, body: Bytes, wanted: Wanted | None) -> Block | None:
         """Returns the records of a block; None: none is wanted. Raises ValueError for what no writer has written."""
-        require(header.slab < len(self._schemas), f"there is no slab {header.slab}")
-        schema, count = self._schemas[header.slab], header.count
+        require(header.table_group < len(self._schemas), f"there is no table group {header.table_group}")
+        schema, count = self._schemas[header.table_group], header.count
         size = schema.nbytes if not header.bits else _quantised_bytes(schema, header.bits)
         begin = header.ids.nbytes(count)
         told = header.packed or len(body)
@@ -350,7 +355,7 @@ class PartReader:
         body = _unpacked(body, header.packed)
         require(len(body) == begin + count * size, f"{len(body)} bytes for {count} rows of {size}")
         rows_N = row_ids.decode(header.ids, count, body[:begin])
-        mask_N = wanted(header.slab, rows_N) if wanted is not None else None
+        mask_N = wanted(header.table_group, rows_N) if wanted is not None else None
         if mask_N is not None and not mask_N.any():
             return None
         all_of_them = mask_N is None or bool(mask_N.all())
@@ -359,8 +364,8 @@ class PartReader:
             records_NB = _restored(body[begin:], count, schema, header.bits)
         if not all_of_them:
             assert mask_N is not None
-            return header.slab, rows_N[mask_N], records_NB[mask_N]
-        return header.slab, rows_N, records_NB
+            return header.table_group, rows_N[mask_N], records_NB[mask_N]
+        return header.table_group, rows_N, records_NB
 
     def dense(self) -> dict[int, tuple[list[int], bytes]]:
         """Returns header and payload of each trainer's part of the dense model, by trainer, read without the rest of

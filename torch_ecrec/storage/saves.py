@@ -99,7 +99,7 @@ class Saves:
     def faults(self, save: Manifest) -> list[str]:
         """Reads every file of one; what is wrong with each that is not as it was written."""
         at, found = self.folder(save.id), []
-        schemas = [slab.schema for slab in save.spec.slabs]
+        schemas = [table_group.schema for table_group in save.spec.table_groups]
         for part in save.parts:
             try:
                 PartReader(at, part, schemas).check()
