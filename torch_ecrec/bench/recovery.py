@@ -37,14 +37,13 @@ from torch_ecrec.demo.result import arguments_json
 from torch_ecrec.records.optimizers import optimizer
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.spec.settings import LOOK_AHEAD_MOST, check_folder
+from torch_ecrec.spec.settings import LOOK_AHEAD_AUTO, LOOK_AHEAD_MOST, check_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TABLES, DIM = workload.Shape.tables, workload.Shape.dim
 RECORD_BYTES = optimizer("rowwise_adagrad").schema(DIM).nbytes
-AHEAD = 4  # batches, what a DataLoader with workers has (`TORCH_ECREC_LOOK_AHEAD`)
 PHASES = {  # what is drawn of a kill: color and name
     "detected_s": ("#7b8794", "detected"),
     "rehosted_s": ("#2563eb", "re-hosted"),
@@ -80,13 +79,13 @@ class Case:
     mb_per_s: float
     idle: bool
     share: float | None = None
-    ahead: int = AHEAD
+    ahead: int = LOOK_AHEAD_AUTO
 
     @property
     def name(self) -> str:
         limit = f"{self.mb_per_s:g} MB/s" if self.mb_per_s else "no limit"
         memory = "" if self.share is None else f", {100 * self.share:g} % in memory"
-        ahead = "" if self.ahead == AHEAD else f", {self.ahead} ahead"
+        ahead = "" if self.ahead == LOOK_AHEAD_AUTO else f", {self.ahead} ahead"
         return f"{self.gigabytes:g} GB, {'idle' if self.idle else limit}{memory}{ahead}"
 
 
@@ -96,7 +95,7 @@ def cases(
     throttled: float | None,
     idle: bool,
     share: float | None = None,
-    distances: Sequence[int] = (AHEAD,),
+    distances: Sequence[int] = (LOOK_AHEAD_AUTO,),
 ) -> list[Case]:
     """Returns all cases, ordered by size.
 
@@ -386,9 +385,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ahead",
         type=int,
         nargs="+",
-        default=[AHEAD],
+        default=[LOOK_AHEAD_AUTO],
         metavar="N",
-        help=f"batches that trainers draw early, so that what they look up is repaired meanwhile (default {AHEAD})",
+        help="batches that trainers draw early, so that what they look up is repaired meanwhile"
+        f" (default {LOOK_AHEAD_AUTO})",
     )
     parser.add_argument("--no-idle", action="store_true", help="do not measure the rebuild with paused trainers")
     record.add_files(parser, "build/recovery", copies=True)

@@ -53,11 +53,11 @@ from torch_ecrec.resume.loop import LoopInspector
 from torch_ecrec.resume.random_states import Generators, moved, random_states, same_state, set_random_states
 from torch_ecrec.resume.values import decode, encode
 from torch_ecrec.runtime.checks import take_int
+from torch_ecrec.spec.settings import LOOK_AHEAD_AUTO
 
 log = logging.getLogger(__name__)
 
 STEADY_TURNS = 2  # of one draw and one training forward, before a batch is drawn early
-TIERED_AHEAD = 4  # batches, where that is left to us and servers read them from disks
 DRAWS_OF_A_TURN = 2  # early ones, at most: no turn waits for many batches
 SAMPLERS = (
     SequentialSampler,
@@ -269,7 +269,7 @@ class Reader(Iterator[Any]):
         self._in_turn: list[_Draw] = []  # trained on, since the last draw
         self._watches = may_give_again(reader)
         self.on_batch: Callable[[Any], None] | None = None
-        self._most = TIERED_AHEAD if look_ahead == "auto" else int(look_ahead)
+        self._most = LOOK_AHEAD_AUTO if look_ahead == "auto" else int(look_ahead)
         self._peeks = self._most > 0 and type(reader) in (list, tuple)  # nothing has to be drawn to see what comes
         self._draws_early = draws_unseen(reader) if look_ahead == "auto" else self._most > 0
         self._early: deque[_Early] = deque()

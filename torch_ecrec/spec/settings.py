@@ -47,6 +47,7 @@ TIER_FOR = ("all", "parities")
 RECORD_CHECKS = ("background", "use", "none")  # when a server looks for damage to its records
 EVALUATION_WIRES = ("wire", "int8")  # how rows travel that get no gradients
 LOOK_AHEAD_MOST = 16  # batches that are drawn early, of an attached reader
+LOOK_AHEAD_AUTO = 4  # likewise, where that is left to us and servers want hints
 
 
 PREFIX = "TORCH_ECREC_"
