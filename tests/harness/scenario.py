@@ -166,6 +166,7 @@ class Scenario:
     verify_every: int = 60
     call_timeout_s: float = 0.25
     wire: str = "float32"
+    pooling: str = "whole"
     touch: float = 0.4
     pooled: bool = True
     asks_ahead: bool = True

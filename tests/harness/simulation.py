@@ -61,6 +61,7 @@ class SimulatedCluster:
             rebuild_bytes_per_s=scenario.rebuild_bytes_per_s,
             move_bytes_per_s=scenario.rebuild_bytes_per_s,
             wire=scenario.wire,
+            pooling=scenario.pooling,
             experiment_mode=scenario.experiment.mode,
             experiment_ranges=scenario.experiment.ranges,
         )

@@ -62,7 +62,7 @@ def test_each_checkpoint_is_of_its_step_while_training_goes_on(policy: str, monk
 
 
 def test_a_checkpoint_of_what_has_changed_has_no_more_than_that() -> None:
-    scenario = with_checkpoints(PLAIN)
+    scenario = with_checkpoints(dataclasses.replace(PLAIN, touch=0.02, pooled=False))
     cluster = Checkpointed(scenario)
     check(cluster)
     first, second = cluster.shelf.counts[:2]

@@ -39,6 +39,7 @@ from torch import Tensor
 from unsharded import Unsharded
 from virtual_trainers import Kill, Trainers
 
+from torch_ecrec.client.session import Session
 from torch_ecrec.nn import slices, tables_state
 from torch_ecrec.nn.managed import ManagedModule
 from torch_ecrec.nn.module_settings import ModuleSettings
@@ -75,7 +76,9 @@ class Life:
     reborn: bool = False
 
 
-def run(model: Model, life: Life, messages: int = 0, looks: bool = False) -> tuple[dict[int, End], Trainers]:
+def run(
+    model: Model, life: Life, messages: int = 0, looks: bool = False, pooling: str = "parts"
+) -> tuple[dict[int, End], Trainers]:
     ends: dict[int, End] = {}
     kills = [Kill(who, which, int(at * messages)) for who, which, at in life.lost]
     cluster = Trainers(
@@ -88,6 +91,7 @@ def run(model: Model, life: Life, messages: int = 0, looks: bool = False) -> tup
         noise=life.noise,
         reborn=life.reborn,
         snapshot_every=model.snapshot_every,
+        pooling=pooling,
     )
     cluster.go()
     fired = Counter(kill.who for kill in cluster.fired)
@@ -97,6 +101,7 @@ def run(model: Model, life: Life, messages: int = 0, looks: bool = False) -> tup
     COUNTED.update(f"{who}s lost" for who in fired.elements())
     COUNTED["steps made again"] += cluster.told.again
     COUNTED["bags pooled by slots"] += cluster.pooled
+    COUNTED["in parts"] += cluster.in_parts
     COUNTED["lookups with a push"] += cluster.asked_ahead
     return ends, cluster
 
@@ -114,18 +119,25 @@ def same(a: Any, b: Any) -> bool:
 def check(model: Model, lives: list[Life]) -> None:
     """The undisturbed run against unsharded TorchRec; the plain loop's, and each life, against the undisturbed run.
 
-    Slots pool bags of any length; where they pool some, the run is also compared with one in which they pool none.
+    Slots pool bags of any length; where they pool some of whole tables, the run is also compared with one in which they
+    pool none. Bags of tables on several slots are pooled, too, if all lives have one code: others add in another order.
     """
+    codes = {life.code for life in lives} or {Life().code}
+    pooling = "parts" if len(codes) == 1 and not model.exact else "whole"
+    code = codes.pop() if pooling == "parts" else Life().code
     with mock.patch.object(slices, "LONG_BAG", 0.0):
-        healthy = _check(model, lives)
-    if healthy.pooled:
-        with mock.patch.object(slices, "LONG_BAG", 1e9):
+        healthy = _check(model, lives, code, pooling)
+        COUNTED["models with parts"] += healthy.in_parts > 0
+        if healthy.in_parts:
+            healthy = _check(model, [], code, "whole")
+        if healthy.pooled:
             COUNTED["of rows alone"] += 1
-            assert not _check(model, [], healthy).pooled
+            assert not _check(model, [], code, "rows", healthy).pooled
 
 
-def _check(model: Model, lives: list[Life], pooled: Trainers | None = None) -> Trainers:
-    first, healthy = run(model, Life(), looks=True)
+def _check(model: Model, lives: list[Life], code: CodeSpec, pooling: str, pooled: Trainers | None = None) -> Trainers:
+    first, healthy = run(model, Life(code), looks=True, pooling=pooling)
+    assert pooling == "parts" or not healthy.in_parts
     oracle = Unsharded(model, job_for(model), first, healthy.told)
     oracle.check()
     assert healthy.lives == 1 and oracle.compared > model.steps
@@ -134,9 +146,9 @@ def _check(model: Model, lives: list[Life], pooled: Trainers | None = None) -> T
     COUNTED[model.driver] += 1
     more = [(model, life) for life in lives]
     if model.driver != "plain":
-        more.insert(0, (dataclasses.replace(model, driver="plain"), Life()))
+        more.insert(0, (dataclasses.replace(model, driver="plain"), Life(code)))
     for other, life in more:
-        ends, cluster = run(other, life, len(healthy.network.sent))
+        ends, cluster = run(other, life, len(healthy.network.sent), pooling=pooling)
         for rank, end in first.items():
             for name in ("trace", "digest", "dense", "maps"):
                 what = f"{other.driver}, {life}: {name} of trainer {rank}"
@@ -298,9 +310,9 @@ def test_any_model_is_trained_as_unsharded_and_to_the_same_bits_whoever_is_lost(
 
     @seed(part)
     @settings(max_examples=4, database=None, **SWEEP)
-    @given(models(), st.lists(lives(), min_size=1, max_size=2))
-    def check_some(model: Model, more: list[Life]) -> None:
-        check(model, more)
+    @given(models(), st.lists(lives(), min_size=1, max_size=2), st.booleans())
+    def check_some(model: Model, more: list[Life], alike: bool) -> None:
+        check(model, [dataclasses.replace(life, code=more[0].code) for life in more] if alike else more)
 
     check_some()
     print(dict(COUNTED))
@@ -349,10 +361,21 @@ def thawed_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ModuleSettings, "load_", without_tables)
 
 
+def parts_once(patch: pytest.MonkeyPatch) -> None:
+    """A trainer that is started again makes the sums of bags that its slots have made before."""
+    pooling = Session.pooling
+
+    def chosen(self: Session, evaluation: bool) -> str:
+        return "rows" if self.restarted else pooling(self, evaluation)
+
+    patch.setattr(Session, "pooling", chosen)
+
+
 ADAM = Optimized("adam", 0.05, (("beta1", 0.5),))
 MUTATIONS: dict[Any, Part] = {
     maps_stay: Part("managed bags", (Tables(6, 4, ("f0",)),), interval=1),
     means_are_sums: Part("bags", (Tables(5, 4, ("f0",), mean=True),)),
+    parts_once: Part("bags", (Tables(90, 4, ("f0", "f1")),)),
     thawed_late: Part("bags", (Tables(6, 4, ("f0",), frozen=frozenset({1})),)),
     hosts_count: Part("sequences", (Tables(40, 3, ("f0", "f1"), optimized=ADAM),)),
 }
@@ -380,6 +403,27 @@ def test_every_kind_of_module_in_every_pipeline(driver: str, sharding: str) -> N
     check(model, [Life(lost=lost, reborn=True)])
     assert COUNTED["steps made again"] > before["steps made again"]
     assert (COUNTED["lookups with a push"] > before["lookups with a push"]) == (driver == "sparse")
+
+
+@pytest.mark.parametrize("code", [CodeSpec(3, 2, 1), CodeSpec(5, 3, 2)], ids=str)
+@pytest.mark.parametrize("kind", ["bags", "weighted", "fused bags", "managed bags", "processed"])
+def test_bags_of_tables_on_several_slots_are_summed_in_parts_to_the_same_bits_whoever_is_lost(
+    kind: str, code: CodeSpec
+) -> None:
+    """Sums and means, beside a whole table, of 16 bits, too; features have batch sizes of their own."""
+    tables = (
+        Tables(90, 4, ("f0", "f1"), frozen=frozenset({3})),
+        Tables(70, 4, ("f2",), mean=kind in ("bags", "fused bags", "managed bags"), dtype="float16"),
+        Tables(6, 4, ("f3",)),
+    )
+    if kind.startswith(("fused", "managed")):
+        tables = tuple(dataclasses.replace(table, dtype="float32", frozen=frozenset()) for table in tables)
+    part = Part(kind, tables, repeats=kind == "bags")
+    model = Model((part,), trainers=2, steps=5, looks=frozenset({2}), clip=0.03)
+    lost = ("server", 0, 0.3), ("trainer", 1, 0.5), ("server", 1, 0.6), ("trainer", 0, 0.8)
+    before = COUNTED.copy()
+    check(model, [Life(code, lost=lost, reborn=True)])
+    assert (COUNTED["in parts"] > before["in parts"]) == (kind != "processed"), "weights of ids are learned there"
 
 
 ONCE = tuple(Part(kind, (Tables(6, 4, ("f0",)),)) for kind in ("bags", "sequences"))

@@ -190,7 +190,9 @@ def test_snapshots_now_and_then_lengthen_the_logs() -> None:
     assert now_and_then.logs == 2 * every.logs and now_and_then.records == every.records
 
 
-@pytest.mark.parametrize(("name", "value"), [("wire", "int8"), ("window_steps", 0), ("memory_bytes", 0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("wire", "int8"), ("pooling", "all"), ("window_steps", 0), ("memory_bytes", 0)]
+)
 def test_servers_refuse_what_cannot_be(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"`{name}`"):
         Servers(**{name: value})
@@ -209,12 +211,14 @@ class Pools:
     Args:
         weighted: ids have weights, "given" with the batch or "learned".
         samples: of each table's features, where they have batch sizes of their own.
+        pooling: of which tables slots may pool.
     """
 
     tables: Mapping[str, tuple[int, Mapping[str, int]]]
     pooled: bool
     weighted: str = ""
     samples: Mapping[str, list[int]] = field(default_factory=dict)
+    pooling: str = "whole"
 
     @property
     def bags(self) -> dict[str, tuple[str, int, int]]:
@@ -271,6 +275,11 @@ CASES = {
     "long ones beside many short": Pools({"a": (1000, {"f": 2}), "b": (50, {"g": 1, "h": 1}), **LARGE}, False),
     "two features of a table": Pools({"a": (1000, {"f": 20, "g": 3}), **LARGE}, True),
     "fewer bags of one": Pools({"a": (1000, {"f": 20, "g": 3}), **LARGE}, True, samples={"a": [BATCH, 8]}),
+    "none, by the setting": Pools({"a": (1000, {"f": 20}), **LARGE}, False, pooling="rows"),
+    "rows of the large one": Pools({"a": (1000, {"f": 20}), "large": (9000, {"l": 7})}, True),
+    "parts of the large one": Pools({"a": (1000, {"f": 20}), "large": (9000, {"l": 7})}, True, pooling="parts"),
+    "parts, beside rows": Pools({"a": (1000, {"f": 1}), "large": (9000, {"l": 12, "m": 4})}, True, pooling="parts"),
+    "too short for parts": Pools({"a": (1000, {"f": 1}), "large": (9000, {"l": 8, "m": 3})}, False, pooling="parts"),
     "given weights": Pools({"a": (1000, {"f": 20}), **LARGE}, True, "given"),
     "learned weights": Pools({"a": (1000, {"f": 20}), **LARGE}, False, "learned"),
 }
@@ -283,7 +292,7 @@ def test_costs_of_pooled_bags_are_what_models_send(name: str) -> None:
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=TRAINERS, compute_device="cpu"),
         batch_size=BATCH,
-        servers=Servers(code),
+        servers=Servers(code, pooling=case.pooling),
         stats=report,
         constraints={
             name: ParameterConstraints(
@@ -319,6 +328,6 @@ def send(case: Pools, plan: ShardingPlan, job: Any) -> tuple[Counter[str], Train
             model(case.batch(TRAINERS * step + rank)).backward()
         session.flush()
 
-    run = Trainers(job, script)
+    run = Trainers(job, script, pooling=case.pooling)
     run.network.handlers = Counting(run.network.handlers)
     return sent, run.go()

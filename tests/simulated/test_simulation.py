@@ -326,7 +326,7 @@ def test_an_old_answer_of_a_holder_costs_a_new_attempt_and_nothing_else(scope, s
         reborn=True,
         trainers_return=True,
         rebuild_chunk_bytes=400,
-        rebuild_bytes_per_s=200_000.0,
+        rebuild_bytes_per_s=50_000.0,
         random_kills=3,
         random_trainer_kills=seed % 3,
         network_seed=seed,

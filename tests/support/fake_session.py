@@ -75,8 +75,8 @@ class FakeSession:
     def not_exact(self, what: str) -> None:
         self.inexact.append(what)
 
-    def pools(self, evaluation: bool) -> bool:
-        return True
+    def pooling(self, evaluation: bool) -> str:
+        return "parts"
 
     def lookup_bags(self, rows: list[Tensor], bags: Sequence[BagRoute]) -> tuple[list[list[Tensor]], list[Tensor]]:
         sums = [

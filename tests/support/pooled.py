@@ -1,4 +1,4 @@
-"""What slots make of bags, made again from rows: bags of whole tables, in float32."""
+"""What slots make of bags, made again from rows, in float32."""
 
 from __future__ import annotations
 
@@ -14,47 +14,42 @@ from torch_ecrec.layout.routing import BagRoute
 from torch_ecrec.layout.stripes import Layout
 
 
-def _ids(layout: Layout, route: BagRoute) -> tuple[Tensor, Any, Any]:
-    """The row in the table group of each id (N,), the bags' lengths (G,), the weights of ids (N,): one bag behind the
+def _ids_on(layout: Layout, route: BagRoute, slot: int) -> tuple[Any, Any, Any]:
+    """Of a slot's ids: the row in the table group (N,), the bags' lengths (g,), the weights (N,): one bag behind the
     other."""
-    rows: dict[int, Any] = {}
-    factors: dict[int, Any] = {}
-    for slot, places in enumerate(route.places):
-        if not len(places):
-            continue
-        ends = np.cumsum(route.lengths[slot].numpy())[:-1]
-        of_slot = layout.row_at(slot, route.positions[slot].numpy().astype(np.int64))
-        assert not rows.keys() & set(places.tolist()), "a bag of a whole table is on one slot"
-        rows.update(zip(places.tolist(), np.split(of_slot, ends), strict=True))
-        if route.factors is not None:
-            factors.update(zip(places.tolist(), np.split(route.factors[slot].numpy(), ends), strict=True))
-    lengths_G = np.array([len(rows.get(g, ())) for g in range(route.bags)], np.int32)
-    rows_N = np.concatenate([rows[g] for g in sorted(rows)]) if rows else np.empty(0, np.int64)
-    factors_N = np.concatenate([factors[g] for g in sorted(factors)]) if factors else np.empty(0, np.float32)
-    return torch.from_numpy(rows_N), lengths_G, factors_N
+    rows_N = layout.row_at(slot, route.positions[slot].numpy().astype(np.int64))
+    factors_N = np.empty(0, np.float32) if route.factors is None else route.factors[slot].numpy()
+    return rows_N, route.lengths[slot].numpy(), factors_N
 
 
 def sums_of(layout: Layout, route: BagRoute, weights_of: Any, dim: int) -> Tensor:
-    """The sums (G, D) of bags. `weights_of`: rows (N,) -> (N, D) float32."""
-    rows_N, lengths_G, factors_N = _ids(layout, route)
-    out_GFD = np.zeros((route.bags, 1, dim), np.float32)
-    if len(rows_N):
-        index = np.arange(len(rows_N))
-        none = np.zeros(1, np.bool_)
-        parts = [weights_of(rows_N).contiguous().numpy()]
-        pooling.pool(parts, index, lengths_G[None], factors_N, bool(len(factors_N)), none, out_GFD)
-    return torch.from_numpy(out_GFD[:, 0])
+    """The sums (G, D) of bags: those of each slot's ids, added in the order of slots. `weights_of`: rows (N,) ->
+    (N, D) float32."""
+    out_GD, seen_G = np.zeros((route.bags, dim), np.float32), np.zeros(route.bags, np.bool_)
+    for slot, place_M in enumerate(route.places):
+        rows_N, lengths_M, factors_N = _ids_on(layout, route, slot)
+        if not len(rows_N):
+            continue
+        part_MFD = np.zeros((len(place_M), 1, dim), np.float32)
+        more = factors_N, bool(len(factors_N)), np.zeros(1, np.bool_)
+        parts = [weights_of(torch.from_numpy(rows_N)).contiguous().numpy()]
+        pooling.pool(parts, np.arange(len(rows_N)), lengths_M[None], *more, part_MFD)
+        before_MD = np.where(seen_G[place_M, None], out_GD[place_M], np.float32(-0.0))
+        out_GD[place_M] = before_MD + part_MFD[:, 0]
+        seen_G[place_M] = True
+    return torch.from_numpy(out_GD)
 
 
 def rows_of_bags(layout: Layout, route: BagRoute, gradient_GD: Tensor) -> tuple[Tensor, Tensor]:
     """Unique rows (U,) and their gradients (U, D), as a trainer makes them of the gradients of its bags."""
-    rows_N, lengths_G, factors_N = _ids(layout, route)
-    rows_U, inverse_N = torch.unique(rows_N, return_inverse=True)
+    of_slots = [_ids_on(layout, route, slot) for slot in range(layout.slots)]
+    rows_N, lengths_M, factors_N = (np.concatenate(parts) for parts in zip(*of_slots, strict=True))
+    rows_U, inverse_N = torch.unique(torch.from_numpy(rows_N), return_inverse=True)
     out_UD = np.zeros((len(rows_U), gradient_GD.shape[1]), np.float32)
     if len(rows_U):
-        of_bags, seen_U = gradient_GD.numpy()[:, None], np.zeros(len(rows_U), np.bool_)
+        of_bags, seen_U = gradient_GD.numpy()[np.concatenate(route.places)][:, None], np.zeros(len(rows_U), np.bool_)
         more = factors_N, bool(len(factors_N)), np.zeros(1, np.bool_), np.float32(1), seen_U, out_UD
-        pooling.pool_backward(of_bags, inverse_N.numpy(), lengths_G[None], *more)
+        pooling.pool_backward(of_bags, inverse_N.numpy(), lengths_M[None], *more)
     return rows_U, torch.from_numpy(out_UD)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from harness import Scenario, SimulatedCluster, check_parity
 from harness.checkpoints import Shelf
@@ -95,6 +96,7 @@ class TurnsSession(Session):
         all_rows, of_rows = as_rows(self.job.layouts, rows, gradients, bags, bag_gradients)
         self.cluster.told.push((self.step, self.trainer), ([r.clone() for r in all_rows], of_rows, list(rates)))
         self.cluster.pooled += sum(route.bags for route in bags)
+        self.cluster.in_parts += sum(len(all_M := np.concatenate(r.places)) - len(np.unique(all_M)) for r in bags)
         self.cluster.asked_ahead += len(ahead)
         super().push(rows, gradients, rates, bags, bag_gradients, ahead)
 
@@ -140,6 +142,7 @@ class Trainers(SimulatedCluster):
         fired: who was, in order.
         lives: how often all trainers were started.
         pooled: bags that slots have pooled, in all pushes.
+        in_parts: vectors that several slots have made of one, beyond the first.
     """
 
     def __init__(
@@ -156,7 +159,7 @@ class Trainers(SimulatedCluster):
         if begins is not None:
             scenario["restore"] = Restored("memory://shelf", OTHERS, begins.done), job
         self.turns, self.told, self.script = Turns(self._idle), Told(), script
-        self.lives, self.finished, self.pooled, self.asked_ahead, self.fired = 0, 0, 0, 0, []
+        self.lives, self.finished, self.pooled, self.in_parts, self.asked_ahead, self.fired = 0, 0, 0, 0, 0, []
         self.kills_to_come = sorted(kills, key=lambda kill: kill.at)
         self.events, self._life = 0, -1
         super().__init__(

@@ -32,7 +32,7 @@ from torch_ecrec.protocol.status import (
     of_message,
 )
 from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
-from torch_ecrec.spec.settings import WIRES
+from torch_ecrec.spec.settings import POOLINGS, WIRES
 
 REPORT = Report([slot_report(1, 0)], {"push": 3}, Connections(tcp=2))
 SLOW = member("server-1", slow=Late(0.9, 0.5, 0.01), report=REPORT)
@@ -117,12 +117,11 @@ def test_what_a_member_reports_is_strict(change: dict[str, Any]) -> None:
         messages.from_member(beat)
 
 
-def started(*tables: TableSpec, wire: str | None = None) -> Status:
-    """What a coordinator says of three slots and these tables, once a trainer has reported that wire."""
+def started(*tables: TableSpec, **report: str) -> Status:
+    """What a coordinator says of three slots and these tables, once a trainer has reported that."""
     h = Harness(trainers=1)
     h.job = JobSpec(tables or TABLES, CodeSpec(3, 2, 1), 1)
     h.start()
-    report = {} if wire is None else {"wire": wire}
     h.say("trainer-0", type="beat", report=report)
     said = h.core.status(h.now_s)
     assert of_message(json.loads(json.dumps(json_of(said)))) == said
@@ -144,11 +143,20 @@ def test_a_status_says_where_tables_lie_and_whether_their_bags_are_pooled() -> N
     assert Harness().core.status(0.0).spread is None, "no trainer has come"
 
 
-@pytest.mark.parametrize(("wire", "pooled"), [(None, True), ("float32", True), ("bfloat16", False)])
-def test_bags_are_not_pooled_where_a_trainer_says_that_rows_are_rounded(wire: str | None, pooled: bool) -> None:
-    spread = started(WHOLE, DEALT, wire=wire).spread
-    assert spread is not None and [table.pooled for table in spread.tables] == [pooled, False]
-    assert get_args(bounds.WireName) == WIRES
+@pytest.mark.parametrize(
+    ("report", "pooled"),
+    [
+        ({}, [True, False]),
+        ({"wire": "float32", "pooling": "parts"}, [True, True]),
+        ({"wire": "float32", "pooling": "whole"}, [True, False]),
+        ({"wire": "float32", "pooling": "rows"}, [False, False]),
+        ({"wire": "bfloat16", "pooling": "parts"}, [False, False]),
+    ],
+)
+def test_a_status_says_which_bags_slots_pool_as_trainers_have_it(report: dict[str, str], pooled: list[bool]) -> None:
+    spread = started(WHOLE, DEALT, **report).spread
+    assert spread is not None and [table.pooled for table in spread.tables] == pooled
+    assert get_args(bounds.WireName) == WIRES and get_args(bounds.PoolingName) == POOLINGS
 
 
 def test_tables_of_a_status_as_text() -> None:

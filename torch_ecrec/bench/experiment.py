@@ -24,7 +24,8 @@ of them, and those that do not have their turn do not train; otherwise one after
     k2r1@6          on six servers; none@6 likewise
 
 Each of ours without the dense snapshot; with "+snap" with one after every step. ":bf16" sends rows and gradients as
-bfloat16; ":unscrubbed" does not look through records in the background, ":unsealed" keeps no seals either.
+bfloat16; ":rows" has trainers pool all bags, ":parts" has slots pool also those of tables on several slots;
+":unscrubbed" does not look through records in the background, ":unsealed" keeps no seals either.
 "torchrec:tuned" has the setting of glibc's malloc that our processes give themselves (allocator.py).
 ":pipeline" trains in TorchRec's `TrainPipelineSparseDist`. With the model on a GPU, TorchRec's tables are in the GPU's
 memory; those of "torchrec:uvm" are in the host's, and "torchrec:uvm-caching" has a cache of them on the GPU.
@@ -79,6 +80,8 @@ if TYPE_CHECKING:
 
 VARIANTS = {
     ":bf16": {"TORCH_ECREC_WIRE": "bfloat16"},
+    ":rows": {"TORCH_ECREC_POOLING": "rows"},
+    ":parts": {"TORCH_ECREC_POOLING": "parts"},
     ":rpc": {"TORCH_ECREC_TRANSPORT": "rpc"},
     ":tcp": {"TORCH_ECREC_SHARED_MEMORY_BYTES": "0"},
     ":unscrubbed": {"TORCH_ECREC_SCRUB_BYTES_PER_S": "0"},

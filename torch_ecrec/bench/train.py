@@ -132,6 +132,7 @@ def shape_of(arguments: argparse.Namespace) -> workload.Shape:
         workload.SHAPES[arguments.shape],
         rows=arguments.rows,
         dim=arguments.dim,
+        ids=arguments.ids,
         batch=arguments.batch_size,
         data=str(arguments.data) if arguments.data else None,
     )
@@ -216,6 +217,7 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trainers", type=int, default=2, metavar="T")
     parser.add_argument("--rows", type=int, help="rows per table, instead of the shape's")
     parser.add_argument("--dim", type=int, help="embedding dim, instead of the shape's")
+    parser.add_argument("--ids", type=int, help="ids per bag, instead of the shape's")
     parser.add_argument("--batch-size", type=int, help="samples per trainer and step, instead of the shape's")
     parser.add_argument("--data", type=Path, metavar="FILE", help="Criteo rows, for --shape criteo")
     parser.add_argument("--seed", type=int, default=0)

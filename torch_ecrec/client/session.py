@@ -269,13 +269,13 @@ class Session:
         self._wait(lambda: bool(ahead.answer), f"lookup of step {self.step}")
         return ahead.answer[0]
 
-    def pools(self, evaluation: bool) -> bool:
-        """Returns whether bags that a slot pools are, bit for bit, those that a trainer pools of its rows.
+    def pooling(self, evaluation: bool) -> str:
+        """Returns of which tables slots may pool bags, one of `POOLINGS`: of none where rows travel rounded.
 
         Args:
             evaluation: of a model in evaluation, whose rows may come as 8 bits a weight.
         """
-        return not self.client.bfloat16 and not self._as_int8(evaluation)
+        return "rows" if self.client.bfloat16 or self._as_int8(evaluation) else self.client.settings.pooling
 
     def _as_int8(self, evaluation: bool) -> bool:
         return evaluation and self.client.settings.evaluation_wire == "int8"

@@ -27,6 +27,7 @@ from torch_ecrec.protocol.status import (
 )
 from torch_ecrec.spec.experiment import Experiment
 from torch_ecrec.spec.job import JobSpec
+from torch_ecrec.spec.settings import POOLINGS
 from torch_ecrec.spec.spread import of_mean, spread_of
 
 
@@ -63,7 +64,7 @@ def status_of(state: ClusterState, now_s: float) -> Status:
             SlotStatus(slot, p.server, p.incarnation, p.healthy, state.progress.filling(slot, p.incarnation))
             for slot, p in enumerate(table.slots)
         ],
-        spread=None if job.spec is None else _spread(job.spec, _rounded(state)),
+        spread=None if job.spec is None else _spread(job.spec, _pooling(state)),
         move=None if move is None else MoveStatus(move.slot, move.server),
         members=[_member(state, one, now_s) for one in state.members.by_name.values()],
         wanted_trainers=0 if job.spec is None else job.spec.trainers,
@@ -98,13 +99,18 @@ def _experiment(experiment: Experiment) -> ExperimentStatus | None:
     return ExperimentStatus(experiment.mode, experiment.ranges, experiment.gives_up())
 
 
-def _rounded(state: ClusterState) -> bool:
-    """Returns whether a trainer says that its rows travel rounded: then slots do not pool."""
-    return any(one.report.wire not in (None, "float32") for one in state.members.present("trainer"))
+def _pooling(state: ClusterState) -> str:
+    """Returns for which tables all trainers have slots pool, one of `POOLINGS`: for none where rows travel rounded."""
+    reports = [one.report for one in state.members.present("trainer")]
+    if any(report.wire not in (None, "float32") for report in reports):
+        return "rows"
+    return max(
+        (report.pooling for report in reports if report.pooling is not None), key=POOLINGS.index, default="whole"
+    )
 
 
 @functools.lru_cache(maxsize=8)
-def _spread(job: JobSpec, rounded: bool) -> SpreadStatus:
+def _spread(job: JobSpec, pooling: str) -> SpreadStatus:
     spread = spread_of(job)
     tables = [
         TableStatus(
@@ -112,7 +118,7 @@ def _spread(job: JobSpec, rounded: bool) -> SpreadStatus:
             rows=one.table.rows,
             dim=one.table.dim,
             slots=one.slots,
-            pooled=one.home is not None and not rounded,
+            pooled=pooling == "parts" or (pooling == "whole" and one.home is not None),
         )
         for one in spread.tables
     ]

@@ -22,7 +22,7 @@ Does not know what is in a record, or which server hosts a slot.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from torch_ecrec.runtime.checks import require, require_int
@@ -124,28 +124,42 @@ class _Slots:
         best = min(able, key=lambda slot: (self.load[slot] + density * self.free[slot], -self.free[slot], slot))
         return (self.put(table, Piece(table.rows, (best,))),)
 
-    def cut(self, table: Wanted) -> tuple[Piece, ...]:
-        """Deals a table to the fewest slots that have room for it together."""
-        chosen, room = [], 0
+    def cut(self, table: Wanted, tight: bool) -> tuple[Piece, ...]:
+        """Deals a table to the fewest slots that have room for it together.
+
+        Args:
+            tight: it fills all of them but the last, so that the next one lies on few slots, too.
+        """
+        chosen: list[int] = []
         for slot in self.emptiest():
-            if room >= table.rows:
+            if self._room(chosen) >= table.rows:
                 break
             chosen.append(slot)
-            room += max(0, self.free[slot])
-        return self.deal(table, chosen)
+        if not tight:
+            return self.deal(table, chosen)
+        share, left = {}, table.rows
+        for slot in chosen:
+            share[slot] = min(left, max(0, self.free[slot]))
+            left -= share[slot]
+        return self._dealt(table, share)
 
     def deal(self, table: Wanted, chosen: Sequence[int]) -> tuple[Piece, ...]:
         """Deals a table to some slots, to each in proportion to its room."""
-        room = {slot: max(0, self.free[slot]) for slot in chosen}
-        total, pieces, left = sum(room.values()), [], table.rows
-        least = [(table.rows * room[slot] // max(1, total), slot) for slot in chosen]
-        given, open_ = 0, self._by_room(slot for most, slot in least if most)
-        for most in sorted({most for most, _ in least if most}):
+        total = max(1, self._room(chosen))
+        return self._dealt(table, {slot: table.rows * max(0, self.free[slot]) // total for slot in chosen})
+
+    def _room(self, chosen: Iterable[int]) -> int:
+        return sum(max(0, self.free[slot]) for slot in chosen)
+
+    def _dealt(self, table: Wanted, share: Mapping[int, int]) -> tuple[Piece, ...]:
+        """Puts so many rows of a table on each slot, in turns as long as it lasts, and what is left on all of them."""
+        pieces, left, given = [], table.rows, 0
+        for most in sorted({rows for rows in share.values() if rows}):
+            open_ = self._by_room(slot for slot, rows in share.items() if rows >= most)
             pieces.append(self.put(table, Piece((most - given) * len(open_), tuple(open_))))
             left, given = left - (most - given) * len(open_), most
-            open_ = [slot for slot in open_ if table.rows * room[slot] // total > most]
-        if left:  # what the divisions left over: a row for each of some slots, or all where there is no room
-            pieces.append(self.put(table, Piece(left, tuple(self._by_room(chosen)))))
+        if left:  # what divisions left over: a row for each of some slots, or all where there is no room
+            pieces.append(self.put(table, Piece(left, tuple(self._by_room(share)))))
         return tuple(pieces)
 
     def _by_room(self, chosen: Iterable[int]) -> list[int]:
@@ -176,13 +190,19 @@ def place(table_groups: Sequence[Sequence[Wanted]], slots: int) -> list[list[tup
 
 
 def _levelled(state: _Slots, tables: Sequence[Wanted]) -> list[tuple[Piece, ...]]:
-    """Places the tables of a table group, as level as dealing out some whole tables of the fullest slots makes it."""
+    """Places the tables of a table group, as level as dealing out some whole tables of the fullest slots makes it.
+
+    First, tables that are cut fill their slots one after the other; where that is not level, they are spread.
+    """
     dealt: set[int] = set()
     before = [*state.load]
+    tight = _placed(state, tables, dealt, tight=True)
+    if max(state.load) <= LEVEL * sum(state.load) / len(state.load):
+        return tight
     tried: list[tuple[float, list[float], list[tuple[Piece, ...]]]] = []
     while True:
         state.load = [*before]
-        placed = _placed(state, tables, dealt)
+        placed = _placed(state, tables, dealt, tight=False)
         most = max(state.load)
         tried.append((most, state.load, placed))
         there = (state.load.index(most),)
@@ -198,7 +218,7 @@ def _levelled(state: _Slots, tables: Sequence[Wanted]) -> list[tuple[Piece, ...]
     return placed
 
 
-def _placed(state: _Slots, tables: Sequence[Wanted], dealt: Set[int]) -> list[tuple[Piece, ...]]:
+def _placed(state: _Slots, tables: Sequence[Wanted], dealt: Set[int], tight: bool) -> list[tuple[Piece, ...]]:
     """Returns the pieces of each table of a table group; those of the tables `dealt` lie on all slots.
 
     Large whole tables come first, then those that are cut; small ones, which go anywhere, level the load; and the
@@ -228,13 +248,13 @@ def _placed(state: _Slots, tables: Sequence[Wanted], dealt: Set[int]) -> list[tu
         fill = density(later)
         for i in sorted(of, key=lambda i: (not forced[i], fill * tables[i].rows - tables[i].load, i)):
             pieces = state.whole(tables[i], forced[i], fill)
-            placed[i] = pieces if pieces is not None else state.cut(tables[i])
+            placed[i] = pieces if pieces is not None else state.cut(tables[i], tight)
 
     small = [i for i in whole if tables[i].rows * SMALL <= share]
     large = [i for i in whole if tables[i].rows * SMALL > share]
     put_whole(large, [*cut, *filling, *small])
     for i in sorted(cut, key=lambda i: -tables[i].rows):
-        placed[i] = state.cut(tables[i])
+        placed[i] = state.cut(tables[i], tight)
     put_whole(small, filling)
     for i in filling:
         placed[i] = state.deal(tables[i], range(slots))

@@ -51,8 +51,12 @@ class EmbeddingBackend(Protocol):
         They come in parts (u, D), in the order of the rows. They must not be written to.
         """
 
-    def pools(self, evaluation: bool) -> bool:
-        """Returns whether bags that a slot pools are, bit for bit, those that a trainer pools of its rows."""
+    def pooling(self, evaluation: bool) -> str:
+        """Returns of which tables slots may pool bags: "parts", also of those on several slots; "whole"; "rows", of
+        none.
+
+        Sums of whole tables are, bit for bit, those that a trainer makes of the rows.
+        """
 
     def lookup_bags(self, rows: list[Tensor], bags: list[BagRoute]) -> tuple[list[Parts], list[Tensor]]:
         """Returns what `lookup_parts` does, and per table group the sums (G, D) float32 of bags, which slots pool."""

@@ -63,8 +63,9 @@ class ErasureCodedEmbeddingBagCollection(ServedModule[KeyedTensor]):
         return features
 
     def _bags(self, part: Slice, features: KeyedJaggedTensor, repeats: Repeats | None) -> tuple[Tensor, Bags]:
-        slots = self._step.slots_that_pool(evaluation=not self.training)
-        return part.bags(features, self._weighted, self._step.session.arrange, repeats, slots)
+        session = self._step.session
+        pooling = session.pooling(evaluation=not self.training)
+        return part.bags(features, self._weighted, session.arrange, repeats, session.job.layouts, pooling)
 
     def output_dist(self, ctx: Context, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
         """Concatenates the pooled features to (B, sum of dims), rounded to their output dtype."""

@@ -165,6 +165,7 @@ class ServedModule(
                 pooling=pooling_of(config),
                 optimizer=job.table_groups[table_group].optimizer.kind,
                 home=job.home_of(job_names[config.name]),
+                slots=len(job.slots_of(job_names[config.name])),
             )
         places = [(feature, table) for table in self._tables.values() for feature in table.features]
         names = [name for names in get_embedding_names_by_table(list(configs)) for name in names]

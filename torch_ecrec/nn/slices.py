@@ -28,7 +28,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torch_ecrec.client import pooling
 from torch_ecrec.layout.placing import LONG_BAG
-from torch_ecrec.layout.routing import BagRoute, Homes, Parts
+from torch_ecrec.layout.routing import BagRoute, Homes, Parts, join_bags, route_bags
 from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.nn.repeats import bag_of_sample, lengths_of
 from torch_ecrec.nn.staging import Crossing
@@ -55,6 +55,7 @@ class Table:
     pooling: PoolingType
     optimizer: str
     home: tuple[int, int] | None = None  # the slot that has all its rows, and where they begin there
+    slots: int = 1  # so many have some of its rows, at most
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,6 +84,11 @@ class Slice:
         whole = [(f, *table.home, table.rows) for f, table in enumerate(self.tables) if table.home is not None]
         whole.sort(key=lambda home: home[1])  # by slot: what is pooled there comes, and goes, in a piece
         self.homes = Homes(*np.array(whole, np.int64).reshape(-1, 4).T.copy())
+        self.dealt_D = np.array([f for f, table in enumerate(self.tables) if table.home is None], np.int64)
+        _, firsts_T, self._table_D = np.unique(self.first_F[self.dealt_D], return_index=True, return_inverse=True)
+        dealt = [self.tables[f] for f in self.dealt_D[firsts_T].tolist()]
+        self._rows_T = np.array([table.rows for table in dealt], np.int64)
+        self._slots_T = np.array([table.slots for table in dealt], np.int64)
 
     def bags(
         self,
@@ -90,14 +96,16 @@ class Slice:
         weighted: bool,
         arrange: Callable[[int, Tensor], tuple[Tensor, Tensor]],
         repeats: tuple[list[str], Tensor] | None = None,
-        slots: int = 0,
+        layouts: Sequence[Layout] = (),
+        pooling: str = "rows",
     ) -> tuple[Tensor, Bags]:
         """Returns the unique rows of the table group (U,) of the ids of `features`, in this slice's order, and how they
         are pooled.
 
         Args:
             repeats: the batch's inverse indices, if its features have batch sizes of their own.
-            slots: how many there are, if they may pool; 0: they may not.
+            layouts: of each table group, where slots may pool.
+            pooling: of which tables they may; see `EmbeddingBackend.pooling`.
 
         Raises:
             ValueError: an id is not a row of its table, or an inverse index no bag of its feature.
@@ -106,8 +114,12 @@ class Slice:
         ids_N, lengths_FB = _ids_of(features), lengths_of(features)
         index_FN = None if repeats is None else bag_of_sample(repeats, self.features, features.stride_per_key())
         pooled = None
-        if slots and self._is_long(lengths_FB) and (per_id_N is None or not per_id_N.requires_grad):
-            pooled, ids_N, lengths_FB, per_id_N = self._split(ids_N, lengths_FB, per_id_N, slots)
+        if pooling != "rows" and (per_id_N is None or not per_id_N.requires_grad):
+            whole = self._is_long(lengths_FB)
+            dealt_P = self._long_dealt(lengths_FB) if pooling == "parts" else self.dealt_D[:0]
+            if whole or len(dealt_P):
+                layout = layouts[self.table_group]
+                pooled, ids_N, lengths_FB, per_id_N = self._split(ids_N, lengths_FB, per_id_N, layout, whole, dealt_P)
         rows_U, inverse_N = arrange(self.table_group, self._rows(ids_N, lengths_FB))
         inverse, of_slice = inverse_N.numpy(), (self.mean_F, self.limit, index_FN)
         return rows_U, Bags(self.table_group, self.dim, inverse, lengths_FB, per_id_N, *of_slice, pooled)
@@ -117,24 +129,65 @@ class Slice:
         of_whole = lengths_FB[self.homes.feature_P]
         return bool(of_whole.sum() >= LONG_BAG * np.count_nonzero(of_whole)) and bool(of_whole.any())
 
+    def _long_dealt(self, lengths_FB: np.ndarray) -> np.ndarray:
+        """Returns the features of those tables on several slots for whose bags a vector from each slot is clearly less
+        than their rows.
+
+        It depends on the batch alone: sums of parts have other bits than a sum of rows, and a step that is made again
+        must choose alike. All features of a table go the same way, since a push has each row once.
+        """
+        lengths_DB = lengths_FB[self.dealt_D]
+        ids_T, bags_T = np.zeros((2, len(self._rows_T)), np.int64)
+        np.add.at(ids_T, self._table_D, lengths_DB.sum(axis=1))
+        np.add.at(bags_T, self._table_D, np.count_nonzero(lengths_DB, axis=1))
+        long_T = np.minimum(ids_T, self._rows_T) >= LONG_BAG * bags_T * self._slots_T
+        chosen: np.ndarray = self.dealt_D[(long_T & (bags_T > 0))[self._table_D]]
+        return chosen
+
     def _split(
-        self, ids_N: Tensor, lengths_FB: np.ndarray, per_id_N: Tensor | None, slots: int
+        self,
+        ids_N: Tensor,
+        lengths_FB: np.ndarray,
+        per_id_N: Tensor | None,
+        layout: Layout,
+        whole: bool,
+        dealt_P: np.ndarray,
     ) -> tuple[PooledBags, Tensor, np.ndarray, Tensor | None]:
-        """Takes the bags of the whole tables apart: returns them, and ids, lengths and weights of the others."""
-        factors_N = _NO_WEIGHTS if per_id_N is None else per_id_N.numpy()
-        there = self.homes.route(slots, ids_N.numpy(), lengths_FB, factors_N)
-        if isinstance(there, int):
-            raise self._out_of_range(ids_N, lengths_FB, there)
-        feature_P = self.homes.feature_P
-        lengths_PB = np.ascontiguousarray(lengths_FB[feature_P], np.int32)
-        pooled = PooledBags([self.tables[f] for f in feature_P.tolist()], feature_P, lengths_PB, there)
+        """Takes the bags that slots pool apart: returns them, and ids, lengths and weights of the others.
+
+        Args:
+            layout: of the table group.
+            whole: those of all whole tables are pooled.
+            dealt_P: features of other tables whose bags are pooled.
+        """
+        routes = []
+        if whole:
+            factors_N = _NO_WEIGHTS if per_id_N is None else per_id_N.numpy()
+            there = self.homes.route(layout.slots, ids_N.numpy(), lengths_FB, factors_N)
+            if isinstance(there, int):
+                raise self._out_of_range(ids_N, lengths_FB, there)
+            routes.append(there)
         ends_F = lengths_FB.sum(axis=1).cumsum()
-        rest = [f for f in range(len(self.tables)) if self.tables[f].home is None]
-        spans = [(int(ends_F[f]) - int(lengths_FB[f].sum()), int(ends_F[f])) for f in rest]
+
+        def of(values_N: Tensor, features_P: np.ndarray) -> Tensor:
+            spans = [(int(ends_F[f]) - int(lengths_FB[f].sum()), int(ends_F[f])) for f in features_P.tolist()]
+            return torch.cat([values_N[begin:end] for begin, end in spans]) if spans else values_N[:0]
+
+        if len(dealt_P):
+            only_FB = np.zeros_like(lengths_FB)
+            only_FB[dealt_P] = lengths_FB[dealt_P]
+            rows_N = self._rows(of(ids_N, dealt_P), only_FB)
+            lengths_G = torch.from_numpy(np.ascontiguousarray(lengths_FB[dealt_P], np.int32).reshape(-1))
+            factors = None if per_id_N is None else of(per_id_N, dealt_P)
+            routes.append(route_bags(layout, rows_N, lengths_G, factors))
+        feature_P = np.concatenate([self.homes.feature_P if whole else dealt_P[:0], dealt_P])
+        lengths_PB = np.ascontiguousarray(lengths_FB[feature_P], np.int32)
+        tables = [self.tables[f] for f in feature_P.tolist()]
+        pooled = PooledBags(tables, feature_P, lengths_PB, join_bags(routes))
+        rest = np.setdiff1d(np.arange(len(self.tables)), feature_P)
         rest_FB = lengths_FB.copy()
         rest_FB[feature_P] = 0
-        others = None if per_id_N is None else _joined(per_id_N, spans)
-        return pooled, _joined(ids_N, spans), rest_FB, others
+        return pooled, of(ids_N, rest), rest_FB, None if per_id_N is None else of(per_id_N, rest)
 
     def ids(
         self, features: KeyedJaggedTensor, arrange: Callable[[int, Tensor], tuple[Tensor, Tensor]]
@@ -353,8 +406,3 @@ def without(
 
 def _ids_of(features: KeyedJaggedTensor) -> Tensor:
     return features.values().detach().cpu().contiguous()  # here already, but for ids with weights
-
-
-def _joined(values_N: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """Returns what is in some spans of a tensor, one behind the other."""
-    return torch.cat([values_N[begin:end] for begin, end in spans]) if spans else values_N[:0]

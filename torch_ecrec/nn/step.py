@@ -161,13 +161,6 @@ class SparseStep:
         self.load_written("alone")
         self.session.snapshot(*pack(self.session.step - 1))
 
-    def slots_that_pool(self, evaluation: bool) -> int:
-        """Returns how many slots there are, if they may pool; 0 otherwise.
-
-        They may where that changes no bit of what a trainer would make of the rows.
-        """
-        return self.session.job.code.slots if self.session.pools(evaluation) else 0
-
     def routes(self, bags: Sequence[Bags]) -> list[BagRoute]:
         """Returns the bags of each table group that slots pool; nothing if there are none."""
         if all(part.pooled is None for part in bags):

@@ -39,7 +39,7 @@ from torch_ecrec.layout.placing import LONG_BAG
 from torch_ecrec.nn.coverage import ERASURE_CODED, OURS, UNPROTECTED, coverage_of, is_inside, several_sides
 from torch_ecrec.nn.outputs import as_output_dtype
 from torch_ecrec.nn.sharder import all_table_specs, job_names, output_dtypes
-from torch_ecrec.planner.estimates import CALL_MS, Cost, Servers, cost_of
+from torch_ecrec.planner.estimates import CALL_MS, Cost, Servers, cost_of, different_slots
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import JobSpec, TableSpec
 from torch_ecrec.state_dicts.unsharded import configs_of
@@ -196,13 +196,21 @@ class Enumerator(ListedEnumerator):
         lengths = option.input_lengths if option.is_pooled else [1.0]
         return float(sum(lengths) / max(1, len(lengths)))
 
-    def _batch(self, option: ShardingOption) -> tuple[float, float]:
-        """Returns the numbers of ids and of bags in a batch of one trainer."""
+    def _bags(self, option: ShardingOption) -> list[float]:
+        """Returns how many bags of each feature a batch of one trainer has."""
         limits = self._limits.get(option.name)
         sizes = limits.batch_sizes if limits and limits.batch_sizes else [option.batch_size] * option.num_inputs
-        poolings = get_num_poolings(self._limits, option)
-        bags = [n * size for n, size in zip(poolings, sizes, strict=True)]
+        return [n * size for n, size in zip(get_num_poolings(self._limits, option), sizes, strict=True)]
+
+    def _batch(self, option: ShardingOption) -> tuple[float, float]:
+        """Returns the numbers of ids and of bags in a batch of one trainer."""
+        bags = self._bags(option)
         return sum(x * count for x, count in zip(option.input_lengths, bags, strict=True)), sum(bags)
+
+    def _sums(self, option: ShardingOption, slots: int) -> float:
+        """Returns how many sums the slots of a table make of the bags of a batch: a bag has one from each with ids."""
+        bags = self._bags(option)
+        return sum(count * different_slots(slots, x) for x, count in zip(option.input_lengths, bags, strict=True))
 
     def _set_costs(self, options: Mapping[str, ShardingOption], tables: Mapping[str, _Table]) -> None:
         """Sets what each table costs if all are on the servers: that decides whether a slot can pool its bags."""
@@ -212,9 +220,10 @@ class Enumerator(ListedEnumerator):
         job = JobSpec(tables=specs, code=self._servers.code, trainers=self.world_size)
         pooled = self._pooled(options, tables, job)
         for fqn, option in options.items():
-            one, (ids, bags) = self.served[fqn], self._batch(option)
-            there = bags if fqn in pooled else None
-            cost = cost_of(one.table, ids, self.world_size, self._servers, there, tables[fqn].weighted)
+            one, (ids, _) = self.served[fqn], self._batch(option)
+            slots = 1 if job.home_of(one.table.name) is not None else len(job.slots_of(one.table.name))
+            sums = self._sums(option, slots) if fqn in pooled else None
+            cost = cost_of(one.table, ids, self.world_size, self._servers, sums, tables[fqn].weighted)
             self.served[fqn] = dataclasses.replace(one, cost=cost)
 
     def _pooled(
@@ -222,17 +231,24 @@ class Enumerator(ListedEnumerator):
     ) -> Collection[str]:
         """Returns those whose bags slots pool: what `nn/slices.py` decides for each batch, of the average one.
 
-        It does so for all whole tables of a collection and a table group together.
+        It does so for all whole tables of a collection and a table group together, and for each of the others.
         """
+        pooling = self._servers.pooling if self._servers.wire == "float32" else "rows"
         slices: dict[tuple[str, int], list[str]] = {}
-        for fqn, option in options.items():
-            name = self.served[fqn].table.name
-            if option.is_pooled and not tables[fqn].learned and job.home_of(name) is not None:
-                slices.setdefault((option.path, job.place_of_table[name][0]), []).append(fqn)
         found: list[str] = []
+        for fqn, option in options.items():
+            table = self.served[fqn].table
+            if not option.is_pooled or tables[fqn].learned or pooling == "rows":
+                continue
+            if job.home_of(table.name) is not None:
+                slices.setdefault((option.path, job.place_of_table[table.name][0]), []).append(fqn)
+                continue
+            ids, bags = self._batch(option)
+            if pooling == "parts" and min(ids, table.rows) >= LONG_BAG * bags * len(job.slots_of(table.name)):
+                found.append(fqn)
         for together in slices.values():
             ids, bags = map(sum, zip(*(self._batch(options[fqn]) for fqn in together), strict=True))
-            if ids >= LONG_BAG * bags and self._servers.wire == "float32":
+            if ids >= LONG_BAG * bags:
                 found += together
         return found
 

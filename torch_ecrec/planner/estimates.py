@@ -22,7 +22,7 @@ from torch_ecrec.records.optimizers import optimizer
 from torch_ecrec.records.tiers.budget import LEAST_SHARE, least_budget, need_of, room_of
 from torch_ecrec.runtime.checks import require, require_int, take_fields
 from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
-from torch_ecrec.spec.settings import WIRES
+from torch_ecrec.spec.settings import POOLINGS, WIRES
 
 ROW_BYTES = 8  # the name of a row in a message, and in a log
 ID_BYTES, WEIGHT_BYTES, LENGTH_BYTES = 4, 4, 4  # of an id of a bag, of its weight, and of the bag's length
@@ -41,6 +41,7 @@ class Servers:
         window_steps: as in `Settings`.
         snapshot_every: as given to `DistributedModelParallel`. Logs must reach back as far.
         wire: as in `Settings`.
+        pooling: as in `Settings`, of the trainers.
     """
 
     code: CodeSpec = CodeSpec()
@@ -48,6 +49,7 @@ class Servers:
     window_steps: int = 2
     snapshot_every: int = 1
     wire: str = "float32"
+    pooling: str = "whole"
     tier: bool = False
 
     def __post_init__(self) -> None:
@@ -57,6 +59,7 @@ class Servers:
             "`Servers(tier=True)` needs `memory_bytes`: how much of the records a server keeps in memory",
         )
         require(self.wire in WIRES, f"`wire` must be one of {', '.join(WIRES)}, got {self.wire!r}")
+        require(self.pooling in POOLINGS, f"`pooling` must be one of {', '.join(POOLINGS)}, got {self.pooling!r}")
         require_int("window_steps", self.window_steps, 1)
         require_int("snapshot_every", self.snapshot_every, 0)
         if self.memory_bytes is not None:
@@ -114,12 +117,18 @@ def different_rows(rows: int, ids: float) -> int:
     return round(-rows * math.expm1(ids * math.log1p(-1 / rows)))
 
 
+def different_slots(slots: int, ids: float) -> float:
+    """Returns how many of `slots` slots have an id of a bag of `ids` ids on average, at least 1, if rows are dealt
+    alike."""
+    return max(1.0, slots * (1 - (1 - 1 / slots) ** ids))
+
+
 def cost_of(
     table: TableSpec,
     ids: float,
     trainers: int,
     servers: Servers,
-    bags: float | None = None,
+    sums: float | None = None,
     weighted: bool = False,
 ) -> Cost:
     """Returns the cost of a table.
@@ -127,8 +136,8 @@ def cost_of(
     Args:
         ids: in a batch of one trainer.
         trainers: their number.
-        bags: that these ids make, where its slot pools them; None: trainers look up rows. Empty ones count, which are
-            not sent.
+        sums: that slots make of these ids' bags, one for each bag and slot with ids of it; None: trainers look up rows.
+            Those of empty bags count, which are not sent.
         weighted: each id of a bag has a weight, which the slot that pools it is told.
     """
     code = servers.code
@@ -137,9 +146,9 @@ def cost_of(
     changed = different_rows(table.rows, ids * trainers)
     asked, answered = of_trainer * ROW_BYTES, of_trainer * servers.number_bytes * table.dim
     held = of_trainer * (ROW_BYTES + 4 * table.dim)
-    if bags is not None:
+    if sums is not None:
         of_id = ID_BYTES + (WEIGHT_BYTES if weighted else 0)
-        asked, answered = round(of_id * ids + LENGTH_BYTES * bags), round(4 * table.dim * bags)
+        asked, answered = round(of_id * ids + LENGTH_BYTES * sums), round(4 * table.dim * sums)
         held = asked + answered
     delta = changed * (ROW_BYTES + record)
     return Cost(

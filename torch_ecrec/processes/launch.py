@@ -293,7 +293,9 @@ class _Trainer:
             self._make,
             on_control=lambda word: self._sessions[0].on_control(word),
             on_end=self._on_end,
-            report=lambda: replace(self._sessions[0].figures(), wire=self._settings.wire),
+            report=lambda: replace(
+                self._sessions[0].figures(), wire=self._settings.wire, pooling=self._settings.pooling
+            ),
             known=lambda: self._sessions[0].known(),
         )
         if self._own is None and self._settings.join is not None:

@@ -35,6 +35,7 @@ SessionId = Annotated[str, Meta(min_length=1, max_length=64)]
 Role = Literal["server", "trainer"]
 TransportName = Literal["sockets", "rpc"]
 WireName = Literal["float32", "bfloat16"]
+PoolingName = Literal["parts", "whole", "rows"]
 Scalar = bool | Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)] | float | Text | None
 Portion = Annotated[float, Meta(gt=0, le=1)]
 Names = Annotated[list[Name], Meta(max_length=MEMBERS_MOST)]

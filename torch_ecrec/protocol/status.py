@@ -38,6 +38,7 @@ from torch_ecrec.protocol.bounds import (
     SLOTS_MOST,
     Count,
     Name,
+    PoolingName,
     Ranks,
     Role,
     Text,
@@ -182,6 +183,7 @@ class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
         waits: for whom it has waited, if for somebody.
         awaits: of a trainer, the ranks of those without whom it does not go on.
         wire: of a trainer, how its rows and gradients travel.
+        pooling: of a trainer, for which tables it has slots make sums of long bags.
         process: what it takes of its host.
         trained: of a trainer, how far it is.
     """
@@ -193,6 +195,7 @@ class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     waits: WaitedFor | None = None
     awaits: Ranks | None = None
     wire: WireName | None = None
+    pooling: PoolingName | None = None
     process: ProcessReport | None = None
     trained: Trained | None = None
 
@@ -243,7 +246,7 @@ class TableStatus(Struct, frozen=True, kw_only=True):
     Attributes:
         rows, dim: its size.
         slots: those that have rows of it, as runs (first, last), ascending. One slot: the table is whole there.
-        pooled: where its bags are long, its slot makes sums of them in training, so that its rows do not travel. A
+        pooled: where its bags are long, its slots make sums of them in training, so that its rows do not travel. A
             trainer sees for each batch whether they are.
     """
 

@@ -261,6 +261,12 @@ class JobSpec:
         table_group, first, end = self.rows_of_table(table)
         return self.layouts[table_group].home_of(first, end - first)
 
+    def slots_of(self, table: str) -> tuple[int, ...]:
+        """Returns the slots that may have rows of a table, ascending."""
+        index = next(index for index, spec in enumerate(self.tables) if spec.name == table)
+        some = {slot for piece in self.pieces[index] for slot in piece.slots}
+        return tuple(sorted(some or range(self.code.slots)))
+
     def rows_of_table(self, table: str) -> tuple[int, int, int]:
         """Returns the table group of a table, and its first row there and the one behind its last."""
         table_group, first = self.place_of_table[table]

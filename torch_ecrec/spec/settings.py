@@ -46,6 +46,7 @@ WIRES = ("float32", "bfloat16")  # how rows and gradients travel between trainer
 TIER_FOR = ("all", "parities")
 RECORD_CHECKS = ("background", "use", "none")  # when a server looks for damage to its records
 EVALUATION_WIRES = ("wire", "int8")  # how rows travel that get no gradients
+POOLINGS = ("parts", "whole", "rows")  # of which tables servers make sums of long bags, most first
 LOOK_AHEAD_MOST = 16  # batches that are drawn early, of an attached reader
 LOOK_AHEAD_AUTO = 4  # likewise, where that is left to us and servers want hints
 
@@ -193,6 +194,11 @@ class Settings:
         evaluation_wire: "int8" quantises rows on their way to lookups without gradients, those of a model in `eval()`
             under `torch.no_grad()`: a byte for each weight, and 8 for each row. Each weight is then within 1/510 of its
             row's range. "wire": as in training.
+        pooling: who makes the sums of long bags. "whole": the server, of a table that is whole on one slot; of others
+            rows travel, and the trainer sums them. "parts": of others, too, if bags have two ids or more for each of
+            their slots: each sums the ids that it has, and the trainer adds these parts. That is less to send where
+            few ids repeat. Other codes and numbers of slots then round otherwise; losses change no bit. "rows": the
+            trainer.
         heartbeat_s: a member reports what `torch-ecrec status` shows of it this often. It says that it lives four times
             a second, or more often if this is less.
         lease_s: a member that the coordinator has not heard of for this time counts as lost. It counts as lost earlier
@@ -262,6 +268,7 @@ class Settings:
     transport: str = "sockets"
     wire: str = "float32"
     evaluation_wire: str = "wire"
+    pooling: str = "whole"
     heartbeat_s: float = 1.0
     lease_s: float = 10.0
     standstill_s: float = 0.0
@@ -304,6 +311,7 @@ class Settings:
             self.evaluation_wire in EVALUATION_WIRES,
             f"`evaluation_wire` must be one of {', '.join(EVALUATION_WIRES)}, got {self.evaluation_wire!r}",
         )
+        require(self.pooling in POOLINGS, f"`pooling` must be one of {', '.join(POOLINGS)}, got {self.pooling!r}")
         for name in ("call_timeout_s", "give_up_s", "heartbeat_s", "lease_s"):
             require(getattr(self, name) > 0, f"`{name}` must be positive, got {getattr(self, name)}")
         require(self.grace_s >= 0, f"`grace_s` must not be negative, got {self.grace_s}")
