@@ -277,13 +277,15 @@ def colour(mode: str) -> str:
 def _bars(axes: Axes, models: Sequence[str], series: Mapping[str, Sequence[float | None]], label: str) -> None:
     """Draws groups of bars: a group for each model, a bar for each mode."""
     width = 0.8 / max(len(series), 1)
+    upright = len(series) > 4  # narrow bars: numbers beside each other would overlap
     for number, (mode, values) in enumerate(series.items()):
         at = [i - 0.4 + width * (number + 0.5) for i in range(len(models))]
         bars = axes.bar(at, [value or 0.0 for value in values], width, label=mode, color=colour(mode))
         texts = ["-" if v is None else f"{v:,.0f}" if v >= 100 else f"{v:.3g}" for v in values]
-        axes.bar_label(bars, texts, fontsize=6, padding=1)
+        axes.bar_label(bars, texts, fontsize=6, padding=2 if upright else 1, rotation=90 if upright else 0)
     axes.set_xticks(range(len(models)), models)
     axes.set_ylabel(label)
+    axes.margins(y=0.15 if upright else 0.05)
     axes.spines[["top", "right"]].set_visible(False)
 
 
