@@ -12,6 +12,9 @@ With `--redraw`, as the demo has it, no batch comes twice: each is made of lines
 that are drawn anew (`torch_ecrec.demo.criteo.redraw`). A comparison of two runs says something then, however long they
 are: what is learned by heart gives no gradients, and a step that is missing changes no bit.
 
+With `--ids N` a bag has N ids on average, none to 2 N - 1: the sample's own, and those of the samples before it. A line
+of the log has one.
+
 With `--device cuda` the dense layers are on a GPU, by operations of torch that give the same bits each time. Trainers
 of one host take its GPUs in turn, and may share one.
 
@@ -74,6 +77,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the dense layers, with ecrec")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch-size", type=int, default=512, help="of each trainer")
+    parser.add_argument("--ids", type=int, default=1, metavar="N", help="in a bag, on average: see above")
     parser.add_argument(
         "--optimizer", choices=sorted(TABLE_OPTIMIZERS), default="rowwise_adagrad", help="of the tables"
     )
@@ -148,10 +152,15 @@ def wrap(model: DLRMTrain, args: argparse.Namespace, device: torch.device = CPU)
     return torchrec.distributed.DistributedModelParallel(model, device=CPU, plan=ShardingPlan({path: entries}))
 
 
-def to_batch(clicks: Clicks) -> Batch:
-    categories = torch.from_numpy(clicks.categories.astype(np.int64)).t().reshape(-1)
-    lengths = torch.ones(len(categories), dtype=torch.int32)
-    sparse = torchrec.KeyedJaggedTensor.from_lengths_sync(FEATURES, categories, lengths)
+def to_batch(clicks: Clicks, ids: int = 1) -> Batch:
+    of_feature, of_sample = np.divmod(np.arange(CATEGORIES * len(clicks)), max(1, len(clicks)))
+    lengths = np.ones(len(of_sample), np.int32) if ids == 1 else (3 * of_feature + 7 * of_sample) % (2 * ids)
+    back = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)  # samples before
+    at = (np.repeat(of_sample, lengths) - back) % max(1, len(clicks))
+    categories = clicks.categories[at, np.repeat(of_feature, lengths)].astype(np.int64)
+    sparse = torchrec.KeyedJaggedTensor.from_lengths_sync(
+        FEATURES, torch.from_numpy(categories), torch.from_numpy(lengths.astype(np.int32))
+    )
     return Batch(torch.from_numpy(clicks.dense), sparse, torch.from_numpy(clicks.labels))
 
 
@@ -172,9 +181,9 @@ class Batches:
             first = (self.drawn * self.trainers + self.trainer) * size
             self.drawn += 1
             if self.args.redraw:
-                yield to_batch(redraw(self.clicks, size, self.args.seed, self.drawn, self.trainer))
+                yield to_batch(redraw(self.clicks, size, self.args.seed, self.drawn, self.trainer), self.args.ids)
             else:
-                yield to_batch(self.clicks[(first + np.arange(size)) % len(self.clicks)])
+                yield to_batch(self.clicks[(first + np.arange(size)) % len(self.clicks)], self.args.ids)
 
     def state_dict(self) -> dict[str, Any]:
         return {"drawn": self.drawn}
@@ -244,16 +253,17 @@ class Preemption:
 
 
 def held_out_auc(
-    model: nn.Module, clicks: Clicks, batch_size: int, trainer: int, trainers: int, device: torch.device = CPU
+    model: nn.Module, clicks: Clicks, args: argparse.Namespace, trainer: int, trainers: int, device: torch.device = CPU
 ) -> float:
     """Each trainer scores an equal share of the lines."""
+    batch_size = args.batch_size
     share = len(clicks) // trainers
     mine = clicks[trainer * share : (trainer + 1) * share]
     model.eval()
     scores = []
     with torch.no_grad():
         for first in range(0, share, batch_size):
-            _, (_, logits, _) = model(to_batch(mine[first : first + batch_size]).to(device))
+            _, (_, logits, _) = model(to_batch(mine[first : first + batch_size], args.ids).to(device))
             scores.append(logits.cpu().numpy())
     everyone: list[Any] = [None] * trainers
     dist.all_gather_object(everyone, (mine.labels, np.concatenate(scores) if scores else np.empty(0, np.float32)))
@@ -318,7 +328,7 @@ def main() -> None:
             model.close()
         dist.destroy_process_group()
         return
-    area = held_out_auc(model, test, args.batch_size, trainer, trainers, device)
+    area = held_out_auc(model, test, args, trainer, trainers, device)
     if trainer == 0:
         print(f"auc {area:.4f} on {len(test)} held-out lines, {samples_per_s:.0f} samples/s", flush=True)
     if args.report:

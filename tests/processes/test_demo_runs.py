@@ -60,6 +60,18 @@ def test_a_kill_changes_nothing(tmp_path: Path) -> None:
     assert "EQUAL" in done.stdout and "re-hosted" in done.stdout
 
 
+@pytest.mark.parametrize("pooling", ["parts", pytest.param("whole", marks=pytest.mark.slow)])
+def test_kills_with_long_bags_change_nothing(pooling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 26 tables 24 are whole on one of three slots, and the others on two each."""
+    monkeypatch.setenv("TORCH_ECREC_POOLING", pooling)
+    kills = ["--kill", "server:1@10", "--kill", "trainer:0@20~"]
+    done = demo(tmp_path, "--ids", "8", *kills, "--steps", "40", "--batch-size", "64")
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert done.returncode == 0, done.stderr
+    assert len(result["kills"]) == 2 and result["equal"] is True and result["differences"] == []
+    assert "8 ids in a bag" in done.stdout
+
+
 @pytest.mark.slow  # what a script sees of it: test_exit_codes.py
 def test_more_losses_than_parities_end_with_exit_code_3(tmp_path: Path) -> None:
     done = demo(tmp_path, "--kill", "server:0@10", "--kill", "server:1@10", "--spares", "0", "--trainers", "1")

@@ -46,7 +46,7 @@ SWEEPS = (  # runs of the simulated cluster, hundreds of them
 )
 PROCESSES = (  # clusters of real processes, or many of them
     *("bench_gpu", "bench_runs", "chaos_hosts", "checkpointing", "checkpoints", "clean_end", "cli"),
-    *("cluster", "columns", "coordinator_end", "doctor_faults", "drain", "exit_codes", "experiments_run"),
+    *("cluster", "columns", "coordinator_end", "demo_runs", "doctor_faults", "drain", "exit_codes", "experiments_run"),
     *("flips", "fork_server", "given_numbers_run", "hanging_store", "hangs", "heartbeats", "held_lock"),
     *("host_clusters", "hostile", "hosts", "ipv6", "killed_early", "lifetime", "membership", "mistakes"),
     *("oracle_model_parallel", "oracle_optim", "oracle_pipelines", "oracle_sequences", "oracle_shardings"),

@@ -368,6 +368,13 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     """Adds how the demonstration's model is trained, except for the batch size."""
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="rowwise_adagrad", help="optimizer of the tables")
     parser.add_argument(
+        "--ids",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ids in a bag, on average: a sample's own and those of samples before it (default 1)",
+    )
+    parser.add_argument(
         "--device",
         choices=["cpu", "cuda"],
         default="cpu",

@@ -35,6 +35,7 @@ def check(arguments: argparse.Namespace) -> tuple[CodeSpec, list[KillSpec]]:
     require_int("spares", arguments.spares, 0)
     require_int("steps", arguments.steps, 1)
     require_int("batch-size", arguments.batch_size, 1)
+    require_int("ids", arguments.ids, 1)
     require_int("trainers", arguments.trainers, 1)
     require_int("seed", arguments.seed, 0)
     require_int("snapshot-every", arguments.snapshot_every, 1)
@@ -83,9 +84,10 @@ def run_demo(
         (out / name).unlink(missing_ok=True)
     logging.getLogger("torch_ecrec").setLevel(logging.WARNING)  # what the supervisor does is shown as it happens
     protection = f"(k, r) = ({code.k}, {code.r})" if code.parities else "no protection"
+    bags = f", {arguments.ids} ids in a bag" if arguments.ids > 1 else ""
     terminal.say(
         f"DLRM on {arguments.data or 'made-up rows'}: {arguments.steps} steps of {arguments.trainers} x"
-        f" {arguments.batch_size} samples, {arguments.optimizer}; {protection}, {code.slots} servers"
+        f" {arguments.batch_size} samples{bags}, {arguments.optimizer}; {protection}, {code.slots} servers"
         f" and {arguments.spares} spares; kills: {', '.join(kill.text for kill in kills) or 'none'}"
     )
     run = DemoRun(arguments, code, kills, out / "logs" / "run", terminal, checkpoints, servers, arguments.http)

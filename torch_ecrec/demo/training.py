@@ -315,7 +315,7 @@ class DemoRun:
         """Returns the arguments of torchrun that name the script."""
         arguments = self.arguments
         words = ["-m", example()[0], "--redraw", "--steps", str(arguments.steps)]
-        words += ["--batch-size", str(arguments.batch_size)]
+        words += ["--batch-size", str(arguments.batch_size), "--ids", str(arguments.ids)]
         words += ["--optimizer", arguments.optimizer, "--seed", str(arguments.seed)]
         words += ["--snapshot-every", str(arguments.snapshot_every), "--device", arguments.device]
         words += ["--report", str((self.logs / "trainer.json").resolve())]
