@@ -1,8 +1,10 @@
 """A trainer's side: calls made again until they are answered, snapshots sent again, routes, and loading of values."""
 
 import dataclasses
+import gc
 import queue
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from virtual_session import VirtualSession
 from torch_ecrec.client.client import Client
 from torch_ecrec.client.session import Session
 from torch_ecrec.errors import ClusterUnavailable, TrainersLost
+from torch_ecrec.layout.routing import no_bags
 from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.messages import Placement, SlotPlace
 from torch_ecrec.protocol.wire import Malformed, Ok, Refused, Unknown
@@ -227,6 +230,28 @@ def test_lookups_that_nobody_waits_for_end_with_their_step(client):
     for done in asked:
         done(Unknown("no answer"))
     assert client.port.fire() == []
+
+
+def test_nothing_is_kept_of_lookups_that_are_answered():
+    """An evaluation makes any number of them between two pushes; a script that only evaluates never pushes."""
+    session = session_over(CodeSpec(3, 2, 1))
+    session.client.snapshot_every = 0
+    session.loaded()
+    answers = []
+    for number in range(5):
+        rows = [session.arrange(s, torch.arange(number, 13))[0] for s in range(2)]
+        parts = session.lookup_parts(rows) if number % 2 else session.lookup_bags(rows, no_bags_of(session))[0]
+        answers += [weakref.ref(part) for of_table_group in parts for part in of_table_group]
+        del parts
+    clock = session.cluster.network.clock  # holds each call until it would have timed out
+    end_s = clock.now_s + 2 * session.client.settings.call_timeout_s
+    session._wait(lambda: clock.now_s > end_s, "time passes")
+    gc.collect()
+    assert len(answers) > 10 and not any(answer() is not None for answer in answers)
+
+
+def no_bags_of(session):
+    return [no_bags(session.job.code.slots) for _ in session.job.table_groups]
 
 
 def test_a_snapshot_is_sent_again_to_the_new_incarnation_of_its_holder(client):

@@ -11,7 +11,9 @@ import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import attached
 import pytest
 import torch
 from attached import END, Net, Passes, Trainer, attach, made, passes, same, unscheduled
@@ -22,10 +24,13 @@ from models import (
     batch_of,
     dense_parameters,
 )
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchrec import EmbeddingBagCollection
 from torchrec.datasets.utils import Batch
+from torchrec.distributed.model_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
@@ -35,6 +40,36 @@ from torch_ecrec.nn.dense import Header
 from torch_ecrec.observe.rehearsed import mark, script_digest
 
 pytestmark = pytest.mark.usefixtures("process_group")
+
+
+class TwoHeads(Net):
+    """One of two layers is over the tables, as the batch says: the other one gets no gradient."""
+
+    def __init__(self, tables: EmbeddingBagCollection) -> None:
+        super().__init__(tables)
+        self.other = nn.Linear(6 + 32, 1, dtype=torch.float32)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        both = torch.cat([self.below(batch.dense_features), self.tables(batch.sparse_features).values()], dim=1)
+        head = self.over if float(batch.dense_features.sum()) < 2 else self.other
+        loss = nn.functional.mse_loss(torch.tanh(head(both)).squeeze(1), batch.labels)
+        return loss, loss.detach()
+
+
+class Unwrapped(DataParallelWrapper):
+    """One trainer has nobody to average gradients with."""
+
+    def wrap(self, *args: Any) -> None:
+        pass
+
+
+FEW = DefaultDataParallelWrapper(static_graph=False, find_unused_parameters=True)  # not all get a gradient in each step
+
+
+def dense_of(trainer: Trainer) -> Optimizer:
+    (_, dense) = trainer.optimizer.optimizers[1]
+    inner: Optimizer = dense._optimizer
+    return inner
 
 
 # what comes back --------------------------------------------------------------------------------------
@@ -342,6 +377,59 @@ def test_steps_are_not_nested() -> None:
     trainer.model.attach(optimizer=trainer.optimizer, lr_scheduler=trainer.scheduler)
     with trainer.model.step(), pytest.raises(RuntimeError, match="one step at a time"), trainer.model.step():
         pass
+
+
+@pytest.mark.parametrize("wrapper", [FEW, Unwrapped()], ids=["ddp", "alone"])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_parameter_without_a_gradient_is_not_one_with_a_gradient_of_zero(
+    to_none: bool, wrapper: DataParallelWrapper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adam moves the latter."""
+    monkeypatch.setattr(attached, "Net", TwoHeads)
+
+    def run(trainer: Trainer) -> Trainer:
+        batches, reached = passes(attach(trainer).batches), set()
+        while trainer.model.steps_done < END:
+            dense_of(trainer).zero_grad(set_to_none=to_none)
+            loss, value = trainer.model(next(batches))
+            loss.backward()
+            gradient = trainer.model.module.other.weight.grad
+            reached.add(gradient is not None and bool(gradient.any()))
+            trainer.optimizer.step()
+            trainer.scheduler.step()
+            trainer.losses.append(float(value))
+        assert reached == {True, False}
+        return trainer
+
+    first = run(made(data_parallel_wrapper=wrapper))
+    for step in range(1, END - 1):
+        second = run(made(first.session, step, seed=2, data_parallel_wrapper=wrapper))
+        assert second.losses == first.losses and same(first, second), step
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_of_a_parameter_that_is_trained_from_some_step_on_wait_for_their_step(to_none: bool) -> None:
+    """It is frozen when it is attached, as one should be that is to train later."""
+
+    def run(trainer: Trainer) -> Trainer:
+        over = trainer.model.module.over.weight
+        over.requires_grad_(False)
+        batches = passes(attach(trainer).batches)
+        while trainer.model.steps_done < 13:
+            batch, done = next(batches), trainer.model.steps_done
+            over.requires_grad_(done >= 4)
+            loss, value = trainer.model(batch)
+            loss.backward()
+            if done % 3 != 1:
+                dense_of(trainer).step()
+                dense_of(trainer).zero_grad(set_to_none=to_none)
+            trainer.losses.append(float(value))
+        return trainer
+
+    first = run(made(data_parallel_wrapper=Unwrapped()))
+    for step in range(1, 12):
+        second = run(made(first.session, step, seed=2, data_parallel_wrapper=Unwrapped()))
+        assert second.losses == first.losses and same(first, second), step
 
 
 def test_two_backwards_of_one_forward_are_two_steps_with_one_snapshot() -> None:

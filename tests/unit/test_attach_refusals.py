@@ -147,6 +147,17 @@ def test_a_gradient_that_was_stepped_with_is_not_added_to() -> None:
         loss.backward()
 
 
+def test_a_gradient_that_was_stepped_with_is_not_stepped_with_again() -> None:
+    """Without a batch between the two, trainers that are started again make both."""
+    trainer = attach(made())
+    trainer.steps(2)
+    trainer.optimizer.step()
+    trainer.steps(3)
+    next(trainer.batches)
+    with pytest.raises(RuntimeError, match="steps once more with a gradient it has stepped with already"):
+        trainer.optimizer.step()
+
+
 def test_dense_parameters_that_differ_between_trainers_are_told() -> None:
     first = attach(made())
     first.steps(4)

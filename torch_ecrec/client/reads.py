@@ -78,6 +78,7 @@ class LookUp:
         self.bfloat16, self.int8 = bfloat16 and not int8, int8
         self.round: Round | None = None  # from when it is on its way
         self.over = False  # nobody waits for it any more
+        self.calls: list[RetryingCall[Any]] = []  # its messages, but for those that travel with a push
         self.asked = [slot for slot in range(job.code.slots) if self._is_asked(slot)]
         self._answers: dict[int, wire.Rows] = {}
 
@@ -98,11 +99,14 @@ class LookUp:
     def take(self, slot: int, answer: wire.Rows) -> None:
         """Takes the answer of one slot to its part of a read."""
         self._answers[slot] = answer
-        if len(self._answers) == len(self.asked):
-            self.finish()
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether all slots that were asked have answered, if any were."""
+        return len(self._answers) == len(self.asked)
 
     def finish(self) -> None:
-        """Hands over what was looked up: all that were asked have answered, if any were."""
+        """Hands over what was looked up, once it is answered."""
         self.done(self._in_order(), self._pooled())
 
     def _in_order(self) -> list[Parts]:
@@ -151,8 +155,7 @@ class SlotReads(Node):
         self.validator = MessageValidator(job, self.layouts)
         self.bfloat16 = settings.wire == "bfloat16"
         self.step = 1  # the one being worked on, as the messages count
-        self._lookups: list[LookUp] = []  # of this step
-        self._lookup_calls: list[RetryingCall[Any]] = []  # likewise
+        self._lookups: dict[LookUp, None] = {}  # of this step, under way: an evaluation may make any number in one
         self.waits = SlotWaits(port.now_s, self.host_of)
         self.on_error: Callable[[BaseException], None] = _raise  # called, inside run, with what cannot be answered
 
@@ -207,7 +210,7 @@ class SlotReads(Node):
                 elif not one.over:  # else it was asked ahead for nothing, and nobody waits for it
                     self.on_error(LookupError(answer.reason))
 
-            self._lookup_calls.append(self.ask(slot, lambda life: one.request_to(slot, life), on_answer))
+            one.calls.append(self.ask(slot, lambda life: one.request_to(slot, life), on_answer))
 
         self._begin(one)
         for slot in one.asked:
@@ -216,25 +219,30 @@ class SlotReads(Node):
     def _begin(self, one: LookUp) -> None:
         """Notes that a lookup is on its way."""
         one.round = self.waits.begin(one.asked)
-        self._lookups.append(one)
-        if not one.asked:
+        if one.asked:
+            self._lookups[one] = None
+        else:
             one.finish()
 
     def _take_rows(self, one: LookUp, slot: int, answer: wire.Rows) -> None:
         assert one.round is not None, "it was asked for"
         self.waits.answered(one.round, slot)
-        if not one.over:
-            one.take(slot, answer)
+        if one.over:
+            return
+        one.take(slot, answer)
+        if one.is_answered:
+            del self._lookups[one]
+            one.finish()
 
     def end_lookups(self) -> None:
         """Gives up the lookups of this step that are under way: later they could not be answered any more."""
-        for call in self._lookup_calls:
-            call.cancel()
         for one in self._lookups:
             assert one.round is not None, "it is on its way"
             one.over = True
+            for call in one.calls:
+                call.cancel()
             self.waits.end(one.round)
-        self._lookups, self._lookup_calls = [], []
+        self._lookups.clear()
 
     def place(self, placement: Placement) -> bool:
         newer = super().place(placement)

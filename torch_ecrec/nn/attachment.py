@@ -99,7 +99,7 @@ class Attachment:
         self._restored = False
         # what training goes on with; None: nothing was kept of the step that it goes on from
         self._settings_then: Mapping[str, Mapping[str, Any]] | None = None
-        self._gradients_then: Mapping[str, Tensor] = {}  # those that wait for their optimizer's step
+        self._gradients_then: tuple[Mapping[str, Tensor], Mapping[str, bool]] = {}, {}  # see `WaitingGradients.find`
         self._buffers_then: Mapping[str, Tensor] = {}
         # those at the first draw of this life, until the first forward
         self._settings_at_first: Mapping[str, Mapping[str, Any]] | None = None
@@ -222,16 +222,13 @@ class Attachment:
         """Restores again what a loop may change before its first step: gradients, buffers, settings of modules."""
         self._settings.load_(settings)
         model = self._live_model
-        parameters = dict(dense_parameters(model))
-        if self._gradients_then:
-            for parameter in parameters.values():
-                parameter.grad = None
-        put_back_(parameters, self._gradients_then)
+        if any(self._gradients_then):
+            put_back_(dict(dense_parameters(model)), *self._gradients_then)
         with torch.no_grad():
             for name, buffer in self._what_moves(model):
                 if name in self._buffers_then:
                     buffer.copy_(self._buffers_then[name])
-        self._gradients_then, self._buffers_then = {}, {}
+        self._gradients_then, self._buffers_then = ({}, {}), {}
 
     def _what_moves(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yields buffers, and tables that TorchRec shards. An evaluation may change both: FBGEMM counts forwards."""
@@ -282,11 +279,13 @@ class Attachment:
         self._checks.check_groups()
         self._checks.check_kept()
         parameters = list(dense_parameters(self._live_model))
+        waiting, zeros = self._gradients.find(parameters)
         own = encode(
             {
                 "before": before,
                 "checksum": checksum,
-                "gradients": self._gradients.find(parameters),
+                "gradients": waiting,
+                "zero gradients": zeros,
                 "dense": checksum_of([parameter.detach() for _, parameter in parameters]),
             },
             "attached",
@@ -334,10 +333,8 @@ class Attachment:
         self._random, self._expected = before["random"], own["checksum"]
         model = self._live_model
         load_(model, self._dense.optimizers, parts, self._session.trainer, self._dense.shards)
-        for _, parameter in dense_parameters(model):
-            parameter.grad = None
-        self._gradients_then = own["gradients"]
-        put_back_(dict(dense_parameters(model)), self._gradients_then)
+        self._gradients_then = own["gradients"], own.get("zero gradients", {})  # an earlier build has kept no zeros
+        put_back_(dict(dense_parameters(model)), *self._gradients_then)
         self._buffers_then = {name: buffer.detach().clone() for name, buffer in self._what_moves(model)}
         self._state.load_(self._state.decoded(before["state"]))
         settings: Mapping[str, Mapping[str, Any]] = before["settings"]
