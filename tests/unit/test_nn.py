@@ -28,8 +28,10 @@ from models import (
     train,
     train_in_pipeline,
 )
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchrec import KeyedJaggedTensor
+from torchrec.datasets.utils import Batch
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from torch_ecrec.nn.dense import load_, unpack
@@ -186,6 +188,54 @@ def test_running_a_graph_twice_is_two_steps() -> None:
     for table_group in range(2):
         assert torch.equal(session.pushed[0][0][table_group], session.pushed[1][0][table_group])
         assert torch.equal(session.pushed[0][1][table_group], session.pushed[1][1][table_group])
+
+
+class Recomputed(nn.Module):
+    """Of three collections, the one in the middle is not kept for the backward: it looks its rows up again there."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.collections = nn.ModuleList(collection("sgd", [table(n, 20, 4, "f0")]) for n in "abc")
+        self.below = nn.Linear(2, 1, dtype=torch.float32)
+        self.reentrant = reentrant
+
+    def forward(self, batch: Batch) -> Tensor:
+        first, middle, last = self.collections
+        features, below = batch.sparse_features, self.below(batch.dense_features)
+
+        def recomputed(below: Tensor) -> Tensor:
+            values: Tensor = middle(features).values()
+            return torch.tanh(values * below)
+
+        before = first(features).values()
+        if self.reentrant is None:
+            between = recomputed(below)
+        else:
+            between = checkpoint(recomputed, below, use_reentrant=self.reentrant)
+        return (before + between + last(features).values()).pow(2).sum()
+
+
+def test_rows_that_are_looked_up_again_in_the_backward_are_of_its_step() -> None:
+    sessions = []
+    for reentrant in (None, False):
+        model, session = shard(Recomputed(reentrant))
+        with torch.no_grad():
+            model.module.below.weight.fill_(0.5)
+            model.module.below.bias.fill_(0.25)
+        for seed in range(3):
+            model(batch_of(5, seed, rows=20)).backward()
+        assert session.step == 4
+        sessions.append(session)
+    assert sessions[1].lookups > sessions[0].lookups
+    for kept, recomputed in zip(sessions[0].records, sessions[1].records, strict=True):
+        assert torch.equal(kept, recomputed)
+
+
+def test_a_backward_within_a_backward_that_ends_a_step_is_refused() -> None:
+    """It would be a step of its own, and of the outer one the gradients that have come so far would be lost."""
+    model, _ = shard(Recomputed(True))
+    with pytest.raises(RuntimeError, match="Take use_reentrant=False, or leave tables out of what is recomputed"):
+        model(batch_of(5, 1, rows=20)).backward()
 
 
 def test_a_backward_that_fails_leaves_nothing_behind() -> None:

@@ -42,10 +42,11 @@ class Ticket:
 
     Args:
         owner: whoever has the tables that were looked into.
+        made_in: the backward pass within which the lookup was made; -1: in a forward, as it should be.
     """
 
-    def __init__(self, owner: object) -> None:
-        self.owner, self.answered = owner, False
+    def __init__(self, owner: object, made_in: int) -> None:
+        self.owner, self.made_in, self.answered = owner, made_in, False
 
 
 class SparseStep:
@@ -190,7 +191,7 @@ class SparseStep:
         Args:
             owner: whoever has the tables that were looked into. Others have others.
         """
-        ticket = Ticket(owner)
+        ticket = Ticket(owner, backward_pass())
         self._waiting.add(ticket)
         return ticket
 
@@ -214,8 +215,18 @@ class SparseStep:
             finite: whether they all are.
             sums: bags that slots have pooled, and the gradients (G, D) of their sums.
             frozen: tables that are not trained.
+
+        Raises:
+            RuntimeError: it is a backward within a backward, of what was looked up there: one step would be several.
         """
         task = backward_pass()
+        if ticket.made_in not in (-1, task):
+            raise RuntimeError(
+                "rows were looked up again within a backward, and their gradients come in a backward of its own"
+                " (`torch.utils.checkpoint` with use_reentrant=True): one backward would be several steps, and the"
+                " gradients of other tables would be lost. Take use_reentrant=False, or leave tables out of what is"
+                " recomputed"
+            )
         if task != self._pass:
             self._pass, self._gathered, self._sent, self._repeated, self._refusal = task, [], False, False, None
             self._finite, self._sums, self._owners = True, [], []
