@@ -11,6 +11,7 @@ import pickletools
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -206,8 +207,10 @@ def test_a_sharded_tensor_is_made_and_read(group: dist.ProcessGroup) -> None:
     (shard,) = made.local_shards()
     assert shard.tensor.data_ptr() == values.data_ptr() and shard.metadata.shard_sizes == [3, 2]
     assert made.metadata().size == values.shape and made.metadata().tensor_properties.dtype == values.dtype
-    alone = of_torch.group_with([0], "gloo", alone=True)
+    alone = of_torch.group_with([0], "gloo", alone=True, timeout=timedelta(hours=5))
     assert isinstance(alone, dist.ProcessGroup) and dist.get_world_size(alone) == 1
+    assert of_torch.timeout_of(alone) == timedelta(hours=5)
+    assert of_torch.timeout_of(of_torch.group_with([0], "gloo", alone=True)) == dist.default_pg_timeout
     spec = of_torch.EnumerableShardingSpec([shard.metadata])
     assert spec.shards == [shard.metadata]
 

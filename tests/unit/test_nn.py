@@ -6,10 +6,12 @@ The backend is `FakeSession`, tables of records in memory.
 from __future__ import annotations
 
 import operator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import (
     LR,
     MEAN,
@@ -34,7 +36,9 @@ from torchrec import KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
+from torch_ecrec.compat.torch import timeout_of
 from torch_ecrec.nn.dense import load_, unpack
+from torch_ecrec.nn.parallel import _same_trainers
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -229,6 +233,14 @@ def test_rows_that_are_looked_up_again_in_the_backward_are_of_its_step() -> None
     assert sessions[1].lookups > sessions[0].lookups
     for kept, recomputed in zip(sessions[0].records, sessions[1].records, strict=True):
         assert torch.equal(kept, recomputed)
+
+
+@pytest.mark.parametrize(("given", "then"), [(300, 300), (1, 30)])
+def test_trainers_wait_for_each_other_as_long_as_in_the_group_of_the_script(given: int, then: int) -> None:
+    """One of them evaluates for hours, say, and the script has told torch so; at least as long as torch's default."""
+    (alone, minutes) = dist.new_group([0], timeout=timedelta(minutes=given)), timedelta(minutes=then)
+    assert timeout_of(_same_trainers(alone, "gloo")) == minutes
+    assert timeout_of(_same_trainers(alone)) == timedelta(minutes=given)
 
 
 def test_a_backward_within_a_backward_that_ends_a_step_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -73,6 +74,7 @@ __all__ = [
     "set_next_index",
     "sharded_of",
     "tensor_without_memory",
+    "timeout_of",
     "transient_buffers",
     "tree_leaves",
     "version_of",
@@ -119,7 +121,20 @@ def group_of(sharded: Any) -> dist.ProcessGroup:
     return found
 
 
-def group_with(ranks: Sequence[int], backend: str | None = None, alone: bool = False) -> dist.ProcessGroup:
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Returns how long a collective call in a group may take, as `init_process_group` was told; None if that is not
+    known. No public name says it, and `new_group` gives another group torch's default."""
+    found = []
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)  # Gloo's and NCCL's have some
+        if isinstance(limit := getattr(options, "_timeout", None), timedelta):
+            found.append(limit)
+    return max(found, default=None)
+
+
+def group_with(
+    ranks: Sequence[int], backend: str | None = None, alone: bool = False, timeout: timedelta | None = None
+) -> dist.ProcessGroup:
     """Makes a group of some trainers, of which this process is one; each of them calls it.
 
     `new_group` is public. From torch 2.14 on its declared type is that of a private number, too, which it gives who is
@@ -129,8 +144,9 @@ def group_with(ranks: Sequence[int], backend: str | None = None, alone: bool = F
         ranks: of the trainers, in the default group.
         backend: None: that of the default group.
         alone: only these trainers call it; else all of the default group do.
+        timeout: None: torch's default for the backend.
     """
-    made: Any = dist.new_group(ranks, backend=backend, use_local_synchronization=alone)
+    made: Any = dist.new_group(ranks, timeout, backend, use_local_synchronization=alone)
     found: dist.ProcessGroup = made
     return found
 

@@ -104,8 +104,8 @@ class WaitingGradients:
 
 
 def _is_there(gradient: Tensor) -> bool:
-    """Returns whether a gradient is not zero. A sparse one that has entries counts as such."""
-    return bool(gradient._nnz() if gradient.is_sparse else torch.count_nonzero(gradient))
+    """Returns whether a gradient, dense or sparse, is not zero."""
+    return bool(torch.count_nonzero(gradient.coalesce().values() if gradient.is_sparse else gradient))
 
 
 def _before_addition(me: weakref.ref[WaitingGradients], of: int, _gradient: Tensor) -> None:

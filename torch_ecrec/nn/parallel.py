@@ -46,6 +46,7 @@ from torch_ecrec.compat.torch import (
     group_of,
     group_with,
     has_communication_hook,
+    timeout_of,
     tree_leaves,
 )
 from torch_ecrec.compat.torchrec import ShardedAtAllPaths, is_data_parallel, trainers_of, wrapped_module
@@ -539,9 +540,14 @@ def _same_trainers(group: dist.ProcessGroup | None, backend: str | None = None) 
 
     If these are all processes, the group is made by all. Torch names a group that only its members make by how many
     groups each of them is in. A script with a group of some of the trainers would then wait for ever here.
+
+    One trainer may be at something else, an evaluation, say, for as long as in the script's own group, or as torch's
+    default for the backend if that is longer.
     """
-    ranks = dist.get_process_group_ranks(group)
-    return group_with(ranks, backend, alone=len(ranks) < dist.get_world_size())
+    ranks, limit = dist.get_process_group_ranks(group), timeout_of(group or dist.group.WORLD)
+    if backend is not None and limit is not None and limit <= dist.default_pg_timeout:
+        limit = None
+    return group_with(ranks, backend, alone=len(ranks) < dist.get_world_size(), timeout=limit)
 
 
 def _check_session(session: EmbeddingBackend, tables: tuple[Any, ...], env: ShardingEnv) -> None:
