@@ -235,6 +235,29 @@ def test_rows_that_are_looked_up_again_in_the_backward_are_of_its_step() -> None
         assert torch.equal(kept, recomputed)
 
 
+class Scaled(Net):
+    """Gives out a parameter as it is, as models of two towers do with their temperature."""
+
+    def __init__(self) -> None:
+        super().__init__(collection())
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float32))
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        return super().forward(batch)[0], self.scale
+
+
+def test_a_parameter_that_a_model_gives_out_is_watched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked: list[Tensor] = []
+    register = Tensor.register_hook
+    monkeypatch.setattr(Tensor, "register_hook", lambda tensor, hook: hooked.append(tensor) or register(tensor, hook))
+    model, session = shard(Scaled())
+    for seed in range(4):
+        loss, scale = model(batch_of(5, seed))
+        (loss * scale).backward()
+    assert session.step == 5 and model._step._passes == 4
+    assert sum(tensor is model.module.scale for tensor in hooked) == 1
+
+
 @pytest.mark.parametrize(("given", "then"), [(300, 300), (1, 30)])
 def test_trainers_wait_for_each_other_as_long_as_in_the_group_of_the_script(given: int, then: int) -> None:
     """One of them evaluates for hours, say, and the script has told torch so; at least as long as torch's default."""

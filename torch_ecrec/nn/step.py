@@ -98,6 +98,7 @@ class SparseStep:
         self._finite = True  # all that was gathered
         self._passes = 0  # backwards through what training forwards of the model gave; alike on all trainers
         self._counted = -1  # id of the last of them
+        self._watched: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # outputs that stay
         self._sent = False
         self._repeated = False  # it runs a graph again (retain_graph): nothing tells when it is complete
         self._refusal: NonFiniteGradient | None = None
@@ -129,8 +130,11 @@ class SparseStep:
         that one's, and all would then train on gradients of different steps.
         """
         for output in outputs:
-            if isinstance(output, Tensor) and output.requires_grad:
-                output.register_hook(self._count_pass)
+            if not isinstance(output, Tensor) or not output.requires_grad or self._watched.get(id(output)) is output:
+                continue
+            if output.grad_fn is None:  # a parameter, given out as it is: hooks of it stay
+                self._watched[id(output)] = output
+            output.register_hook(self._count_pass)
 
     def _count_pass(self, _: Tensor) -> None:
         task = backward_pass()
