@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import attached
+import numpy as np
 import pytest
 import torch
 from attached import END, Net, Passes, Trainer, attach, made, passes, same, unscheduled
@@ -370,6 +371,25 @@ def test_what_modules_have_beside_tensors_is_brought_back_where_it_has_changed()
     net = again.model.module
     assert (net.note, net.below[1].p, net.below[2].training, net.below[1].training) == ("warm", 0.25, False, True)
     assert not net.over.bias.requires_grad and net.over.weight.requires_grad and net.kept == 3
+
+
+@pytest.mark.parametrize(
+    ("built", "then"),
+    [(1.0, np.exp(-0.5)), (np.float32(1), np.float32(0.25)), (2, 2.0), (3, None), (None, 3), (None, None), (1j, 2j)],
+    ids=repr,
+)
+def test_a_number_of_a_module_comes_back_of_whatever_kind_it_is(built: Any, then: Any) -> None:
+    """A temperature that falls in the forward becomes one of NumPy's easily."""
+    first = made()
+    first.model.module.below[1].temperature = built
+    attach(first).steps(3)
+    first.model.module.below[1].temperature = then
+    next(first.batches)
+    again = made(first.session, 3, seed=2)
+    again.model.module.below[1].temperature = built
+    attach(again).steps(4)
+    found = again.model.module.below[1].temperature
+    assert type(found) is type(then) and found == then
 
 
 def test_steps_are_not_nested() -> None:

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from torch_ecrec.compat.torch import own_parameters
@@ -22,7 +23,7 @@ from torch_ecrec.nn.placeholder import TableParameter, are_trained
 from torch_ecrec.resume.random_states import GENERATORS, set_state_of, state_of
 from torch_ecrec.resume.values import decode, encode
 
-_PLAIN = frozenset({bool, int, float, str})
+_PLAIN = frozenset({bool, int, float, complex, str})  # and NumPy's numbers
 _USUAL = frozenset({dict, OrderedDict, set, list, tuple, type(None)})  # what hooks and the like are in
 _LIBRARIES = ("torch_ecrec.", "torchrec.distributed.", "torch.nn.parallel.")
 _TRAINED = "requires_grad of "
@@ -49,10 +50,14 @@ class ModuleSettings:
         first, missing = self._first, object()
         for path, module in self._of_path.items():
             for name, value in vars(module).items():
-                if type(value) in _PLAIN:
-                    if value != first.get((path, name), missing):
+                kind = type(value)
+                if kind in _PLAIN or (kind not in _USUAL and isinstance(value, np.generic)):
+                    before = first.get((path, name), missing)
+                    if type(before) is not kind or value != before:
                         found.setdefault(path, {})[name] = value
-                elif type(value) not in _USUAL and isinstance(value, GENERATORS):
+                elif value is None and first.get((path, name)) is not None:  # it was a number, say
+                    found.setdefault(path, {})[name] = None
+                elif kind not in _USUAL and isinstance(value, GENERATORS):
                     state = encode(state_of(value), name)
                     if state != first.get((path, name)):
                         found.setdefault(path, {})[name] = state
