@@ -215,6 +215,29 @@ def test_a_step_without_a_snapshot_holds_none_up_that_come_after_it(client):
     assert client.complete == client.resumable == 2 and client.may_push() and not client.open
 
 
+def test_a_snapshot_that_was_due_within_a_turn_is_due_after_its_last_step(client):
+    """Every other step of training is to have one, and each turn of the loop makes the steps 2 and 3, 4 and 5."""
+    client.load_end, client.snapshot_every = 0, 2
+    routes = [client.route(s, torch.empty(0, dtype=torch.int64)) for s in range(2)]
+
+    def push():
+        gradients = [torch.empty(0, table_group.dim) for table_group in JOB.table_groups]
+        client.run(client.push, routes, gradients, [0.1, 0.1])
+        for slot in range(3):
+            answer(client, wire.Push, slot)
+
+    push()
+    assert client.complete == 1
+    for turn in range(3):
+        push()
+        push()
+        assert client.complete == 2 + 2 * turn, "the last step of the turn waits for its snapshot"
+        client.run(client.snapshot, torch.zeros(3, dtype=torch.uint8), "{}")
+        for slot in range(2):
+            answer(client, wire.Snapshot, slot)
+        assert client.complete == client.resumable == 3 + 2 * turn
+
+
 def test_lookups_that_nobody_waits_for_end_with_their_step(client):
     """Later they could not be answered: they would be asked for ever, and `flush` would wait for them."""
     routes = [client.route(s, torch.arange(3)) for s in range(2)]

@@ -36,6 +36,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
+from torch_ecrec.errors import NonFiniteGradient
 from torch_ecrec.nn.attachment import STEPS_OF_A_DRAW
 from torch_ecrec.nn.dense import Header
 from torch_ecrec.observe.rehearsed import mark, script_digest
@@ -450,6 +451,31 @@ def test_gradients_of_a_parameter_that_is_trained_from_some_step_on_wait_for_the
     for step in range(1, 12):
         second = run(made(first.session, step, seed=2, data_parallel_wrapper=Unwrapped()))
         assert second.losses == first.losses and same(first, second), step
+
+
+def test_snapshots_go_on_though_a_refused_step_moves_the_turns() -> None:
+    """A turn of two steps ends after an odd one from there on, and a snapshot is due after every even one."""
+
+    def run(trainer: Trainer) -> Trainer:
+        batches = passes(attach(trainer, Passes(20)).batches)
+        while trainer.model.steps_done < 11:
+            batch, turn = next(batches), len(trainer.losses)
+            for part in range(2):
+                trainer.optimizer.zero_grad()
+                loss, value = trainer.model(batch)
+                with contextlib.suppress(NonFiniteGradient):
+                    (loss * float("nan") if (turn, part) == (1, 1) else loss).backward()
+                    trainer.optimizer.step()
+            trainer.scheduler.step()
+            trainer.losses.append(float(value))
+        return trainer
+
+    first = run(made(snapshot_every=2))
+    assert sorted(first.session.snapshots) == [2, 5, 7, 9]
+    for step in first.session.snapshots:
+        second = run(made(first.session, step, seed=2, snapshot_every=2))
+        assert second.losses == first.losses and same(first, second)
+        assert sorted(second.session.snapshots) == [later for later in first.session.snapshots if later > step]
 
 
 def test_two_backwards_of_one_forward_are_two_steps_with_one_snapshot() -> None:

@@ -15,8 +15,9 @@ Values are loaded in steps, too. Before training, `load` on trainer 0 is to the 
 training begins after the last of them, the `load_end`. Later every trainer calls `load` or `pass_` in such a step.
 `Client` counts steps as the messages do; `Session` counts those of training, from 1.
 
-The dense model may be kept after each step. One that loads takes over from a step that it follows before that has
-ended: the snapshot, if one was due, is of all of them, and nobody goes back between them.
+The dense model may be kept after each step. A step that begins before the one before has ended (in the same turn of the
+user's loop) takes over from that one: the snapshot, if one was due, is of all of them, and nobody goes back between
+them.
 
 Shape legend: U unique rows of a table group, D embedding dim, B record bytes; lists hold one tensor per table group.
 Rows are those of the table group: first row of the table in it, plus the id.
@@ -66,8 +67,9 @@ class Client(SlotReads):
         name, port: see `Node`.
         job: what is trained.
         trainer: this trainer's index, 0 <= trainer < job.trainers.
-        snapshot_every: `snapshot` is called after each step of training that is a multiple of it; such a step is
-            complete only once its snapshot is stored. 0: never.
+        snapshot_every: `snapshot` is called after each step of training that is a multiple of it, or after a later one
+            with which its turn of the user's loop ends; that step is complete only once its snapshot is stored. 0:
+            never.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class Client(SlotReads):
         self._settling: dict[int, tuple[int, RetryingCall[wire.Acknowledged]]] = {}  # slot -> step, and who asks
         self._acknowledged: dict[int, int] = {}  # slot -> the last step that it has acknowledged
         self.hinted: set[int] = set()  # slots that want to be told early of lookups, as they said last
-        self._owed = False  # a snapshot was due after the step before, and is due after one that loads behind it
+        self._owed = False  # a snapshot was due after the step before, and is due after the one that takes over
         self.open: dict[int, _StepState] = {}
         self.partial_restores: list[messages.PartialRestore] = []  # slots that began anew, in this run
         self.inexact: list[tuple[int, str]] = []  # what this trainer has said of that
@@ -325,7 +327,7 @@ class Client(SlotReads):
 
     @property
     def snapshot_due(self) -> bool:
-        """Whether the dense model is to be kept now that a step has been pushed."""
+        """Whether the dense model is to be kept now that a step has been pushed, and its turn has ended."""
         return self.snapshot_every > 0 and self.done % self.snapshot_every == 0
 
     def may_push(self) -> bool:
@@ -409,9 +411,9 @@ class Client(SlotReads):
                 bag_gradients=told_gradients,
             )
 
-        self.done, self._owed = iteration, False
+        self.done, owed, self._owed = iteration, self._owed, False
         self.first_trained = step if self.first_trained is None else self.first_trained
-        self._send_step(make, self.snapshot_due, then)
+        self._send_step(make, self.snapshot_due or owed, then)
 
     def _send_step(
         self, make: Callable[[int, int], wire.Part], snapshot_due: bool, then: Sequence[LookUp] = ()

@@ -384,7 +384,8 @@ class Session:
 
     @property
     def snapshot_every(self) -> int:
-        """A snapshot is expected after each step that is a multiple of it; 0: never. Set it after a `flush` only."""
+        """A snapshot is expected after each step that is a multiple of it, or after a later one with which its turn
+        ends; 0: never. Set it after a `flush` only."""
         return self.client.snapshot_every
 
     @snapshot_every.setter

@@ -126,7 +126,7 @@ class DenseSnapshot:
     Args:
         model: held weakly. Parameters that TorchRec has sharded are left out: they differ from trainer to trainer.
         part, parts: which part this trainer packs, 0 <= part < parts.
-        every: it is kept after each step that is a multiple of it; 0: never. Its users ask; may be set.
+        every: it is kept after each step that is a multiple of it (see `is_due`); 0: never. Its users ask; may be set.
         shards: what this trainer has of tables that TorchRec shards.
 
     Attributes:
@@ -176,8 +176,12 @@ class DenseSnapshot:
         self._optimizers = [weakref.ref(optimizer) for optimizer in once.values()]
 
     def is_due(self, step: int) -> bool:
-        """Returns whether the state after `step` has yet to be kept."""
-        return step > self.last and self.every > 0 and step % self.every == 0
+        """Returns whether the state after `step` has yet to be kept.
+
+        A turn of a loop may make several steps. If one within it is a multiple of `every`, the last of the turn stands
+        for it.
+        """
+        return self.every > 0 and step // self.every > self.last // self.every
 
     def check(self) -> None:
         """Raises unless all state that there is now can be kept. The first steps may add more: `pack` checks again.
