@@ -114,7 +114,7 @@ class TrainerScripts:
         yield from self._overwrite(i, client, done, ended=True)
         ahead: LookUp | None = None
         for step in range(done + 1, scenario.steps + 1):
-            if ahead is None or ahead.over:  # not asked for with the push before, or overwritten since
+            if ahead is None or ahead.step != client.step:  # not asked for with the push before, or overwritten since
                 routes, bags = routes_of(scenario, step, i, client)
                 got: list[Looked] = []
                 client.run(client.lookup_bags, routes, bags, lambda *looked, got=got: got.append(looked))

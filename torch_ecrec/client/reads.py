@@ -77,7 +77,7 @@ class LookUp:
         self.job, self.step, self.routes, self.bags, self.done = job, step, routes, bags, done
         self.bfloat16, self.int8 = bfloat16 and not int8, int8
         self.round: Round | None = None  # from when it is on its way
-        self.over = False  # nobody waits for it any more
+        self.over = False  # given up before all had answered: nobody waits for it any more
         self.calls: list[RetryingCall[Any]] = []  # its messages, but for those that travel with a push
         self.asked = [slot for slot in range(job.code.slots) if self._is_asked(slot)]
         self._answers: dict[int, wire.Rows] = {}
