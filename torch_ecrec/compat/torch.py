@@ -121,12 +121,16 @@ def group_of(sharded: Any) -> dist.ProcessGroup:
     return found
 
 
-def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Returns how long a collective call in a group may take, as `init_process_group` was told; None if that is not
-    known. No public name says it, and `new_group` gives another group torch's default."""
-    found = []
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)  # Gloo's and NCCL's have some
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
+    """Returns how long a collective call in a group (None: the default one) may take, as `init_process_group` was told;
+    None if that is not known. No public name says it, and `new_group` gives another group torch's default."""
+    found: list[timedelta] = []
+    asked: Any = dist.group.WORLD if group is None else group
+    for device in getattr(asked, "_device_types", ()):
+        try:
+            options = getattr(asked._get_backend(device), "options", None)  # Gloo's and NCCL's have some
+        except RuntimeError:  # no backend of this group is for that device
+            continue
         if isinstance(limit := getattr(options, "_timeout", None), timedelta):
             found.append(limit)
     return max(found, default=None)

@@ -544,7 +544,7 @@ def _same_trainers(group: dist.ProcessGroup | None, backend: str | None = None) 
     One trainer may be at something else, an evaluation, say, for as long as in the script's own group, or as torch's
     default for the backend if that is longer.
     """
-    ranks, limit = dist.get_process_group_ranks(group), timeout_of(group or dist.group.WORLD)
+    ranks, limit = dist.get_process_group_ranks(group), timeout_of(group)
     if backend is not None and limit is not None and limit <= dist.default_pg_timeout:
         limit = None
     return group_with(ranks, backend, alone=len(ranks) < dist.get_world_size(), timeout=limit)
