@@ -201,18 +201,26 @@ def _folders(runs: Sequence[Results]) -> list[str]:
 
 def write(runs: Sequence[Results], to: Path) -> None:
     """Writes the page, with its pictures beside it, and the JSON that it is made of in the folder `JSON` there."""
+    text = page(runs)  # before anything is written: a cell may turn out to be unreadable
     to.parent.mkdir(parents=True, exist_ok=True)
-    to.write_text(page(runs), encoding="utf-8")
+    to.write_text(text, encoding="utf-8")
     for results in reversed(runs):  # so that the first one's pictures stay
         draw(results, to.parent)
     with tempfile.TemporaryDirectory(dir=to.parent) as aside:  # a run may lie where another one's place is
         names = _folders(runs)
         for name, results in zip(names, runs, strict=True):
-            shutil.copytree(results.folder / "cells", Path(aside) / name / "cells")
-            shutil.copy(results.folder / "run.json", Path(aside) / name)
+            _copy(results, Path(aside) / name)
         for name in names:
             kept = to.parent / JSON / name
             shutil.rmtree(kept, ignore_errors=True)
             kept.parent.mkdir(exist_ok=True)
             shutil.move(Path(aside) / name, kept)
     print(f"written: {to}")
+
+
+def _copy(results: Results, to: Path) -> None:
+    """Copies the JSON of a run, which may have no cell yet, or be writing one."""
+    to.mkdir()
+    shutil.copy(results.folder / "run.json", to)
+    if (results.folder / "cells").exists():
+        shutil.copytree(results.folder / "cells", to / "cells", ignore=shutil.ignore_patterns("*.part"))

@@ -4,13 +4,16 @@ DIR/run.json                       what is run: the experiments, factor, data, c
 DIR/cells/EXPERIMENT/CELL.json     figures of a cell, or why it failed
 DIR/logs                           of the processes of cells that failed
 DIR/*.png                          the figures (`figures.py`)
+DIR/lock                           held by the one process that runs cells
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,15 @@ from torch_ecrec.bench import record
 from torch_ecrec.experiments.catalogue import Spec
 from torch_ecrec.experiments.cells import Cell, Group, groups
 from torch_ecrec.experiments.scale import Scale
+
+HEADER = ("processor", "cores", "memory_gib", "commit", "date", "command")  # of it, what a report shows
+
+NEEDED = {  # figures that every cell of a kind has
+    "undisturbed": {"samples_per_s", "blocks"},
+    "kill": {"recovered_s", "first_step_s", "share", "before_samples_per_s", "after_samples_per_s", "progress"},
+    "accuracy": {"auc", "log_loss", "lost"},
+    "emulated": {"overhead", "saves", "down", "again"},
+}
 
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,6 +78,11 @@ class Results:
                 f"{folder} has the results of another run: go on with `torch-ecrec experiments resume --out {folder}`,"
                 " or name another folder with --out"
             )
+        if (folder / "cells").exists():
+            raise ValueError(
+                f"{folder}/cells has cells of a run whose run.json is gone, and they would be taken for this one's:"
+                " remove the folder, or name another one with --out"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         run = Run(name, factor, data, record.header(), specs)
         _write(path, msgspec.to_builtins(run))
@@ -80,13 +97,32 @@ class Results:
         """
         path = folder / "run.json"
         try:
-            return Results(folder, msgspec.json.decode(path.read_bytes(), type=Run))
-        except FileNotFoundError:
+            run = msgspec.json.decode(path.read_bytes(), type=Run)
+            if lacking := [name for name in HEADER if name not in run.header]:
+                raise ValueError(f"{path} cannot be read: its header lacks {', '.join(lacking)}")
+            return Results(folder, run)
+        except (FileNotFoundError, NotADirectoryError):
             raise ValueError(
                 f"{folder} has no results of experiments: `torch-ecrec experiments run NAME --out {folder}` makes some"
             ) from None
         except msgspec.MsgspecError as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Lets no other process run cells of this folder within the block; that it has ended lets go, too.
+
+        Raises:
+            ValueError: another one does.
+        """
+        with (self.folder / "lock").open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"another process runs the cells of {self.folder}: wait for its end, or name another folder"
+                ) from None
+            yield
 
     def require_same_commit(self) -> None:
         """Raises ValueError unless this code is that which the run was begun with."""
@@ -119,14 +155,26 @@ class Results:
         _write(path, content)
 
     def read(self, cell: Cell) -> dict[str, Any] | None:
-        """Returns what `write` has written; None: it has not run. Raises ValueError if the file cannot be read."""
-        path = self.path(cell)
+        """Returns what `write` has written; None: it has not run.
+
+        Raises:
+            ValueError: the file cannot be read, or is not that of the cell in this run.
+        """
+        path, wanted = self.path(cell), dataclasses.asdict(cell)
         try:
-            found: dict[str, Any] = json.loads(path.read_bytes())
+            found = json.loads(path.read_bytes())
         except FileNotFoundError:
             return None
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} cannot be read: {error}; remove it, and `resume` runs the cell again") from error
+        except (ValueError, IsADirectoryError) as error:
+            raise _damaged(path, str(error)) from error
+        if not isinstance(found, dict) or not {"cell", "factor", "error", "figures"} <= found.keys():
+            raise _damaged(path, "it is not what a cell leaves")
+        if (found["cell"], found["factor"]) != (wanted, self.run.factor):
+            raise _damaged(path, f"it is of another cell or factor: {found['cell']}, {found['factor']}")
+        figures = found["figures"]
+        kind = next(spec.kind for spec in self.run.specs if spec.name == cell.experiment)
+        if figures is not None and not (isinstance(figures, dict) and NEEDED[kind] <= figures.keys()):
+            raise _damaged(path, f"it has not the figures of its kind: {', '.join(sorted(NEEDED[kind]))}")
         return found
 
     def figures(self, cell: Cell) -> dict[str, Any] | None:
@@ -139,8 +187,17 @@ class Results:
         return any(self.figures(cell) is None for cell in group.cells)
 
 
+def _damaged(path: Path, reason: str) -> ValueError:
+    return ValueError(f"{path} cannot be read: {reason}; remove it, and `resume` runs the cell again")
+
+
 def _write(path: Path, content: Any) -> None:
-    """Writes a file whole or not at all, so that an interrupted run leaves no half of one."""
+    """Writes a file whole or not at all, so that an interrupted run, or a full disk, leaves no half of one."""
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    try:
+        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error  # that of a full disk names no file

@@ -1,7 +1,8 @@
 """Runs experiments: `torch-ecrec experiments run NAME`, and `resume`.
 
-All is checked before anything starts. A cell that fails is told, with the end of its log, and the others go on; the
-exit code is 1 then. Ctrl-C ends all processes; `resume` runs the cells that lack.
+All is checked before anything starts. A cell that fails, for whatever reason, is told, with the end of its log, and the
+others go on; the exit code is 1 then. Ctrl-C ends all processes; `resume` runs the cells that lack. One process at a
+time runs the cells of a folder.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import os
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torch_ecrec.bench import record
 from torch_ecrec.bench.experiment import Stopped
@@ -32,7 +35,7 @@ def begin(name: str, factor: int, data: Path | None, out: Path) -> int:
 
     Raises:
         ValueError: there is no such experiment, the data is in another format, memory or cores are too few, or `out`
-            has another run. Nothing was started.
+            has another run, or another process runs its cells. Nothing was started.
     """
     specs, scale = chosen(name), Scale(factor)
     if data is not None:
@@ -45,7 +48,8 @@ def resume(out: Path) -> int:
     """Runs the cells of a folder that have not run, or failed; returns the exit code.
 
     Raises:
-        ValueError: there are no results, they are of another commit, or memory or cores are too few.
+        ValueError: there are no results, they are of another commit, another process runs them, or memory or cores are
+            too few.
     """
     results = Results.open(out)
     results.require_same_commit()
@@ -70,6 +74,11 @@ def require_machine(specs: Sequence[Spec], scale: Scale) -> None:
 
 
 def _go_on(results: Results) -> int:
+    with results.alone():
+        return _run_lacking(results)
+
+
+def _run_lacking(results: Results) -> int:
     lacking = [group for group in results.groups if results.missing(group)]
     print(
         f"{results.run.name}: {results.scale}; {len(lacking)} of {len(results.groups)} groups of cells to run",
@@ -95,22 +104,32 @@ def _run(results: Results, group: Group) -> bool:
     """Runs a group; returns whether it came to its end."""
     out = results.folder / "running"
     shutil.rmtree(out, ignore_errors=True)
-    error = None
+    error, found = None, dict[str, dict[str, Any]]()
     try:
         data = results.run.data
         found = group.run(results.scale, None if data is None else str(Path(data).resolve()), out)
     except Stopped as failure:
-        error, found = str(failure), {}
-        print(f"torch-ecrec: {group.name} failed: {failure}", file=sys.stderr, flush=True)
-        logs = results.folder / "logs" / group.name.replace(", ", "-")
-        shutil.rmtree(logs, ignore_errors=True)
-        if (out / "logs").exists():
-            shutil.copytree(out / "logs", logs, ignore=shutil.ignore_patterns("*store*"))
+        error = str(failure)
+    except Exception as failure:  # whatever it is, hours of other cells are still to come
+        error = f"{type(failure).__name__}: {failure}\n{traceback.format_exc()}"
     finally:
+        if error is not None:
+            print(f"torch-ecrec: {group.name} failed: {error}", file=sys.stderr, flush=True)
+            _keep_logs(out / "logs", results.folder / "logs" / group.name.replace(", ", "-"))
         shutil.rmtree(out, ignore_errors=True)
     for cell in group.cells:
         results.write(cell, found.get(cell.mode), error)
     return error is None
+
+
+def _keep_logs(logs: Path, to: Path) -> None:
+    """Copies the logs of a cell that failed, where there are some; what cannot be copied is told, and left."""
+    shutil.rmtree(to, ignore_errors=True)
+    try:
+        if logs.exists():
+            shutil.copytree(logs, to, ignore=shutil.ignore_patterns("*store*"))
+    except OSError as error:
+        print(f"torch-ecrec: not all logs could be kept in {to}: {error}", file=sys.stderr, flush=True)
 
 
 def _minutes(seconds: float) -> str:
