@@ -568,6 +568,24 @@ def test_an_interrupted_run_goes_on_to_the_same_cells(
     assert whole == cut and len(whole) == 4 + SMOKED - 1
 
 
+def test_settings_are_those_of_the_run_or_refused(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They reach the processes of every cell: the report must not show them as if they were the default ones."""
+    monkeypatch.setenv("TORCH_ECREC_EXPERIMENT_MODE", "minus2PC")
+    with pytest.raises(ValueError, match="would hold for the cells of every mode, which choose them themselves"):
+        run.begin("cpr", 1024, None, tmp_path / "refused")
+    assert not (tmp_path / "refused").exists() and not ran
+    monkeypatch.delenv("TORCH_ECREC_EXPERIMENT_MODE")
+    assert run.begin("cpr", 1024, None, tmp_path / "plain") == 0
+    monkeypatch.setenv("TORCH_ECREC_WIRE", "bfloat16")
+    with pytest.raises(ValueError, match=r"begun with the default settings, and .* has TORCH_ECREC_WIRE=bfloat16: "):
+        run.resume(tmp_path / "plain")
+    assert run.begin("cpr", 1024, None, tmp_path / "other") == 0 and run.resume(tmp_path / "other") == 0
+    plain, other = (Results.open(tmp_path / name) for name in ("plain", "other"))
+    assert "; TORCH_ECREC_WIRE=bfloat16; commit" in report.page([other])
+    assert "TORCH_ECREC" not in report.page([plain])
+    assert figures.run_again(plain, other, SPECS["cpr"]) == [] != figures.run_again(plain, plain, SPECS["cpr"])
+
+
 def test_bad_data_is_refused_before_anything_is_made(ran: Ran, tmp_path: Path) -> None:
     data = tmp_path / "rows.csv"
     data.write_text("a,b,c\n")

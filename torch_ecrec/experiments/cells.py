@@ -353,7 +353,12 @@ class Recovering:
         if self._compares:
             with running.changed:
                 lacks, most = unlooked(running), largest_slot_bytes(running)
-            seconds = WHOLE_S + 2 * ROUNDS * most / Settings().scrub_bytes_per_s  # a server may have two slots
+            rate = Settings.from_environment().scrub_bytes_per_s
+            if not rate:
+                raise Stopped(
+                    "stripes are never compared here, so nothing is known of wrong ones: see scrub_bytes_per_s"
+                )
+            seconds = WHOLE_S + 2 * ROUNDS * most / rate  # a server may have two slots
             running.until(lacks, seconds, "every stripe to be compared after the kill")
         with running.changed:
             assert running.record.status is not None, "it was whole a moment ago"

@@ -240,7 +240,7 @@ def run_again(first: Results, second: Results, spec: Spec) -> list[dict[str, Any
 def _setting(results: Results, spec: Spec) -> tuple[object, ...]:
     """What two runs of a cell must have alike, besides the cell itself."""
     of_spec = (spec.kind, spec.options, spec.repeats, spec.seconds, spec.kills, spec.hosts, spec.link_mbit)
-    return (results.run.factor, results.run.data is None, *of_spec)
+    return (results.run.factor, results.run.data is None, results.run.settings, *of_spec)
 
 
 def _stated(spec: Spec, one: Mapping[str, Any]) -> tuple[str, float, float | None]:

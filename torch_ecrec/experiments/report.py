@@ -16,7 +16,7 @@ from torch_ecrec.bench import record
 from torch_ecrec.experiments import figures, scale
 from torch_ecrec.experiments.catalogue import Claim, Spec, all_specs
 from torch_ecrec.experiments.cells import groups
-from torch_ecrec.experiments.results import Results
+from torch_ecrec.experiments.results import Results, named
 
 JSON = "evidence"  # beside the page
 STORES = ", ".join(f"{name} {rate / 1e6:g} MB/s" for name, rate in scale.BANDWIDTHS.items())
@@ -143,6 +143,8 @@ def _section(runs: Sequence[Results], spec: Spec) -> list[str]:
     data = "real Criteo rows" if results.run.data else "made-up rows, skewed by Zipf's law"
     text += ["", f"    {header['command']}", ""]
     where = f"{header['processor']}, {header['cores']} cores, {header['memory_gib']} GiB"
+    if results.run.settings:
+        where += f"; {named(results.run.settings)}"
     text += [f"*{results.scale}; {data}; {where}; commit {header['commit']}, {header['date'][:10]}*", ""]
     lines = rows(results, spec)
     if any(line["state"] == "run" for line in lines):

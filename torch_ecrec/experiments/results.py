@@ -24,6 +24,7 @@ from torch_ecrec.bench import record
 from torch_ecrec.experiments.catalogue import Spec
 from torch_ecrec.experiments.cells import Cell, Group, groups
 from torch_ecrec.experiments.scale import Scale
+from torch_ecrec.spec.settings import Settings
 
 HEADER = ("processor", "cores", "memory_gib", "commit", "date", "command")  # of it, what a report shows
 
@@ -44,6 +45,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         data: a file of Criteo rows, as it was named; None: made-up ones.
         header: machine, versions, commit, date and command.
         specs: the experiments.
+        settings: of all processes, that are not the default ones: variables of the environment that it was begun in.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: str | None
     header: dict[str, Any]
     specs: list[Spec]
+    settings: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Results:
         """Makes the folder of a new run.
 
         Raises:
-            ValueError: there is another run.
+            ValueError: there is another run, or what is left of one; or settings of this environment are wrong.
         """
         path = folder / "run.json"
         if path.exists():
@@ -84,7 +87,7 @@ class Results:
                 " remove the folder, or name another one with --out"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        run = Run(name, factor, data, record.header(), specs)
+        run = Run(name, factor, data, record.header(), specs, settings_here())
         _write(path, msgspec.to_builtins(run))
         return Results(folder, run)
 
@@ -124,13 +127,19 @@ class Results:
                 ) from None
             yield
 
-    def require_same_commit(self) -> None:
-        """Raises ValueError unless this code is that which the run was begun with."""
+    def require_same_code(self) -> None:
+        """Raises ValueError unless this code, and its settings, are those which the run was begun with."""
         now, then = record.header()["commit"], self.run.header["commit"]
         if now != then:
             raise ValueError(
                 f"{self.folder} was begun with commit {then}, and this is {now}: cells of different code are not put"
                 " into one result. Check that commit out, or begin anew with another --out"
+            )
+        if (here := settings_here()) != self.run.settings:
+            raise ValueError(
+                f"{self.folder} was begun with {named(self.run.settings)}, and this environment has {named(here)}:"
+                " cells of different settings are not put into one result. Set the same, or begin anew with another"
+                " --out"
             )
 
     @property
@@ -185,6 +194,27 @@ class Results:
     def missing(self, group: Group) -> bool:
         """Returns whether a cell of the group has not run to its end."""
         return any(self.figures(cell) is None for cell in group.cells)
+
+
+def settings_here() -> dict[str, str]:
+    """Returns the settings of this environment that are not the default ones: they hold for all cells alike.
+
+    Raises:
+        ValueError: one is wrong, or it is what a mode is to choose for its own cells.
+    """
+    here, default = Settings.from_environment(join=None), Settings()
+    if here.experiment:
+        raise ValueError(
+            "TORCH_ECREC_EXPERIMENT_MODE and TORCH_ECREC_EXPERIMENT_RANGES would hold for the cells of every mode,"
+            " which choose them themselves: unset them"
+        )
+    plain = default.environment()
+    return {name: value for name, value in here.environment().items() if value != plain[name]}
+
+
+def named(settings: Mapping[str, str]) -> str:
+    """Returns some settings as text."""
+    return " ".join(f"{name}={value}" for name, value in sorted(settings.items())) or "the default settings"
 
 
 def _damaged(path: Path, reason: str) -> ValueError:

@@ -22,7 +22,7 @@ from torch_ecrec.demo import criteo
 from torch_ecrec.experiments import limits, report
 from torch_ecrec.experiments.catalogue import Spec, chosen
 from torch_ecrec.experiments.cells import Group, groups
-from torch_ecrec.experiments.results import Results
+from torch_ecrec.experiments.results import Results, settings_here
 from torch_ecrec.experiments.scale import Scale, require_memory
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.testing import hosts
@@ -34,10 +34,11 @@ def begin(name: str, factor: int, data: Path | None, out: Path) -> int:
     """Runs one experiment, "all", or "smoke"; returns the exit code.
 
     Raises:
-        ValueError: there is no such experiment, the data is in another format, memory or cores are too few, or `out`
-            has another run, or another process runs its cells. Nothing was started.
+        ValueError: there is no such experiment, the data is in another format, a setting is not for this, memory or
+            cores are too few, or `out` has another run, or another process runs its cells. Nothing was started.
     """
     specs, scale = chosen(name), Scale(factor)
+    settings_here()
     if data is not None:
         criteo.read(data, rows_per_table=1)
     require_machine(specs, scale)
@@ -48,11 +49,11 @@ def resume(out: Path) -> int:
     """Runs the cells of a folder that have not run, or failed; returns the exit code.
 
     Raises:
-        ValueError: there are no results, they are of another commit, another process runs them, or memory or cores are
-            too few.
+        ValueError: there are no results, they are of another commit or other settings, another process runs them, or
+            memory or cores are too few.
     """
     results = Results.open(out)
-    results.require_same_commit()
+    results.require_same_code()
     if (data := results.run.data) is not None:
         require(Path(data).exists(), f"{data}, which {out} was begun with, is not there: resume where it was begun")
     require_machine(results.run.specs, results.scale)
