@@ -302,7 +302,8 @@ class _Repair:
         """Returns (U,) bool, which stripes lack more members than the code repairs: these and the one to repair."""
         still = self.held.missing.of(self.table_group, self.parity)[self.positions]
         counts = np.sum([np.zeros(len(self.positions), np.int64), *gone.values()], axis=0)
-        return still & (counts + 1 > self.layout.n - self.layout.k)
+        too_many: np.ndarray = still & (counts + 1 > self.layout.n - self.layout.k)
+        return too_many
 
     def _again(self) -> None:
         """Tries the repair again a little later, since what it read did not fit together or was not there."""
