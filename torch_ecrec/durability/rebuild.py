@@ -255,9 +255,12 @@ class _Repair:
         attempt, history = self.attempt, self.host.history
 
         def done(answer: A | None) -> None:
+            is_late = attempt != self.attempt or history != self.host.history
+            if is_late and isinstance(answer, wire.Records):
+                self.rebuild.on_read(answer.records.numel())  # for nothing, and read all the same
             if attempt != self.attempt or self.slot.dead:
                 return
-            if answer is None or history != self.host.history:
+            if answer is None or is_late:
                 self._again()
             else:
                 then(answer)
