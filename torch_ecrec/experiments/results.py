@@ -222,12 +222,20 @@ def _damaged(path: Path, reason: str) -> ValueError:
 
 
 def _write(path: Path, content: Any) -> None:
-    """Writes a file whole or not at all, so that an interrupted run, or a full disk, leaves no half of one."""
+    write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all, so that an interrupted run, or a full disk, leaves no half of one.
+
+    Raises:
+        OSError: it cannot be written; the message names it, which that of a full disk does not.
+    """
     part = path.with_suffix(".part")
     try:
-        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        part.write_bytes(content)
         part.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
             part.unlink()
-        raise OSError(error.errno, error.strerror, str(path)) from error  # that of a full disk names no file
+        raise OSError(error.errno, error.strerror, str(path)) from error
