@@ -549,6 +549,8 @@ def test_one_process_runs_the_cells_of_a_folder(ran: Ran, tmp_path: Path, monkey
     def meanwhile(self: Group, *arguments: Any) -> Any:
         with pytest.raises(ValueError, match="another process runs the cells of") as refused:
             run.resume(tmp_path)
+        with pytest.raises(ValueError, match="another process runs the cells of"):
+            run.begin("smoke", 1024, None, tmp_path)  # nor writes over what is run
         others.append(str(refused.value))
         return pretend(self, *arguments)
 

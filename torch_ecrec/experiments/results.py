@@ -56,6 +56,26 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     settings: dict[str, str] = msgspec.field(default_factory=dict)
 
 
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Lets no other process begin a run in a folder, or run its cells, within the block. Makes the folder.
+
+    A process that ends lets go, however it ends.
+
+    Raises:
+        ValueError: another one does.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another process runs the cells of {folder}: wait for its end, or name another folder"
+            ) from None
+        yield
+
+
 @dataclass(frozen=True)
 class Results:
     """A folder with results.
@@ -110,22 +130,6 @@ class Results:
             ) from None
         except msgspec.MsgspecError as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Lets no other process run cells of this folder within the block; that it has ended lets go, too.
-
-        Raises:
-            ValueError: another one does.
-        """
-        with (self.folder / "lock").open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(
-                    f"another process runs the cells of {self.folder}: wait for its end, or name another folder"
-                ) from None
-            yield
 
     def require_same_code(self) -> None:
         """Raises ValueError unless this code, and its settings, are those which the run was begun with."""

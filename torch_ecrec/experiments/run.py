@@ -22,7 +22,7 @@ from torch_ecrec.demo import criteo
 from torch_ecrec.experiments import limits, report
 from torch_ecrec.experiments.catalogue import Spec, chosen
 from torch_ecrec.experiments.cells import Group, groups
-from torch_ecrec.experiments.results import Results, settings_here
+from torch_ecrec.experiments.results import Results, alone, settings_here
 from torch_ecrec.experiments.scale import Scale, require_memory
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.testing import hosts
@@ -42,7 +42,8 @@ def begin(name: str, factor: int, data: Path | None, out: Path) -> int:
     if data is not None:
         criteo.read(data, rows_per_table=1)
     require_machine(specs, scale)
-    return _go_on(Results.begin(out, name, factor, None if data is None else str(data), specs))
+    with alone(out):
+        return _go_on(Results.begin(out, name, factor, None if data is None else str(data), specs))
 
 
 def resume(out: Path) -> int:
@@ -57,7 +58,8 @@ def resume(out: Path) -> int:
     if (data := results.run.data) is not None:
         require(Path(data).exists(), f"{data}, which {out} was begun with, is not there: resume where it was begun")
     require_machine(results.run.specs, results.scale)
-    return _go_on(results)
+    with alone(out):
+        return _go_on(results)
 
 
 def require_machine(specs: Sequence[Spec], scale: Scale) -> None:
@@ -75,11 +77,6 @@ def require_machine(specs: Sequence[Spec], scale: Scale) -> None:
 
 
 def _go_on(results: Results) -> int:
-    with results.alone():
-        return _run_lacking(results)
-
-
-def _run_lacking(results: Results) -> int:
     lacking = [group for group in results.groups if results.missing(group)]
     print(
         f"{results.run.name}: {results.scale}; {len(lacking)} of {len(results.groups)} groups of cells to run",
