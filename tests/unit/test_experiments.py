@@ -436,6 +436,23 @@ def test_what_another_commit_began_is_not_gone_on_with(tmp_path: Path, monkeypat
         run.resume(tmp_path)
 
 
+@pytest.mark.parametrize("commit", ["0123456789ab+", "unknown"])
+def test_what_other_files_of_the_same_commit_began_is_not_gone_on_with(
+    commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout with changes, or an installed package: the commit says nothing of the code."""
+    sources, header = tmp_path / "package", {**record.header(), "commit": commit}
+    sources.mkdir()
+    (sources / "__init__.py").write_text("")
+    monkeypatch.setattr(record, "header", lambda: header)
+    monkeypatch.setattr("torch_ecrec.__file__", str(sources / "__init__.py"))
+    results = Results.begin(tmp_path / "out", "smoke", 1024, None, catalogue.chosen("smoke"))
+    Results.open(results.folder).require_same_code()
+    (sources / "more.py").write_text("changed = True")
+    with pytest.raises(ValueError, match="was begun with other code: files of this package have changed since"):
+        run.resume(results.folder)
+
+
 # runs ----------------------------------------------------------------------------------------------------------------
 
 Ran = list[str]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+import torch_ecrec
 from torch_ecrec.bench import record
 from torch_ecrec.experiments.catalogue import Spec
 from torch_ecrec.experiments.cells import Cell, Group, groups
@@ -46,6 +48,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         header: machine, versions, commit, date and command.
         specs: the experiments.
         settings: of all processes, that are not the default ones: variables of the environment that it was begun in.
+        code: a digest of this package's sources; "": it was begun when none was made.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     header: dict[str, Any]
     specs: list[Spec]
     settings: dict[str, str] = msgspec.field(default_factory=dict)
+    code: str = ""
 
 
 @contextlib.contextmanager
@@ -107,7 +111,7 @@ class Results:
                 " remove the folder, or name another one with --out"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        run = Run(name, factor, data, record.header(), specs, settings_here())
+        run = Run(name, factor, data, record.header(), specs, settings_here(), digest_of_code())
         _write(path, msgspec.to_builtins(run))
         return Results(folder, run)
 
@@ -138,6 +142,11 @@ class Results:
             raise ValueError(
                 f"{self.folder} was begun with commit {then}, and this is {now}: cells of different code are not put"
                 " into one result. Check that commit out, or begin anew with another --out"
+            )
+        if self.run.code not in ("", digest_of_code()):
+            raise ValueError(
+                f"{self.folder} was begun with other code: files of this package have changed since, at commit {now}:"
+                " cells of different code are not put into one result. Begin anew with another --out"
             )
         if (here := settings_here()) != self.run.settings:
             raise ValueError(
@@ -198,6 +207,15 @@ class Results:
     def missing(self, group: Group) -> bool:
         """Returns whether a cell of the group has not run to its end."""
         return any(self.figures(cell) is None for cell in group.cells)
+
+
+def digest_of_code() -> str:
+    """Returns a digest of this package's sources. A commit does not tell of files that differ from it, and where the
+    package was installed there is none."""
+    root, digest = Path(torch_ecrec.__file__).resolve().parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def settings_here() -> dict[str, str]:
