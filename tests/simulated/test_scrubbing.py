@@ -165,6 +165,34 @@ def test_more_than_the_stripe_can_repair_is_the_end_and_says_where() -> None:
     assert any(event["reason"] for event in cluster.told("damaged"))
 
 
+@pytest.mark.parametrize("member", range(4))
+def test_a_damaged_record_is_the_end_where_two_other_hosts_of_its_stripe_are_lost(member: int) -> None:
+    """Each of the three waits for the others: who rebuilds the lost ones is told what is damaged, and what is not
+    there."""
+
+    class LostBeside(Flipped):
+        def flip(self) -> bool:
+            """A flip that nobody has seen yet; and hosts die, no more than the code repairs without it."""
+            if not self.whole() or not self.slots():
+                return False
+            layout = self.layouts[0]
+            slot_of = [int(slot) for slot in layout.member_slot[0]]
+            slot, position = self.slots()[slot_of[member]], layout.first_position(0, member)
+            parity = member >= layout.k
+            slot.shards[0].flip_(position, 7, parity)
+            self.flipped.append((slot, 0, parity, position))
+            for other in [one for one in range(layout.n) if one != member][:2]:
+                self.network.kill(self.slots_known[slot_of[other]].server)
+            return True
+
+    scenario = Scenario(code=CodeSpec(6, 2, 2), steps=6, spares=3)
+    cluster = LostBeside(scenario, (150,), checks="background", scrubs="never", crash_damaged=True)
+    run = cluster.go()
+    assert cluster.flipped and run.kills == 2
+    assert run.fatal is not None and "too much of their stripes is damaged or lost" in run.fatal
+    assert "of table" in run.fatal
+
+
 def test_without_protection_a_flip_is_the_end_and_says_where() -> None:
     cluster = Flipped(Scenario(code=CodeSpec(2, protection="none"), steps=6, spares=0), (100,), parity=0.0)
     run = cluster.go()

@@ -10,6 +10,7 @@ Random schedules are in `test_random_kills.py`, rules taken out in `test_mutatio
 import dataclasses
 import functools
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -326,7 +327,7 @@ def test_an_old_answer_of_a_holder_costs_a_new_attempt_and_nothing_else(scope, s
         reborn=True,
         trainers_return=True,
         rebuild_chunk_bytes=400,
-        rebuild_bytes_per_s=50_000.0,
+        rebuild_bytes_per_s=40_000.0,
         random_kills=3,
         random_trainer_kills=seed % 3,
         network_seed=seed,
@@ -452,3 +453,31 @@ def test_beyond_the_code_it_stops_and_says_what_is_lost():
         run.check_against(undisturbed(TWO_ONE, 4))
     run = simulate(Scenario(code=CodeSpec(3, 2, 1, protection="none"), kills=((1, 2),), settle_first=False))
     assert run.fatal is not None and "no protection" in run.fatal
+
+
+def rebuilt_after(refused_s: float, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Seconds until a lost slot is rebuilt, from when others answer it: so long they have nothing to give."""
+    more = {"rebuild_bytes_per_s": 4000.0, "rebuild_chunk_bytes": 64, "snapshot_every": 50}
+    cluster = SimulatedCluster(Scenario(steps=400, kills=((0, 3),), verify_every=1 << 30, **more))
+    clock, fetch, begun_s = cluster.network.clock, Parity.on_fetch, list[float]()
+
+    def refuse(self: Parity, request: wire.Fetch, reply: Any) -> None:
+        begun_s.append(clock.now_s)
+        if clock.now_s < begun_s[0] + refused_s:
+            reply(wire.Refused("not now"))
+        else:
+            fetch(self, request, reply)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Parity, "on_fetch", refuse)
+        while not begun_s or not cluster.whole():
+            cluster._run_trainers()
+            assert clock.advance()
+    assert cluster.run.kills == 1
+    return clock.now_s - begun_s[0] - refused_s
+
+
+def test_what_could_not_be_read_is_not_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of a rebuild is one of bytes that are read: attempts that came to nothing hold up nobody afterwards."""
+    at_once_s, later_s = (rebuilt_after(refused_s, monkeypatch) for refused_s in (0.0, 20.0))
+    assert later_s < at_once_s + 1.0  # the pause between two attempts is half a second

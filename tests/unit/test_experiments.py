@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 from places import ROOT
 
@@ -275,6 +276,22 @@ def test_what_hosts_have_counted_before_is_not_counted_again() -> None:
     assert turns.news([told(0, 2, 0), told(1, 1, 1)]) == (0, 0)  # another host of slot 0 begins at none
 
 
+def test_no_wrong_stripe_is_said_only_after_a_whole_round() -> None:
+    def reports(*rounds: int) -> Any:
+        found = {slot: SimpleNamespace(incarnation=1, scrub_rounds=one) for slot, one in enumerate(rounds)}
+        return SimpleNamespace(slot_reports=lambda: found)
+
+    seen = SimpleNamespace(places=[("a", 1), ("b", 1)], status=reports(7, 0))
+    lacks = cells.unlooked(SimpleNamespace(record=seen))  # type: ignore[arg-type]
+    assert lacks().endswith("[0, 1]")
+    seen.status = reports(9, 1)  # slot 1 was in the middle of its first
+    assert lacks().endswith("[1]")
+    seen.status = reports(9, 2)
+    assert lacks() == ""
+    seen.places[1] = ("c", 2)  # another life: nobody has told anything of it
+    assert lacks().endswith("[1]")
+
+
 def test_thinned_keeps_both_ends() -> None:
     points = [(float(i), i) for i in range(5000)]
     found = cells.thinned(points)
@@ -351,12 +368,89 @@ def test_a_broken_cell_is_named(tmp_path: Path) -> None:
         results.figures(cell)
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("[]", "it is not what a cell leaves"),
+        ("null", "it is not what a cell leaves"),
+        ('{"figures": null}', "it is not what a cell leaves"),
+        ({"figures": {}}, "it has not the figures of its kind: after_samples_per_s, "),
+        ({"figures": [1]}, "it has not the figures of its kind: "),
+        ({"factor": 512}, "it is of another cell or factor: {.*}, 512"),
+        ({"cell": {"experiment": "recovery-1"}}, "it is of another cell or factor: {.*}, 1024"),
+        (None, "Is a directory"),
+    ],
+)
+def test_a_cell_that_is_no_cell_of_the_run_is_named(content: Any, says: str, tmp_path: Path) -> None:
+    """It is JSON, and still nothing that a report could show as this cell of this run."""
+    results = filled(tmp_path / "results", "recovery-1")
+    path = results.path(results.groups[0].cells[0])
+    if content is None:
+        path.unlink()
+        path.mkdir()
+    else:
+        text = content if isinstance(content, str) else json.dumps({**json.loads(path.read_text()), **content})
+        path.write_text(text)
+    page = tmp_path / "evidence.md"
+    page.write_text("what was there")
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))} cannot be read: .*{says}.*; remove it"):
+        report.write([results], page)
+    assert page.read_text() == "what was there", "and nothing is written over by half of a report"
+
+
+def test_a_run_without_its_header_is_refused(tmp_path: Path) -> None:
+    Results.begin(tmp_path, "smoke", 1024, None, catalogue.chosen("smoke"))
+    path = tmp_path / "run.json"
+    path.write_text(path.read_text().replace('"commit"', '"kommit"'))
+    with pytest.raises(ValueError, match=r"run\.json cannot be read: its header lacks commit"):
+        Results.open(tmp_path)
+
+
+def test_cells_of_a_run_that_is_gone_are_not_taken(tmp_path: Path) -> None:
+    filled(tmp_path, "cpr")
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(ValueError, match=f"{re.escape(str(tmp_path))}/cells has cells of a run whose run.json is gone"):
+        Results.begin(tmp_path, "cpr", 1024, None, catalogue.chosen("cpr"))
+
+
+def test_a_full_disk_leaves_no_half_of_a_file_and_is_named(tmp_path: Path) -> None:
+    results = filled(tmp_path, "cpr")
+    cell = results.groups[0].cells[0]
+    path, whole = results.path(cell), results.path(cell).read_text()
+    path.with_suffix(".part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=f"No space left on device: .*{re.escape(str(path))}"):
+        results.write(cell, made_up(cell, "emulated"), None)
+    assert path.read_text() == whole and not path.with_suffix(".part").is_symlink()
+    picture = tmp_path / report.picture(SPECS["cpr"])
+    picture.with_suffix(".part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=f"No space left on device: .*{re.escape(str(picture))}"):
+        report.draw(results)
+    assert not picture.exists()
+
+
 def test_what_another_commit_began_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Results.begin(tmp_path, "smoke", 1024, None, catalogue.chosen("smoke"))
     header = {**record.header(), "commit": "123456789abc"}
     monkeypatch.setattr(record, "header", lambda: header)
     with pytest.raises(ValueError, match=r"was begun with commit .* and this is 123456789abc"):
         run.resume(tmp_path)
+
+
+@pytest.mark.parametrize("commit", ["0123456789ab+", "unknown"])
+def test_what_other_files_of_the_same_commit_began_is_not_gone_on_with(
+    commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout with changes, or an installed package: the commit says nothing of the code."""
+    sources, header = tmp_path / "package", {**record.header(), "commit": commit}
+    sources.mkdir()
+    (sources / "__init__.py").write_text("")
+    monkeypatch.setattr(record, "header", lambda: header)
+    monkeypatch.setattr("torch_ecrec.__file__", str(sources / "__init__.py"))
+    results = Results.begin(tmp_path / "out", "smoke", 1024, None, catalogue.chosen("smoke"))
+    Results.open(results.folder).require_same_code()
+    (sources / "more.py").write_text("changed = True")
+    with pytest.raises(ValueError, match="was begun with other code: files of this package have changed since"):
+        run.resume(results.folder)
 
 
 # runs ----------------------------------------------------------------------------------------------------------------
@@ -447,6 +541,42 @@ def test_a_cell_that_fails_is_told_and_the_others_run(
     assert ran[SMOKED:] == [SECOND]
 
 
+def test_a_cell_that_fails_for_any_reason_is_told_and_the_others_run(
+    ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where a process is gone while its times are read: hours of other cells are still to come."""
+    failing(monkeypatch, 1, psutil.NoSuchProcess(17))
+    monkeypatch.setattr(run.shutil, "copytree", lambda *_, **__: refuse("No space left on device"))
+    assert run.begin("smoke", 1024, None, tmp_path) == 1
+    assert len(ran) == SMOKED
+    told = capsys.readouterr()
+    assert f"{SECOND} failed: NoSuchProcess: " in told.err and "in run_or_fail" in told.err
+    assert "not all logs could be kept in" in told.err and "failed: NoSuchProcess: " in told.out
+
+
+def refuse(why: str) -> None:
+    raise OSError(why)
+
+
+def test_one_process_runs_the_cells_of_a_folder(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two would remove each other's folder of what runs, and put both into one result."""
+    others: list[str] = []
+    pretend = Group.run
+
+    def meanwhile(self: Group, *arguments: Any) -> Any:
+        with pytest.raises(ValueError, match="another process runs the cells of") as refused:
+            run.resume(tmp_path)
+        with pytest.raises(ValueError, match="another process runs the cells of"):
+            run.begin("smoke", 1024, None, tmp_path)  # nor writes over what is run
+        others.append(str(refused.value))
+        return pretend(self, *arguments)
+
+    monkeypatch.setattr(Group, "run", meanwhile)
+    assert run.begin("cpr", 1024, None, tmp_path) == 0
+    assert len(others) == len(ran) > 0
+    assert run.resume(tmp_path) == 0, "the lock is gone with the run"
+
+
 def test_an_interrupted_run_goes_on_to_the_same_cells(
     ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -460,6 +590,24 @@ def test_an_interrupted_run_goes_on_to_the_same_cells(
     folders = [tmp_path / name / "cells" for name in ("whole", "cut")]
     whole, cut = ({str(path.relative_to(one)): path.read_text() for path in one.rglob("*.json")} for one in folders)
     assert whole == cut and len(whole) == 4 + SMOKED - 1
+
+
+def test_settings_are_those_of_the_run_or_refused(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They reach the processes of every cell: the report must not show them as if they were the default ones."""
+    monkeypatch.setenv("TORCH_ECREC_EXPERIMENT_MODE", "minus2PC")
+    with pytest.raises(ValueError, match="would hold for the cells of every mode, which choose them themselves"):
+        run.begin("cpr", 1024, None, tmp_path / "refused")
+    assert not (tmp_path / "refused").exists() and not ran
+    monkeypatch.delenv("TORCH_ECREC_EXPERIMENT_MODE")
+    assert run.begin("cpr", 1024, None, tmp_path / "plain") == 0
+    monkeypatch.setenv("TORCH_ECREC_WIRE", "bfloat16")
+    with pytest.raises(ValueError, match=r"begun with the default settings, and .* has TORCH_ECREC_WIRE=bfloat16: "):
+        run.resume(tmp_path / "plain")
+    assert run.begin("cpr", 1024, None, tmp_path / "other") == 0 and run.resume(tmp_path / "other") == 0
+    plain, other = (Results.open(tmp_path / name) for name in ("plain", "other"))
+    assert "; TORCH_ECREC_WIRE=bfloat16; commit" in report.page([other])
+    assert "TORCH_ECREC" not in report.page([plain])
+    assert figures.run_again(plain, other, SPECS["cpr"]) == [] != figures.run_again(plain, plain, SPECS["cpr"])
 
 
 def test_bad_data_is_refused_before_anything_is_made(ran: Ran, tmp_path: Path) -> None:
@@ -490,6 +638,7 @@ def test_the_page_has_every_cell_and_claim(tmp_path: Path) -> None:
 def test_what_has_not_run_or_failed_is_told(tmp_path: Path) -> None:
     results = Results.begin(tmp_path, "recovery-1", 1024, None, catalogue.chosen("recovery-1"))
     assert "not run" in report.page([results]) and "![" not in report.page([results])
+    report.write([results], tmp_path / "docs" / "evidence.md")  # there is no folder of cells yet
     first, second = (results.groups[i].cells[0] for i in (0, 1))
     results.write(first, None, "no memory\nand a log")
     results.write(second, made_up(second, "kill"), None)
@@ -551,6 +700,14 @@ def test_a_rival_that_costs_nothing_cannot_be_beaten() -> None:
     assert figures.overhead_reduced(found) == [{"case": "Criteo, store, Ckpt-30-beside", "value": 0.0}]
 
 
+def test_nothing_is_said_of_an_overhead_that_is_not_known() -> None:
+    """Without XDL beside it ours has none: that is not an overhead of nothing."""
+    cell = Cell("normal-1", "Criteo", "ECRM-k4", 2, 0)
+    rival = dataclasses.replace(cell, mode="Ckpt-30")
+    found: dict[Cell, dict[str, Any]] = {cell: {}, rival: {"overhead": {"store": spread(0.05)}}}
+    assert figures.overhead_reduced(found) == []
+
+
 # the same cells, run twice -------------------------------------------------------------------------------------------
 
 
@@ -595,8 +752,8 @@ def test_cells_of_another_setting_are_not_the_same(tmp_path: Path) -> None:
     second = run_with(tmp_path / "two", "normal-4", {"ECRM-k4": (1.0, 1.0, 1.0)}, factor=2048)
     assert figures.run_again(first, second, SPECS["normal-4"]) == []
     assert "no cell with the same settings, factor and kind of rows has run in both" in report.page([first, second])
-    smaller = msgspec.structs.replace(SPECS["normal-4"], repeats=1)
-    assert figures.run_again(first, first, smaller) == []
+    for other in ({"repeats": 1}, {"link_mbit": 10.0}):
+        assert figures.run_again(first, first, msgspec.structs.replace(SPECS["normal-4"], **other)) == []
 
 
 def test_what_states_no_spread_is_not_judged(tmp_path: Path) -> None:

@@ -209,12 +209,9 @@ class Parity(Durability):
         records_UB, broken_M = held.shards[table_group].gather_whole(positions, is_parity)
         if len(broken_M):
             self.scrubber.look(table_group, is_parity, positions[broken_M])
-        damaged = held.missing.damaged.get((table_group, is_parity))
-        if damaged and (places := [i for i, at in enumerate(positions.tolist()) if at in damaged]):
-            reply(wire.Damaged(torch.tensor(places, dtype=torch.int64, device="cpu")))
-            return
-        if held.missing.lacks(table_group, is_parity, positions):
-            reply(Refused("not rebuilt yet"))
+        there_U = held.missing.present(table_group, is_parity, positions)
+        if there_U is not None and not there_U.all():
+            reply(wire.Damaged(torch.from_numpy(np.flatnonzero(~there_U))))
             return
         changes: list[Change] | None
         if is_parity:

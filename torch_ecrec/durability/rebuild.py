@@ -60,7 +60,7 @@ class Rebuild:
         self.begin_anew()
         self.portions_under_way = 0
         self.pausing = False
-        self.unpaid_bytes = 0  # read since the last pause
+        self.unpaid_bytes = 0  # read, or about to be, since the last pause; negative: paid for, and not read
         # Of each holder, what it had folded when it was asked last: the host's history and the slot's own step then
         self._folded: dict[int, tuple[tuple[int, bool], int, wire.VersionsAre]] = {}
 
@@ -130,8 +130,8 @@ class Rebuild:
                 return
             if rate:
                 self.pausing = True
-                self.host.later(self.unpaid_bytes / rate, self._after_pause)
-                self.unpaid_bytes = 0
+                self.host.later(max(0, self.unpaid_bytes) / rate, self._after_pause)
+                self.unpaid_bytes = min(0, self.unpaid_bytes)
 
     def _after_pause(self) -> None:
         self.pausing = False
@@ -172,7 +172,7 @@ class Rebuild:
         self._folded[holder] = self.host.history, self.held.rule.applied, answer
 
     def on_read(self, count: int) -> None:
-        """Notes that so many bytes are read for a repair."""
+        """Notes that so many bytes are read for a repair; negative: that they are not, after all."""
         self.unpaid_bytes += count
 
     def on_installed(self, table_group: int, parity: bool, positions: np.ndarray, count: int) -> None:
@@ -213,7 +213,8 @@ class _Repair:
         self.width = self.held.shards[table_group].schema.nbytes
         self.failures = 0
         self.attempt = 0
-        self.damaged: dict[int, np.ndarray] = {}  # member -> (U,) of which stripes it is damaged, as its host said last
+        self.gone: dict[int, np.ndarray] = {}  # member -> (U,) of which stripes its host has none, as it said last
+        self.gone_before: dict[int, np.ndarray] = {}  # likewise, when they were too many
         self.begin()
 
     def begin(self) -> None:
@@ -221,8 +222,7 @@ class _Repair:
             return
         self.attempt += 1
         host, base = self.host, self.group.base
-        doubtful = {*host.unhealthy_slots(), *(int(self.layout.member_slot[base, member]) for member in self.damaged)}
-        self.plan = repair.plan_repair(self.layout, base, self.group.member, doubtful)
+        self.plan = repair.plan_repair(self.layout, base, self.group.member, self._doubtful())
         self.rebuild.on_read(self.plan.read_bytes(len(self.positions), self.width))
         self.folded: dict[int, wire.VersionsAre] = {}
         self.records: dict[int, wire.Records] = {}
@@ -238,15 +238,29 @@ class _Repair:
         for holder in asked:
             host.ask_once(holder, partial(wire.Versions, holder), self._unless_over(partial(self._on_versions, holder)))
 
+    def _doubtful(self) -> set[int]:
+        """Returns the slots to read from last: those that have said that they lack something of this. Before them come
+        those that are not rebuilt yet, of which as many are asked as it takes."""
+        layout = self.layout
+        slot_of = [int(slot) for slot in layout.member_slot[self.group.base]]
+        others = [member for member in range(layout.n) if member != self.group.member and member not in self.gone]
+        unhealthy = set(self.host.unhealthy_slots())
+        unsure = [slot_of[member] for member in others if slot_of[member] in unhealthy]
+        asked = max(0, layout.k - (len(others) - len(unsure)))
+        return {*unsure[asked:], *(slot_of[member] for member in self.gone)}
+
     def _unless_over(self, then: Callable[[A], None]) -> Callable[[A | None], None]:
         """Wraps what handles an answer: it counts only for the attempt that asked for it; a refusal ends the
         attempt."""
         attempt, history = self.attempt, self.host.history
 
         def done(answer: A | None) -> None:
+            is_late = attempt != self.attempt or history != self.host.history
+            if is_late and isinstance(answer, wire.Records):
+                self.rebuild.on_read(answer.records.numel())  # for nothing, and read all the same
             if attempt != self.attempt or self.slot.dead:
                 return
-            if answer is None or history != self.host.history:
+            if answer is None or is_late:
                 self._again()
             else:
                 then(answer)
@@ -261,28 +275,43 @@ class _Repair:
 
     def _on_records(self, member: int, answer: wire.Records | wire.Damaged) -> None:
         if isinstance(answer, wire.Damaged):
-            self._on_damaged(member, answer)
+            self._on_gone(member, answer)
             return
-        self.damaged.pop(member, None)
+        self.gone.pop(member, None)
+        self.gone_before.pop(member, None)
         self.records[member] = answer
         if len(self.records) == len(self.plan.reads):
             self._install()
 
-    def _on_damaged(self, member: int, answer: wire.Damaged) -> None:
-        """Handles a member that is being repaired itself. With others that are, it may be more than the code
-        repairs."""
+    def _on_gone(self, member: int, answer: wire.Damaged) -> None:
+        """Handles a member that is not there, of some stripes. With others that are not, it may be more than the code
+        repairs.
+
+        Its host may have said so a while before others did. So they are too many once all have said it again.
+        """
         exists = np.flatnonzero(self.layout.exists(self.group.base, member, self.group.rotations))
-        self.damaged[member] = np.isin(np.arange(len(self.positions)), exists[answer.places.numpy()])
-        gone = np.sum(list(self.damaged.values()), axis=0) + 1 > self.layout.n - self.layout.k
-        still = self.held.missing.of(self.table_group, self.parity)[self.positions]
-        if (gone & still).any():
-            self.attempt += 1
-            self.rebuild.scrubber.on_beyond(self.table_group, self.parity, self.positions[gone & still])
-        else:
+        self.gone[member] = np.isin(np.arange(len(self.positions)), exists[answer.places.numpy()])
+        beyond = self._too_many(self.gone)
+        if not beyond.any():
             self._again()
+        elif not (beyond := beyond & self._too_many(self.gone_before)).any():
+            self.gone, self.gone_before = {}, self.gone
+            self._again()
+        else:
+            self.attempt += 1
+            self.rebuild.scrubber.on_beyond(self.table_group, self.parity, self.positions[beyond])
+
+    def _too_many(self, gone: dict[int, np.ndarray]) -> np.ndarray:
+        """Returns (U,) bool, which stripes lack more members than the code repairs: these and the one to repair."""
+        still = self.held.missing.of(self.table_group, self.parity)[self.positions]
+        counts = np.sum([np.zeros(len(self.positions), np.int64), *gone.values()], axis=0)
+        too_many: np.ndarray = still & (counts + 1 > self.layout.n - self.layout.k)
+        return too_many
 
     def _again(self) -> None:
         """Tries the repair again a little later, since what it read did not fit together or was not there."""
+        read = sum(answer.records.numel() for answer in self.records.values())
+        self.rebuild.on_read(read - self.plan.read_bytes(len(self.positions), self.width))
         self.attempt += 1
         self.failures += 1
         self.host.later(min(RETRY_S * self.failures, RETRY_MOST_S), self.begin)

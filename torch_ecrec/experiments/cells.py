@@ -19,14 +19,14 @@ from __future__ import annotations
 import functools
 import itertools
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch_ecrec.bench import checkpoint, record
 from torch_ecrec.bench.checkpoint import Writing, written
-from torch_ecrec.bench.experiment import Experiment, Model, Part, Running, Stopped
+from torch_ecrec.bench.experiment import WHOLE_S, Experiment, Model, Part, Running, Stopped
 from torch_ecrec.bench.faults import GoBack, Kill, progress, start_training
 from torch_ecrec.bench.places import Apart, Here, OnHosts
 from torch_ecrec.bench.train import Blocks
@@ -35,6 +35,7 @@ from torch_ecrec.experiments.catalogue import Spec
 from torch_ecrec.experiments.modes import Mode
 from torch_ecrec.experiments.scale import Scale
 from torch_ecrec.protocol.status import SlotReport
+from torch_ecrec.spec.settings import Settings
 
 KEPT = (
     "samples_per_s",
@@ -47,6 +48,7 @@ KEPT = (
 )  # of a block
 WARM_UP = 2  # steps, twice, before the first block
 LEAST_STEPS = 3
+ROUNDS = 2  # of the scrubber after a kill: the first may have been under way
 SAVED_EVERY = 4  # steps of a block, after which training stands for a checkpoint
 SAVED_BESIDE = 16  # steps of a block, after a quarter of which a checkpoint is written beside them
 STORE = "store"  # of the three, the one at whose bandwidth checkpoints are written where time is measured
@@ -323,7 +325,7 @@ def _killed(group: Group, factor: Scale, data: str | None, out: Path) -> dict[st
         turn: Any = GoBack(interval_s, spec.seconds, seed)
         part = Part(mode.name, mode.trained, model, [turn], coordinator=options, watched=True)
     else:
-        turn = Recovering(Kill(spec.seconds, seed, moment_s=MOMENT_S[spec.kills]))
+        turn = Recovering(Kill(spec.seconds, seed, moment_s=MOMENT_S[spec.kills]), compares=spec.repeats > 1)
         spares, least = SPARES[spec.kills]
         part = Part(mode.name, mode.trained, model, [turn], spares=spares, least_spares=least, watched=True)
     place = functools.partial(_place, spec)
@@ -333,15 +335,31 @@ def _killed(group: Group, factor: Scale, data: str | None, out: Path) -> dict[st
 
 
 class Recovering:
-    """Turns in which a server is killed; the figures have the steps around it, and what it took for good."""
+    """Turns in which a server is killed; the figures have the steps around it, and what it took for good.
 
-    def __init__(self, kill: Kill) -> None:
-        self._kill = kill
+    Args:
+        kill: makes it happen.
+        compares: each turn waits until every stripe was compared after the kill: else no wrong one only means that
+            nobody has looked there.
+    """
+
+    def __init__(self, kill: Kill, compares: bool = False) -> None:
+        self._kill, self._compares = kill, compares
         self._seen: dict[tuple[int, int], tuple[int, int]] = {}  # of each life of a slot: what it had counted
 
     def __call__(self, running: Running) -> dict[str, Any]:
         """Kills once, and returns the figures. Raises `Stopped`."""
         found = self._kill(running)
+        if self._compares:
+            with running.changed:
+                lacks, most = unlooked(running), largest_slot_bytes(running)
+            rate = Settings.from_environment().scrub_bytes_per_s
+            if not rate:
+                raise Stopped(
+                    "stripes are never compared here, so nothing is known of wrong ones: see scrub_bytes_per_s"
+                )
+            seconds = WHOLE_S + 2 * ROUNDS * most / rate  # a server may have two slots
+            running.until(lacks, seconds, "every stripe to be compared after the kill")
         with running.changed:
             assert running.record.status is not None, "it was whole a moment ago"
             lost_steps, wrong_stripes = self.news(running.record.status.slot_reports().values())
@@ -361,6 +379,39 @@ class Recovering:
             wrong_stripes += one.wrong_stripes - before[1]
             self._seen[one.slot, one.incarnation] = one.lost_steps, one.wrong_stripes
         return lost_steps, wrong_stripes
+
+
+def unlooked(running: Running) -> Callable[[], str]:
+    """Returns what says which slots have not looked at all of their records and parities since now; "": all have.
+
+    Both are called with the lock. A round that is under way may have passed a stripe before: the next one counts.
+    """
+    before = _rounds(running)
+
+    def lacks() -> str:
+        now = _rounds(running)
+        some = [slot for (slot, life), rounds in now.items() if rounds < before.get((slot, life), 0) + ROUNDS]
+        return "" if now and not some else f"the scrubber's rounds of slots {some}"
+
+    return lacks
+
+
+def largest_slot_bytes(running: Running) -> int:
+    """Returns the bytes of records and parities of the largest slot; 0 as long as nothing is known."""
+    status = running.record.status
+    reports = () if status is None else status.slot_reports().values()
+    return max((one.record_bytes + one.parity_bytes for one in reports), default=0)
+
+
+def _rounds(running: Running) -> dict[tuple[int, int], int]:
+    """Returns how often each life of a slot was looked through; 0 of one that has told nothing."""
+    status, places = running.record.status, enumerate(running.record.places)
+    reports = {} if status is None else status.slot_reports()
+    found = {}
+    for slot, (_, life) in places:
+        one = reports.get(slot)
+        found[slot, life] = one.scrub_rounds if one is not None and one.incarnation == life else 0
+    return found
 
 
 def figures_of_recovery(mode: Mode, found: Mapping[str, Any]) -> dict[str, Any]:

@@ -81,7 +81,8 @@ def _ours(by: Mapping[str, list[Mapping[str, Any]]]) -> list[Mapping[str, Any]] 
 def overhead_reduced(found: Found) -> list[dict[str, Any]]:
     """By how much the overhead of ECRM-k4 (or k2) is less than the best of `RIVALS`, by model and store.
 
-    It is 0 where that rival costs nothing: nothing is left to reduce.
+    It is 0 where that rival costs nothing: nothing is left to reduce. Where ours is not known, since XDL was not there
+    to compare with, nothing is said.
     """
     rows = []
     for model in scale.MODELS:
@@ -89,9 +90,10 @@ def overhead_reduced(found: Found) -> list[dict[str, Any]]:
         ours = _ours(by)
         for store in scale.BANDWIDTHS if ours is not None else ():
             assert ours is not None
-            least = max(statistics.median(overhead(one) or 0.0 for one in ours), 0.0)
+            known = _cost(ours)
             rivals = {mode: cost for mode in RIVALS if (cost := _cost(by.get(mode, ()), store)) is not None}
-            if rivals:
+            if rivals and known is not None:
+                least = max(known, 0.0)
                 best = min(rivals, key=lambda mode: rivals[mode])
                 value = 1 - least / rivals[best] if rivals[best] > 0 else 0.0
                 rows.append({"case": f"{model}, {store}, {best}", "value": value})
@@ -237,8 +239,8 @@ def run_again(first: Results, second: Results, spec: Spec) -> list[dict[str, Any
 
 def _setting(results: Results, spec: Spec) -> tuple[object, ...]:
     """What two runs of a cell must have alike, besides the cell itself."""
-    of_spec = (spec.kind, spec.options, spec.repeats, spec.seconds, spec.kills, spec.hosts)
-    return (results.run.factor, results.run.data is None, *of_spec)
+    of_spec = (spec.kind, spec.options, spec.repeats, spec.seconds, spec.kills, spec.hosts, spec.link_mbit)
+    return (results.run.factor, results.run.data is None, results.run.settings, *of_spec)
 
 
 def _stated(spec: Spec, one: Mapping[str, Any]) -> tuple[str, float, float | None]:

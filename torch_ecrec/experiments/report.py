@@ -5,6 +5,7 @@ Everything comes from the JSON of the cells; what has not run is said to have no
 
 from __future__ import annotations
 
+import io
 import shutil
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from torch_ecrec.bench import record
 from torch_ecrec.experiments import figures, scale
 from torch_ecrec.experiments.catalogue import Claim, Spec, all_specs
 from torch_ecrec.experiments.cells import groups
-from torch_ecrec.experiments.results import Results
+from torch_ecrec.experiments.results import Results, named, write_whole
 
 JSON = "evidence"  # beside the page
 STORES = ", ".join(f"{name} {rate / 1e6:g} MB/s" for name, rate in scale.BANDWIDTHS.items())
@@ -123,7 +124,8 @@ def draw(results: Results, folder: Path | None = None) -> list[Path]:
             made = figures.draw(results, spec)
             if made is not None:
                 path = (folder or results.folder) / picture(spec)
-                made.savefig(path, dpi=110)
+                made.savefig(content := io.BytesIO(), dpi=110)
+                write_whole(path, content.getvalue())
                 drawn.append(path)
     except ImportError as missing:
         print(f"no pictures: {missing} (pip install matplotlib)", file=sys.stderr)
@@ -143,6 +145,8 @@ def _section(runs: Sequence[Results], spec: Spec) -> list[str]:
     data = "real Criteo rows" if results.run.data else "made-up rows, skewed by Zipf's law"
     text += ["", f"    {header['command']}", ""]
     where = f"{header['processor']}, {header['cores']} cores, {header['memory_gib']} GiB"
+    if results.run.settings:
+        where += f"; {named(results.run.settings)}"
     text += [f"*{results.scale}; {data}; {where}; commit {header['commit']}, {header['date'][:10]}*", ""]
     lines = rows(results, spec)
     if any(line["state"] == "run" for line in lines):
@@ -201,18 +205,26 @@ def _folders(runs: Sequence[Results]) -> list[str]:
 
 def write(runs: Sequence[Results], to: Path) -> None:
     """Writes the page, with its pictures beside it, and the JSON that it is made of in the folder `JSON` there."""
+    text = page(runs)  # before anything is written: a cell may turn out to be unreadable
     to.parent.mkdir(parents=True, exist_ok=True)
-    to.write_text(page(runs), encoding="utf-8")
+    write_whole(to, text.encode())
     for results in reversed(runs):  # so that the first one's pictures stay
         draw(results, to.parent)
     with tempfile.TemporaryDirectory(dir=to.parent) as aside:  # a run may lie where another one's place is
         names = _folders(runs)
         for name, results in zip(names, runs, strict=True):
-            shutil.copytree(results.folder / "cells", Path(aside) / name / "cells")
-            shutil.copy(results.folder / "run.json", Path(aside) / name)
+            _copy(results, Path(aside) / name)
         for name in names:
             kept = to.parent / JSON / name
             shutil.rmtree(kept, ignore_errors=True)
             kept.parent.mkdir(exist_ok=True)
             shutil.move(Path(aside) / name, kept)
     print(f"written: {to}")
+
+
+def _copy(results: Results, to: Path) -> None:
+    """Copies the JSON of a run, which may have no cell yet, or be writing one."""
+    to.mkdir()
+    shutil.copy(results.folder / "run.json", to)
+    if (results.folder / "cells").exists():
+        shutil.copytree(results.folder / "cells", to / "cells", ignore=shutil.ignore_patterns("*.part"))

@@ -1,7 +1,8 @@
 """Runs experiments: `torch-ecrec experiments run NAME`, and `resume`.
 
-All is checked before anything starts. A cell that fails is told, with the end of its log, and the others go on; the
-exit code is 1 then. Ctrl-C ends all processes; `resume` runs the cells that lack.
+All is checked before anything starts. A cell that fails, for whatever reason, is told, with the end of its log, and the
+others go on; the exit code is 1 then. Ctrl-C ends all processes; `resume` runs the cells that lack. One process at a
+time runs the cells of a folder.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import os
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torch_ecrec.bench import record
 from torch_ecrec.bench.experiment import Stopped
@@ -19,7 +22,7 @@ from torch_ecrec.demo import criteo
 from torch_ecrec.experiments import limits, report
 from torch_ecrec.experiments.catalogue import Spec, chosen
 from torch_ecrec.experiments.cells import Group, groups
-from torch_ecrec.experiments.results import Results
+from torch_ecrec.experiments.results import Results, alone, settings_here
 from torch_ecrec.experiments.scale import Scale, require_memory
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.testing import hosts
@@ -31,28 +34,32 @@ def begin(name: str, factor: int, data: Path | None, out: Path) -> int:
     """Runs one experiment, "all", or "smoke"; returns the exit code.
 
     Raises:
-        ValueError: there is no such experiment, the data is in another format, memory or cores are too few, or `out`
-            has another run. Nothing was started.
+        ValueError: there is no such experiment, the data is in another format, a setting is not for this, memory or
+            cores are too few, or `out` has another run, or another process runs its cells. Nothing was started.
     """
     specs, scale = chosen(name), Scale(factor)
+    settings_here()
     if data is not None:
         criteo.read(data, rows_per_table=1)
     require_machine(specs, scale)
-    return _go_on(Results.begin(out, name, factor, None if data is None else str(data), specs))
+    with alone(out):
+        return _go_on(Results.begin(out, name, factor, None if data is None else str(data), specs))
 
 
 def resume(out: Path) -> int:
     """Runs the cells of a folder that have not run, or failed; returns the exit code.
 
     Raises:
-        ValueError: there are no results, they are of another commit, or memory or cores are too few.
+        ValueError: there are no results, they are of another commit or other settings, another process runs them, or
+            memory or cores are too few.
     """
     results = Results.open(out)
-    results.require_same_commit()
+    results.require_same_code()
     if (data := results.run.data) is not None:
         require(Path(data).exists(), f"{data}, which {out} was begun with, is not there: resume where it was begun")
     require_machine(results.run.specs, results.scale)
-    return _go_on(results)
+    with alone(out):
+        return _go_on(results)
 
 
 def require_machine(specs: Sequence[Spec], scale: Scale) -> None:
@@ -95,22 +102,32 @@ def _run(results: Results, group: Group) -> bool:
     """Runs a group; returns whether it came to its end."""
     out = results.folder / "running"
     shutil.rmtree(out, ignore_errors=True)
-    error = None
+    error, found = None, dict[str, dict[str, Any]]()
     try:
         data = results.run.data
         found = group.run(results.scale, None if data is None else str(Path(data).resolve()), out)
     except Stopped as failure:
-        error, found = str(failure), {}
-        print(f"torch-ecrec: {group.name} failed: {failure}", file=sys.stderr, flush=True)
-        logs = results.folder / "logs" / group.name.replace(", ", "-")
-        shutil.rmtree(logs, ignore_errors=True)
-        if (out / "logs").exists():
-            shutil.copytree(out / "logs", logs, ignore=shutil.ignore_patterns("*store*"))
+        error = str(failure)
+    except Exception as failure:  # whatever it is, hours of other cells are still to come
+        error = f"{type(failure).__name__}: {failure}\n{traceback.format_exc()}"
     finally:
+        if error is not None:
+            print(f"torch-ecrec: {group.name} failed: {error}", file=sys.stderr, flush=True)
+            _keep_logs(out / "logs", results.folder / "logs" / group.name.replace(", ", "-"))
         shutil.rmtree(out, ignore_errors=True)
     for cell in group.cells:
         results.write(cell, found.get(cell.mode), error)
     return error is None
+
+
+def _keep_logs(logs: Path, to: Path) -> None:
+    """Copies the logs of a cell that failed, where there are some; what cannot be copied is told, and left."""
+    shutil.rmtree(to, ignore_errors=True)
+    try:
+        if logs.exists():
+            shutil.copytree(logs, to, ignore=shutil.ignore_patterns("*store*"))
+    except OSError as error:
+        print(f"torch-ecrec: not all logs could be kept in {to}: {error}", file=sys.stderr, flush=True)
 
 
 def _minutes(seconds: float) -> str:

@@ -369,8 +369,8 @@ class Versions(Request[VersionsAre]):
 
 
 class Damaged(Answer):
-    """Says that some of the records that were asked for are not what they should be, and are being repaired
-    themselves."""
+    """Says that some of the records that were asked for are being repaired themselves: they are not what they should
+    be, or not rebuilt yet."""
 
     places: Positions  # (M,) int64, ascending: which of those asked for
 
