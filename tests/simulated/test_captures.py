@@ -92,6 +92,19 @@ def test_by_time_and_with_snapshots_of_some_steps_only() -> None:
     assert len(cluster.shelf.counts) >= 2 and all(finished.done % 3 == 0 for finished in cluster.shelf.counts)
 
 
+def test_a_step_without_a_snapshot_is_made_up_for_by_the_next_one_that_has() -> None:
+    """Also after trainers went back: by 4 steps, where every third is kept, would be by 12."""
+    scenario = dataclasses.replace(PLAIN, steps=36, snapshot_every=3)
+    dones = {}
+    for name, more in {"calm": {}, "disturbed": {"random_trainer_kills": 2}}.items():
+        cluster = Checkpointed(with_checkpoints(dataclasses.replace(scenario, **more), every_steps=4))
+        check(cluster)
+        dones[name] = [finished.done for finished in cluster.shelf.counts]
+        assert all(done % 3 == 0 for done in dones[name])
+    assert cluster.run.trainer_kills == 2
+    assert set(dones["calm"]) - {12, 24, 36} and set(dones["disturbed"]) - {12, 24, 36}, dones
+
+
 def test_loads_before_and_within_training() -> None:
     loads = dataclasses.replace(PLAIN, loads=(Load(0, 0, 9), Load(1, 0, 5)))
     cluster = Checkpointed(with_checkpoints(loads))

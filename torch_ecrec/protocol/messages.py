@@ -413,7 +413,8 @@ class Arrived(OfMove, frozen=True, tag="arrived"):
 
 
 class Due(OfSlot, frozen=True, tag="due"):
-    """Says that a checkpoint is due: the dense snapshot of its step is whole. `done`: steps of training until then."""
+    """Says that a checkpoint is due after `done` steps of training: the dense snapshot of that step is whole, or of the
+    next one that has a snapshot."""
 
     done: Count
 

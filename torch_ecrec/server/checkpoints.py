@@ -60,6 +60,7 @@ class SlotCheckpoints:
         self._snapshots, self._scrubber, self._memory_bytes = snapshots, scrubber, memory_bytes
         self._pinned: int | None = None  # the log goes back to there
         self._pinned_at = 0  # what was applied then
+        self._kept: int | None = None  # steps of training until the last whole snapshot, as far as is known
         self._surveyed = 0  # the checkpoint that is being prepared, or written
         self._capture: Capture | None = None
         self._writing: Pending | None = None
@@ -118,14 +119,25 @@ class SlotCheckpoints:
 
     def on_snapshot(self, done: int, whole: bool) -> None:
         """Notes that a trainer's part of a dense snapshot is here; `done`: steps of training; `whole`: all parts of it
-        are."""
-        if self._held.index == 0 and whole and done and self._is_due(done):
-            self._slot.tell(messages.Due(*self._slot.life, done))
+        are.
+
+        Not every step has a snapshot. That of the first step after one that a checkpoint is due after stands for it.
+        """
+        if self._held.index or not whole or not done:
+            return
+        kept = self._kept if self._kept is not None else done - 1
+        self._kept = max(kept, done)
+        told = self._host.checkpointing
+        for every in (told.every_steps, told.saves_every if told.every_steps else 0):
+            if every and done // every * every > kept:
+                self._slot.tell(messages.Due(*self._slot.life, done // every * every))
+                return
 
     def on_going_back(self, step: int) -> None:
         """Prepares for every step after `step` to be taken back, here and everywhere."""
         if self._marks is not None:
             mark_changed_(self._marks, self._held, step)
+        self._kept, _ = self._snapshots.found().get(step, (None, []))
         if self._pinned is not None:
             self._pinned, self._pinned_at = min(self._pinned, step), min(self._pinned_at, step)
         if self._capture is not None and self._capture.step > step:
