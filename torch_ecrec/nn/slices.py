@@ -117,8 +117,8 @@ class Slice:
         if pooling != "rows" and (per_id_N is None or not per_id_N.requires_grad):
             whole = self._is_long(lengths_FB)
             dealt_P = self._long_dealt(lengths_FB) if pooling == "parts" else self.dealt_D[:0]
-            if whole or len(dealt_P):
-                layout = layouts[self.table_group]
+            layout = layouts[self.table_group]
+            if (whole or len(dealt_P)) and _fits(layout):
                 pooled, ids_N, lengths_FB, per_id_N = self._split(ids_N, lengths_FB, per_id_N, layout, whole, dealt_P)
         rows_U, inverse_N = arrange(self.table_group, self._rows(ids_N, lengths_FB))
         inverse, of_slice = inverse_N.numpy(), (self.mean_F, self.limit, index_FN)
@@ -402,6 +402,11 @@ def without(
                 keep_U &= (rows_U < table.first_row) | (rows_U >= table.first_row + table.rows)
         rows[table_group], gradients[table_group] = rows_U[keep_U], gradient_UD[keep_U]
     return rows, gradients
+
+
+def _fits(layout: Layout) -> bool:
+    """Returns whether positions have 32 bits at most, as messages have those of ids in bags."""
+    return int(layout.data_first[:, -1].max()) <= np.iinfo(np.int32).max
 
 
 def _ids_of(features: KeyedJaggedTensor) -> Tensor:
