@@ -130,26 +130,20 @@ class _Slots:
         Args:
             tight: it fills all of them but the last, so that the next one lies on few slots, too.
         """
-        chosen: list[int] = []
+        share: dict[int, int] = {}
+        left = table.rows
         for slot in self.emptiest():
-            if self._room(chosen) >= table.rows:
-                break
-            chosen.append(slot)
-        if not tight:
-            return self.deal(table, chosen)
-        share, left = {}, table.rows
-        for slot in chosen:
             share[slot] = min(left, max(0, self.free[slot]))
             left -= share[slot]
-        return self._dealt(table, share)
+            if not left:
+                break
+        return self._dealt(table, share) if tight else self.deal(table, [*share])
 
     def deal(self, table: Wanted, chosen: Sequence[int]) -> tuple[Piece, ...]:
         """Deals a table to some slots, to each in proportion to its room."""
-        total = max(1, self._room(chosen))
-        return self._dealt(table, {slot: table.rows * max(0, self.free[slot]) // total for slot in chosen})
-
-    def _room(self, chosen: Iterable[int]) -> int:
-        return sum(max(0, self.free[slot]) for slot in chosen)
+        room = {slot: max(0, self.free[slot]) for slot in chosen}
+        total = max(1, sum(room.values()))
+        return self._dealt(table, {slot: table.rows * most // total for slot, most in room.items()})
 
     def _dealt(self, table: Wanted, share: Mapping[int, int]) -> tuple[Piece, ...]:
         """Puts so many rows of a table on each slot, in turns as long as it lasts, and what is left on all of them."""

@@ -221,8 +221,7 @@ class Enumerator(ListedEnumerator):
         pooled = self._pooled(options, tables, job)
         for fqn, option in options.items():
             one, (ids, _) = self.served[fqn], self._batch(option)
-            slots = 1 if job.home_of(one.table.name) is not None else len(job.slots_of(one.table.name))
-            sums = self._sums(option, slots) if fqn in pooled else None
+            sums = self._sums(option, len(job.slots_of(one.table.name))) if fqn in pooled else None
             cost = cost_of(one.table, ids, self.world_size, self._servers, sums, tables[fqn].weighted)
             self.served[fqn] = dataclasses.replace(one, cost=cost)
 

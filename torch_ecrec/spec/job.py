@@ -262,7 +262,9 @@ class JobSpec:
         return self.layouts[table_group].home_of(first, end - first)
 
     def slots_of(self, table: str) -> tuple[int, ...]:
-        """Returns the slots that may have rows of a table, ascending."""
+        """Returns the slots that have rows of a table, ascending; of a tiny one that is dealt, those that may."""
+        if (home := self.home_of(table)) is not None:
+            return (home[0],)
         index = next(index for index, spec in enumerate(self.tables) if spec.name == table)
         some = {slot for piece in self.pieces[index] for slot in piece.slots}
         return tuple(sorted(some or range(self.code.slots)))
