@@ -17,15 +17,16 @@ from kept import random_records, read_by_slots, small_job
 
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.checkpointing import Finished
-from torch_ecrec.errors import CheckpointError
+from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.processes import checkpoint_files, restore_source
 from torch_ecrec.processes.checkpoint_files import FileCheckpointWriter, FileManifests, FileWriting
 from torch_ecrec.protocol import messages
 from torch_ecrec.server.capture import Portion
 from torch_ecrec.spec.job import CodeSpec, JobSpec
-from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.catalog import Catalog, Listing
 from torch_ecrec.storage.chain_reader import check_rows
+from torch_ecrec.storage.location import Location
 
 LIMIT_S = 300.0  # for a thread: only a hang reaches it
 JOB = small_job(trainers=2)
@@ -193,6 +194,66 @@ def test_the_newest_that_is_whole_is_taken(tmp_path: Path) -> None:
     assert restore_source.find("newest", str(tmp_path / "none")) is None
 
 
+@pytest.mark.parametrize("fault", ["manifest", "part", "place"])
+@pytest.mark.parametrize("read", [True, False])
+def test_what_cannot_be_read_for_a_moment_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, read: bool
+) -> None:
+    """All that was trained since the one before would be lost for it, or the whole job, where there is none before."""
+    url, truth, manifests = str(tmp_path), random_records(JOB, 3), manifests_of(str(tmp_path))
+    for done in (40, 80):
+        newest = committed(manifests, url, done, truth)
+    monkeypatch.setattr(checkpoint_files, "LOOK_AGAIN_S", 0.01)
+    call = {"manifest": "read", "part": "open_read", "place": "list"}[fault]
+    whole, failed = getattr(Location, call), []
+
+    def failing(self: Location, *args: Any) -> Any:
+        if (fault == "place" or newest.folder in self.url) and len(failed) < 3:
+            failed.append(args)
+            raise StoreUnavailable(f"cannot {call} {self.url}: the store is busy")
+        return whole(self, *args)
+
+    monkeypatch.setattr(Location, call, failing)
+    answer = Answer()
+    manifests.newest("run", None, answer, read)
+    assert answer.wait() == ((newest, JOB), "")
+    assert len(failed) == 3 or (fault, read) == ("part", False), "who looks at manifests only reads no part"
+
+
+def test_what_cannot_be_read_for_long_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, truth, manifests = str(tmp_path), random_records(JOB, 3), manifests_of(str(tmp_path))
+    older, newest = (committed(manifests, url, done, truth) for done in (40, 80))
+    monkeypatch.setattr(checkpoint_files, "UNREAD_S", 0.0)
+    for alone in (False, True):
+        path = tmp_path / newest.folder / "manifest.json"
+        path.unlink()
+        path.mkdir()  # cannot be read
+        answer = Answer()
+        manifests.newest("run", None, answer)
+        found, why = answer.wait()
+        if alone:
+            assert found is None and "a folder, not a file" in why, why
+        else:
+            assert found == (older, JOB) and not why
+        newest = older
+
+
+def test_the_newest_of_a_place_where_all_are_altered_is_not_the_beginning(tmp_path: Path) -> None:
+    url = str(tmp_path)
+    only = committed(manifests_of(url), url, 40, random_records(JOB, 3))
+    path = tmp_path / only.folder / "manifest.json"
+    path.write_bytes(path.read_bytes()[:-1])
+    for wanted in ("newest", url):
+        with pytest.raises(CheckpointError, match=r"there is no checkpoint at .*manifest\.json was cut off") as altered:
+            restore_source.find(wanted, url)
+        assert not isinstance(altered.value, StoreUnavailable)
+    path.unlink()
+    path.mkdir()  # cannot be read
+    for wanted in ("newest", url):
+        with pytest.raises(StoreUnavailable):
+            restore_source.find(wanted, url)
+
+
 @pytest.mark.parametrize("wanted", ["", "newest"])
 def test_what_a_run_has_begun_with_is_found_again_whatever_is_newer_there(tmp_path: Path, wanted: str) -> None:
     """By a coordinator in the place of one that died with everybody else, before the run's first own checkpoint."""
@@ -220,9 +281,9 @@ def test_a_store_that_hangs_is_not_waited_for_for_ever(
     def hanging(*args: Any) -> Any:
         reached.set()
         assert goes_on.wait(LIMIT_S)
-        return []
+        return [] if hangs == "before" else Listing()
 
-    monkeypatch.setattr(Catalog, "clean" if hangs == "before" else "checkpoints", hanging)
+    monkeypatch.setattr(Catalog, "clean" if hangs == "before" else "listing", hanging)
     if hangs == "before":
         manifests.discard("000000000050-run-1-50")
         assert reached.wait(LIMIT_S)

@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import shutil
+import tracemalloc
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,8 +17,8 @@ import pytest
 from kept import Shelf, small_job
 from power import Crash, Power
 
-from torch_ecrec.errors import CheckpointError
-from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.errors import CheckpointError, StoreUnavailable
+from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
 from torch_ecrec.storage import chain_reader, location, manifest, policy
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.location import Location
@@ -298,6 +299,110 @@ def test_what_is_kept(tmp_path: Path, url_of: Callable[[Path], str]) -> None:
         catalog.keep(0)
     with pytest.raises(CheckpointError, match="is no name of a checkpoint"):
         catalog.folder("../x")
+
+
+def unreadable(monkeypatch: pytest.MonkeyPatch, *names: str, times: int = 1 << 30) -> list[str]:
+    """Manifests of these cannot be read just now, so many times. Returns of which that was asked, as it is."""
+    asked: list[str] = []
+    read = Location.read
+
+    def failing(self: Location, name: str) -> bytes:
+        folder = self.url.rpartition("/")[2]
+        if folder in names and len(asked) < times:
+            asked.append(folder)
+            raise StoreUnavailable(f"cannot read {self.url}/{name}: the store is busy")
+        return read(self, name)
+
+    monkeypatch.setattr(Location, "read", failing)
+    return asked
+
+
+@pytest.mark.parametrize("fault", ["busy", "altered"])
+def test_nothing_is_removed_that_one_of_an_unknown_base_may_build_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    shelf = Shelf(str(tmp_path))
+    catalog = shelf.catalog
+    a = shelf.write(1)
+    b = shelf.write(2, a, [[1], []])
+    c = shelf.write(3, b, [[2], []])
+    d = shelf.write(4, c, [[3], []])
+    path = tmp_path / c.id / manifest.MANIFEST
+    whole = path.read_bytes()
+    if fault == "busy":
+        asked = unreadable(monkeypatch, c.id)
+    else:
+        asked = [c.id]
+        path.write_text("{")
+    kind = StoreUnavailable if fault == "busy" else CheckpointError
+    with pytest.raises(kind, match=f"what {c.id} builds on is not known, and nothing was removed: "):
+        catalog.keep(1)
+    with pytest.raises(CheckpointError, match=f"{a.id} is what {b.id} build on"):
+        catalog.remove(a.id)
+    with pytest.raises(CheckpointError, match=f"{b.id} may be what {c.id} builds on, whose manifest cannot be read"):
+        catalog.remove(b.id)
+    assert asked and catalog.location.list() == [a.id, b.id, c.id, d.id]
+    monkeypatch.undo()
+    path.write_bytes(whole)
+    assert catalog.keep(1) == [] and shelf.holds(d)
+
+
+def test_what_is_altered_and_nobody_builds_on_keeps_nothing(tmp_path: Path) -> None:
+    shelf = Shelf(str(tmp_path))
+    a, b, c = (shelf.write(done) for done in (1, 2, 3))
+    (tmp_path / b.id / manifest.MANIFEST).write_text("{")
+    assert shelf.catalog.keep(1) == [a.id] and shelf.catalog.location.list() == [b.id, c.id]
+
+
+def test_what_is_committed_while_one_cannot_be_read_is_newer_than_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training that went back to step 100 writes step 150 while the manifest of step 200 cannot be read."""
+    shelf = Shelf(str(tmp_path))
+    shelf.write(100)
+    before = shelf.write(200)
+    asked = unreadable(monkeypatch, before.id)
+    later = shelf.write(150)
+    assert asked
+    with pytest.raises(StoreUnavailable, match=r"is the newest cannot be said: .*the store is busy; or name a step"):
+        shelf.catalog.newest()
+    with pytest.raises(StoreUnavailable, match=r"no checkpoint of step 200 .*the store is busy"):
+        shelf.catalog.at(200)
+    assert shelf.catalog.at(150) == later
+    monkeypatch.undo()
+    assert shelf.catalog.newest() == later, "it was committed last"
+    assert shelf.write(160).order > later.order
+
+
+def test_a_newest_one_that_was_altered_is_passed_over_with_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf = Shelf(str(tmp_path))
+    older, newer = shelf.write(100), shelf.write(200)
+    (tmp_path / newer.id / manifest.MANIFEST).write_text("{")
+    assert shelf.catalog.newest() == older
+    assert f"checkpoint {newer.id} is passed over: " in caplog.text
+
+
+def test_what_a_restore_remembers_of_rows_is_two_bits_of_each() -> None:
+    rows = 1 << 26
+    table_group = JobSpec((TableSpec("a", rows, 1, 0, 1, OptimizerSpec("sgd")),), CodeSpec(2, 1, 1), 1).table_groups[0]
+    coverage = chain_reader._Coverage(table_group, 0, 0, rows)
+    coverage._seen[:] = 0xFF
+    tracemalloc.start()
+    try:
+        coverage.finish("here", every=True)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < rows / 2, f"{most:,} bytes for {rows:,} rows"
+    for rows in (1, 7, 8, 9):
+        coverage = chain_reader._Coverage(table_group, 0, 3, 3 + rows)
+        coverage._seen[:] = 0xFF
+        coverage.finish("here", every=True)
+        coverage._seen[-1] &= ~np.uint8(1 << ((rows - 1) % 8))
+        with pytest.raises(CheckpointError, match=f"here lacks 1 rows, first row {3 + rows - 1} of table a"):
+            coverage.finish("here", every=True)
 
 
 @each_kind

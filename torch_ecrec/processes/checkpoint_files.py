@@ -18,14 +18,14 @@ from typing import Any
 
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.checkpointing import Finished, Restorable, attempt_of, run_of
-from torch_ecrec.errors import CheckpointError
+from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.processes.restore_source import restored_of
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.server.capture import Portion
 from torch_ecrec.spec.job import JobSpec, TableGroup
-from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.catalog import Catalog, Listing
 from torch_ecrec.storage.chain_reader import check_rows
 from torch_ecrec.storage.location import Location
 from torch_ecrec.storage.manifest import Encoding, Manifest, PartEntry
@@ -39,6 +39,8 @@ PORTION_BYTES = 2 << 20  # of records, taken at once: what steps may have to wai
 HANGS_S = 5.0  # for a write that nobody wants any more; no other is begun while it hangs
 ENDS_S = 5.0  # for the store, when a run is over
 LOOKS_S = 300.0  # for the next block of a checkpoint that all may go back to; then the store counts as gone
+UNREAD_S = 60.0  # for a checkpoint that cannot be read just now; then an older one is taken
+LOOK_AGAIN_S = 2.0  # before it is read again
 BYTES_PER_S_OF_CORE = 5e6  # that a process writes, for each core of its machine, where nobody has said a limit;
 BYTES_PER_S_MOST = 100e6  # and at most
 BURST_S = 0.25  # what was not written lately may be written at once, up to so much
@@ -356,31 +358,62 @@ class FileManifests:
         read: bool = True,
     ) -> None:
         """Looks for a checkpoint as `Manifests.newest` says. If `read`, every file is read: one that is altered is
-        passed over, as the log says."""
+        passed over, as the log says. One that cannot be read just now is read again, for `UNREAD_S`."""
 
         looking = _Looking(self._settings.url, lambda found, why: self._call(functools.partial(done, found, why)))
 
         def work() -> None:
-            why = "none was written"
+            until_s = time.monotonic() + UNREAD_S
             try:
-                looking.beat()
-                for catalog, manifest in self._candidates(run, began_with):
-                    why = _fault_of(catalog, manifest, looking.beat if read else None)
-                    if not why:
-                        looking.end((restored_of(catalog, manifest), manifest.spec), "")
-                        return
-                    log.warning("checkpoint %s is passed over: %s", manifest.id, why)
+                while True:
+                    looking.beat()
+                    try:
+                        found, why = self._newest(run, began_with, looking.beat if read else None, until_s)
+                        break
+                    except StoreUnavailable as error:
+                        if time.monotonic() >= until_s:
+                            raise
+                        log.warning("the newest checkpoint is looked for again in %g s: %s", LOOK_AGAIN_S, error)
+                        time.sleep(LOOK_AGAIN_S)
             except Exception as error:  # this thread has no caller
                 log.exception("the newest checkpoint")
-                why = str(error)
-            looking.end(None, why)
+                found, why = None, str(error)
+            looking.end(found, why)
 
         self._work.put(work)
         Worker(looking.watch, "watch of manifests", log_error).start()
 
-    def _candidates(self, run: str, began_with: messages.Restored | None) -> Iterator[tuple[Catalog, Manifest]]:
+    def _newest(
+        self, run: str, began_with: messages.Restored | None, on_block: Callable[[], None] | None, until_s: float
+    ) -> tuple[Restorable | None, str]:
+        """Returns the newest checkpoint that is whole; or None, and why there is none.
+
+        Until `until_s`, raises StoreUnavailable for one that cannot be read just now: it may be whole, and whoever goes
+        back further has trained for nothing.
+        """
+        listing, why = self._catalog.listing(), "none was written"
+        for broken in (one for one in listing.broken if run_of(one.folder) == run):
+            if broken.unavailable and time.monotonic() < until_s:
+                raise StoreUnavailable(broken.reason)
+            why = broken.reason
+            log.warning("checkpoint %s is passed over: %s", broken.folder, why)
+        for catalog, manifest in self._candidates(listing, run, began_with):
+            try:
+                _check(catalog, manifest, on_block)
+            except CheckpointError as error:
+                if isinstance(error, StoreUnavailable) and time.monotonic() < until_s:
+                    raise
+                why = str(error)
+                log.warning("checkpoint %s is passed over: %s", manifest.id, why)
+            else:
+                return (restored_of(catalog, manifest), manifest.spec), ""
+        return None, why
+
+    def _candidates(
+        self, listing: Listing, run: str, began_with: messages.Restored | None
+    ) -> Iterator[tuple[Catalog, Manifest]]:
         """Lists the checkpoints that `newest` may take, the newest first."""
-        for manifest in self._catalog.checkpoints():
+        for manifest in listing.whole:
             if run_of(manifest.id) == run:
                 yield self._catalog, manifest
         if began_with is not None:
@@ -454,14 +487,10 @@ def _reason(error: Exception, folder: str) -> str:
     return repr(error)
 
 
-def _fault_of(catalog: Catalog, manifest: Manifest, on_block: Callable[[], None] | None) -> str:
-    """Returns what is wrong with a checkpoint, or with what it builds on; "" if it is whole. `on_block`: all of it is
-    read, and this is called after each block; None: nothing is read but manifests."""
-    try:
-        if on_block is not None:
-            check_rows(catalog, manifest, on_block)
-        else:
-            catalog.chain(manifest)
-    except CheckpointError as error:
-        return str(error)
-    return ""
+def _check(catalog: Catalog, manifest: Manifest, on_block: Callable[[], None] | None) -> None:
+    """Raises CheckpointError unless a checkpoint, and what it builds on, is whole. `on_block`: all of it is read, and
+    this is called after each block; None: nothing is read but manifests."""
+    if on_block is not None:
+        check_rows(catalog, manifest, on_block)
+    else:
+        catalog.chain(manifest)

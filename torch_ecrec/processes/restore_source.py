@@ -27,7 +27,8 @@ DENSE_S = 3600.0  # for the dense model, which is read at once; only a store tha
 
 
 def find(wanted: str, url: str, began_with: str = "") -> tuple[Restored, JobSpec] | None:
-    """Returns the checkpoint that a cluster is to begin with, and its job; None: it begins with none.
+    """Returns the checkpoint that a cluster is to begin with, and its job; None: it begins with none. Of what was
+    altered there the log tells, where the newest is wanted.
 
     Args:
         wanted: URL, URL@STEP, or "newest": the newest at `url`; then None if there is none.
@@ -35,14 +36,23 @@ def find(wanted: str, url: str, began_with: str = "") -> tuple[Restored, JobSpec
         began_with: the folder that this run began with, or `NONE`: that one, whatever is newer there; "": not known.
 
     Raises:
-        CheckpointError: it is not there, or what it builds on is not.
+        CheckpointError: it is not there, or what it builds on is not; or there is one, and it was altered.
+        StoreUnavailable: it cannot be read just now, or another one cannot, which may be newer.
         ValueError: "newest" of no place.
     """
     place, step = place_of(wanted, url)
     catalog = Catalog(place)
-    if began_with == NONE or (wanted == NEWEST and not began_with and not catalog.checkpoints()):
+    if began_with == NONE:
         return None
-    manifest = catalog.read(began_with) if began_with else catalog.wanted(step)
+    if began_with:
+        manifest = catalog.read(began_with)
+    elif wanted == NEWEST:
+        listing = catalog.listing()
+        if not listing.whole and not listing.broken:
+            return None
+        manifest = catalog.newest(listing)
+    else:
+        manifest = catalog.wanted(step)
     return restored_of(catalog, manifest), manifest.spec
 
 

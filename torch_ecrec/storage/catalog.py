@@ -8,7 +8,8 @@ Invariants
 - A checkpoint is there from the moment its manifest is, and not before; the manifest is written after all its parts are
   durable, and looked for by nothing but its name.
 - Removing begins with the manifest, so that what a crash leaves of it is an interrupted one.
-- Nothing that a kept checkpoint builds on is removed; nothing is touched whose name no checkpoint has.
+- Nothing that a kept checkpoint builds on is removed; nothing is touched whose name no checkpoint has. What cannot be
+  read may build on anything: while that may be so of one that is kept, nothing is removed.
 
 One process commits, removes and cleans at a URL at a time: the coordinator. Any may read meanwhile: what it reads may
 be removed under its hands, which is an error that names the file, never other data.
@@ -16,6 +17,7 @@ be removed under its hands, which is an error that names the file, never other d
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 from collections.abc import Callable, Iterator
@@ -29,9 +31,12 @@ from torch_ecrec.storage.location import Location
 from torch_ecrec.storage.manifest import ADVICE, FOLDER, MANIFEST, Manifest, decode, encode, read, require_parts
 from torch_ecrec.storage.parts import PartReader
 
+log = logging.getLogger(__name__)
+
 _FOLDER = re.compile(FOLDER)
 NEWEST = "newest"  # in place of a URL: of the checkpoints that a cluster keeps itself
 CHAIN_MOST = 10_000  # checkpoints that build on each other
+UNREAD_ORDERS = 1 << 20  # left out for those whose manifests cannot be read: more than were ever committed after one
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ class Catalog:
             raise CheckpointError(
                 f"{folder} builds on {manifest.base}, which is no checkpoint at {self.url} (any more)"
             )
-        order = 1 + max((one.order for one in found.whole), default=-1)
+        order = 1 + max((one.order for one in found.whole), default=-1) + (UNREAD_ORDERS if found.broken else 0)
         data = encode(msgspec.structs.replace(manifest, order=order))
         kept = decode(data, f"{at.url}/{MANIFEST}")  # what cannot be read is not written
         at.write_whole(MANIFEST, data)
@@ -167,12 +172,26 @@ class Catalog:
         their steps."""
         return self.listing().whole
 
-    def newest(self) -> Manifest:
-        """Returns the checkpoint that was committed last. Raises CheckpointError if there is none."""
-        listing = self.listing()
+    def newest(self, listing: Listing | None = None) -> Manifest:
+        """Returns the checkpoint that was committed last. One that was altered is passed over, as the log says.
+
+        Args:
+            listing: what is there, where that is known.
+
+        Raises:
+            CheckpointError: there is none; StoreUnavailable: one cannot be read just now, which may be the newest.
+        """
+        listing = self.listing() if listing is None else listing
         if not listing.whole:
             broken = "".join(f"; {one.reason}" for one in listing.broken)
-            raise CheckpointError(f"there is no checkpoint at {self.url}{broken}; name another place")
+            kind = StoreUnavailable if any(one.unavailable for one in listing.broken) else CheckpointError
+            raise kind(f"there is no checkpoint at {self.url}{broken}; name another place")
+        for one in listing.broken:
+            if one.unavailable:
+                raise StoreUnavailable(
+                    f"which checkpoint at {self.url} is the newest cannot be said: {one.reason}; or name a step"
+                )
+            log.warning("checkpoint %s is passed over: %s", one.folder, one.reason)
         return listing.whole[0]
 
     def wanted(self, step: int | None) -> Manifest:
@@ -180,14 +199,20 @@ class Catalog:
         return self.newest() if step is None else self.at(step)
 
     def at(self, step: int) -> Manifest:
-        """Returns the newest checkpoint after so many steps of training. Raises CheckpointError if there is none."""
+        """Returns the newest checkpoint after so many steps of training. One that was altered is passed over, as the
+        log says. Raises CheckpointError if there is none; StoreUnavailable: one of that step cannot be read just now.
+        """
         listing = self.listing()
-        for manifest in listing.whole:
-            if manifest.done == step:
-                return manifest
+        of_step = Listing(
+            [one for one in listing.whole if one.done == step],
+            [one for one in listing.broken if int(one.folder[:12]) == step],
+        )
+        if of_step.whole:
+            return self.newest(of_step)
         steps = ", ".join(str(step) for step in sorted({one.done for one in listing.whole})) or "none"
-        broken = "".join(f"; {one.reason}" for one in listing.broken if int(one.folder[:12]) == step)
-        raise CheckpointError(f"there is no checkpoint of step {step} at {self.url}{broken}; there are: {steps}")
+        broken = "".join(f"; {one.reason}" for one in of_step.broken)
+        kind = StoreUnavailable if any(one.unavailable for one in of_step.broken) else CheckpointError
+        raise kind(f"there is no checkpoint of step {step} at {self.url}{broken}; there are: {steps}")
 
     def chain(self, manifest: Manifest) -> list[Manifest]:
         """Returns the checkpoints that one builds on, the full one first, and that one itself last.
@@ -221,24 +246,40 @@ class Catalog:
 
         Returns:
             The names of those that were removed. Broken ones are never: somebody may repair them.
+
+        Raises:
+            CheckpointError: a manifest cannot be read that may say what a kept checkpoint builds on; nothing was
+                removed.
         """
         require_int("count", count, 1)
-        whole = self.checkpoints()
+        listing = self.listing()
+        whole = listing.whole
         ours = [one.id for one in whole if concerns(one.id)]
         kept = self._with_bases(whole, [*ours[:count], *(one.id for one in whole if not concerns(one.id))])
+        for one in listing.broken:
+            if one.folder in kept or (one.unavailable and concerns(one.folder)):
+                kind = StoreUnavailable if one.unavailable else CheckpointError
+                raise kind(f"what {one.folder} builds on is not known, and nothing was removed: {one.reason}")
         gone = [name for name in ours if name not in kept]  # newest first: nothing loses its base
         for name in gone:
             self._remove(name)
         return gone
 
     def remove(self, name: str) -> None:
-        """Removes one checkpoint. Raises CheckpointError where others build on it, or there is none."""
-        whole = self.checkpoints()
+        """Removes one checkpoint. Raises CheckpointError where others build on it, or may, or there is none."""
+        listing = self.listing()
+        whole = listing.whole
         if name not in {one.id for one in whole}:
             raise CheckpointError(f"there is no checkpoint {name} at {self.url}")
         above = [one.id for one in whole if one.id != name and name in self._with_bases(whole, [one.id])]
         if above:
             raise CheckpointError(f"{name} is what {', '.join(above)} build on: remove these first")
+        below = self._with_bases(whole, [one.id for one in whole if one.id != name])
+        for one in listing.broken:
+            if one.folder in below or one.unavailable:
+                raise CheckpointError(
+                    f"{name} may be what {one.folder} builds on, whose manifest cannot be read: {one.reason}"
+                )
         self._remove(name)
 
     def clean(self, stays: Callable[[str], bool] = lambda name: False) -> list[str]:

@@ -75,8 +75,9 @@ class _Coverage:
                 f"{where}, a full checkpoint, lacks {self._first(more)}, which a newer one has; {ADVICE}"
             )
         if every:
-            wanted = np.packbits(np.ones(self._end - self._begin, np.uint8), bitorder="little")
-            missing = wanted & ~self._seen
+            missing = ~self._seen
+            if beyond := -(self._end - self._begin) % 8:  # bits of the last byte that are of no row
+                missing[-1] &= 0xFF >> beyond
             if missing.any():
                 count = int(np.bitwise_count(missing).sum())
                 raise CheckpointError(f"{where} lacks {count} rows, first {self._first(missing)}; {ADVICE}")

@@ -4,8 +4,9 @@ A prioritised save (`saves.py`) has the same, as `save.json`.
     {"format":1,"xxh3_128":"5d0c...","manifest":{"id":"000000000200-a1-7","order":3,"done":200,"kind":"incremental",
      "base":"000000000100-a1-3","job":{...},"parts":[{"name":"slot-0000.part","slot":0,"bytes":81234,...}],...}}
 
-`id` is the folder's name, so that nothing but a folder is ever renamed or told apart. `order` counts the checkpoints of
-a place: newest is what was written last, also where training went back to an earlier step and clocks differ.
+`id` is the folder's name, so that nothing but a folder is ever renamed or told apart. `order` grows from one checkpoint
+of a place to the next: newest is what was written last, also where training went back to an earlier step and clocks
+differ.
 
 Invariants
 - The hash is of the manifest's bytes, and the file is the one encoding of what it says: any other byte is refused.
@@ -147,7 +148,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         written_s: when, in seconds since 1970.
         kind: "full" has every row; "incremental" has those that changed since `base`, and maybe others; "save" has some
             rows and nothing of the dense model, so it is no checkpoint. Manifests of saves did not always say it.
-        order: how many checkpoints were committed at its place before; `Catalog.commit` sets it.
+        order: more than any that was committed at its place before has; `Catalog.commit` sets it.
         began_with: the checkpoint that its run began with, if that was at the same place.
         version: of torch_ecrec that wrote it, for people.
     """
