@@ -138,6 +138,36 @@ def test_where_a_step_may_have_used_it_already_the_word_says_so() -> None:
     assert cluster.names() == [name_of(*cluster.flipped[0])]
 
 
+class Timed(Flipped):
+    """Keeps in mind at which step of training each bit flipped."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.flipped_at: dict[tuple[str, str, int, int], int] = {}
+
+    def flip(self) -> bool:
+        if not super().flip():
+            return False
+        slot = self.flipped[-1][0]
+        self.flipped_at[name_of(*self.flipped[-1])] = slot.trained(slot.rule.applied)
+        return True
+
+
+def test_the_word_says_from_which_step_on_it_may_have_been_used() -> None:
+    """Not when it was found: a checkpoint in between has what came of it."""
+    scenario = Scenario(steps=6, touch=1.0)
+    late = Timed(scenario, (150,), parity=0.0, checks="background", scrubs="last")
+    late.go()
+    (event,) = late.told("damaged")
+    (flipped_at,) = late.flipped_at.values()
+    assert event["used"] and event["step"] <= flipped_at < scenario.steps, "and it was found after the last step"
+    often = Timed(dataclasses.replace(scenario, steps=30), range(3000, 9000, 300), parity=0.0, checks="background")
+    often.go()
+    used = [event for event in often.told("damaged") if event["used"]]
+    assert used and all(event["step"] <= often.flipped_at[event["what"], *event["places"][0]] for event in used)
+    assert any(event["step"] > 0 for event in used), "each record is seen once in a round"
+
+
 def two_of_a_stripe(code: CodeSpec) -> Flipped:
     """Two records of one stripe flip at once, before anybody looks."""
 

@@ -143,6 +143,8 @@ def test_a_file_that_has_the_name_of_a_folder_hides_nothing_and_is_removed_like_
     assert main(["checkpoints", str(tmp_path)]) == CheckpointError.exit_code
     out = capsys.readouterr().out
     assert out.count("a file is where a folder is wanted") == 4 and f"saves/{name}" in out and full.folder in out
+    catalog = Catalog(str(tmp_path))
+    assert catalog.newest().id == full.folder and catalog.keep(1) == [], "it is not as if it could be read later"
     manifests.end("run", 60.0)
     assert names_at(str(tmp_path)) == [others]
 

@@ -20,6 +20,7 @@ from torch_ecrec.coordinator.silence import Silence
 from torch_ecrec.coordinator.slowness import Slowness
 from torch_ecrec.coordinator.suspicion import Suspicion
 from torch_ecrec.observe.events import Event
+from torch_ecrec.protocol.bounds import TEXT_MOST
 from torch_ecrec.protocol.messages import FromCoordinator
 from torch_ecrec.protocol.status import Gathering
 
@@ -83,7 +84,9 @@ class ClusterState:
         self.launches.follow(before.launches)
         self.checkpointing.follow(before.checkpointing)
         self.job.run, self.job.known = before.job.run, before.job.known or before.job.spec is not None
-        self.job.inexact = [known for known in before.job.inexact if known[0] < self.job.done_at_load_end]
+        began, done = before.job.restored, self.job.done_at_load_end
+        rounded = None if began is None else (began.done, began.inexact[:TEXT_MOST])  # it is so at that step already
+        self.job.inexact = [known for known in before.job.inexact if known[0] < done or known == rounded]
         self.partial.follow(before.partial, self.job.done_at_load_end)
         self.roster.version, self.table.epoch = before.roster.version, before.table.epoch
 

@@ -7,7 +7,8 @@ one vector of steps. Who needs it waits meanwhile.
 
 A repair gives back what the record would be without the damage, as long as no step has made anything of it. So it is
 kept in mind which records were used since they were last seen whole; of those the word says that a step may have used
-them, and that the run may differ from an undisturbed one from then on. With `Settings.record_checks` "use" records are
+them, the first that may (each is seen once in a round, so none before the last round began), and that the run may
+differ from an undisturbed one from then on. With `Settings.record_checks` "use" records are
 looked at whenever they are used, and no step ever uses what is damaged.
 
 Where a stripe is damaged or lost in more than r members, or there is no protection, it says so, and the slot gives up.
@@ -68,6 +69,8 @@ class Scrubber:
         self._kind = self._next = 0  # where the round is
         self._reads = False  # a disk reads what is next in the round
         self._used = [np.zeros(shard.data_rows if self._marks else 0, np.bool_) for shard in held.shards]
+        self._used_from: tuple[int | None, int | None] = None, None  # the least that was applied at a use: in the round
+        # before, and in this one
         self.scrubbed_bytes = self.rounds = self.damaged = self.mended = self.mismatched = 0
         self.beyond = ""
 
@@ -98,6 +101,9 @@ class Scrubber:
             if self._marks:
                 # what is whole now was whole whenever it was used before
                 mark(self._used[table_group], positions_U, not looked)
+        before, now = self._used_from
+        applied = self._held.rule.applied
+        self._used_from = before, applied if now is None else min(now, applied)
 
     def look(self, table_group: int, parity: bool, positions_U: Positions) -> None:
         """Checks these records (or parities), (U,) int64: those that are damaged become missing, and are repaired."""
@@ -138,6 +144,7 @@ class Scrubber:
             self._kind, self._next = (self._kind + 1) % len(self._kinds), 0
             if self._kind == 0:
                 self.rounds += 1
+                self._used_from = self._used_from[1], None
                 break
         self.scrubbed_bytes += most_bytes - left
         return most_bytes - left
@@ -238,7 +245,10 @@ class Scrubber:
         self, table_group: int, parity: bool, positions_M: Positions, used: int, reason: str, what: str = ""
     ) -> None:
         what, index = what or ("parity" if parity else "record"), self._held.index
-        step = self._slot.trained(self._held.rule.applied)
+        applied = self._held.rule.applied
+        step = self._slot.trained(
+            min(one for one in (applied, *self._used_from) if one is not None) if used else applied
+        )
         places = self.places(table_group, parity, positions_M[:PLACES_MOST])
         many, table, row, member = len(positions_M), *places[0]
         more = f"; {used} of them were used since they were last seen whole" if used else ""

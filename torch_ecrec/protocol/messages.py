@@ -364,7 +364,8 @@ class Damaged(OfSlot, frozen=True, tag="damaged"):
         places: (table, row, member of the stripe) of each, `PLACES_MOST` at most; of a parity the stripe's first row.
         count: how many.
         used: so many of them a step may have used.
-        step: of training, that the slot stands at.
+        step: of training, that the slot stands at; of what a step may have used, the one that it stood at before the
+            first that may.
         reason: why they cannot be repaired; "": they are being repaired. Of a log or a snapshot, what follows.
     """
 
