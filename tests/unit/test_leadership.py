@@ -11,8 +11,8 @@ from harness.etcd import VirtualEtcd
 
 from torch_ecrec.coordinator.election import RENEWS, EtcdPutBack, Standing
 from torch_ecrec.errors import ClusterError
-from torch_ecrec.processes import leadership
-from torch_ecrec.processes.leadership import LeaderLease
+from torch_ecrec.processes import coordination, leadership
+from torch_ecrec.processes.leadership import LeaderGate, LeaderLease
 from torch_ecrec.protocol.build import Build
 from torch_ecrec.protocol.messages import whole_build
 from torch_ecrec.transport.etcd import EtcdUnavailable, Run
@@ -61,6 +61,44 @@ def office() -> LeaderLease:
     found = standing_by()
     assert found.stand(lambda: None) is Standing.LEADING
     return found
+
+
+def test_what_waits_for_the_lead_is_done_in_order() -> None:
+    holds, done = False, list[object]()
+    gate = LeaderGate(lambda: holds)
+    for number in range(leadership.WAITING_MOST):
+        gate.do(lambda number=number: done.append(number), in_place_of="beat" if number % 2 else None)
+    assert not gate.go_on() and not done and len(gate) == leadership.WAITING_MOST, "for a moment, each word counts"
+    holds = True
+    assert gate.go_on() and done == [*range(leadership.WAITING_MOST)] and not len(gate)
+    gate.do(lambda: done.append("now"), in_place_of="beat")
+    assert done[-1] == "now"
+
+
+def test_what_is_said_again_and_again_fills_no_memory_while_etcd_is_away() -> None:
+    """Ten members say four times a second that they live, for an hour; and some things happen once."""
+    holds, done, others = False, list[tuple[str, int]](), 0
+    gate = LeaderGate(lambda: holds)
+    for number in range(10 * 4 * 3600):
+        word = f"beat of {number % 10}", number
+        gate.do(lambda word=word: done.append(word), in_place_of=word[0])
+        if number % 1000 == 0:
+            others += 1
+            gate.do(lambda number=number: done.append(("once", number)))
+    assert len(gate) <= leadership.WAITING_MOST + others + 10
+    holds = True
+    assert gate.go_on() and not len(gate)
+    assert [number for what, number in done if what == "once"] == [*range(0, 144_000, 1000)]
+    assert [number for _, number in done] == sorted(number for _, number in done), "in order"
+    newest = dict(done)
+    assert all(newest[f"beat of {member}"] == 143_990 + member for member in range(10))
+
+
+def test_words_that_are_said_again_are_those_of_one_member() -> None:
+    peers = object(), object()
+    beats = [{"type": "beat"}, {"type": "beat", "report": {"slots": []}}, {"type": "progress"}, {"type": "leave"}]
+    marks = [[coordination._said_again(peer, word) for word in beats] for peer in peers]  # type: ignore[arg-type]
+    assert marks[0][3] is None and len({*marks[0][:3], *marks[1][:3]}) == 6
 
 
 def test_who_does_nothing_any_more_keeps_no_lead(keys: Ending) -> None:

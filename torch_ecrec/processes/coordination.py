@@ -8,7 +8,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -19,7 +19,7 @@ from torch_ecrec.coordinator.checkpoint_settings import NO_CHECKPOINTS, Checkpoi
 from torch_ecrec.coordinator.checkpointing import Restorable
 from torch_ecrec.coordinator.election import Standing
 from torch_ecrec.coordinator.launches import RESTART_S
-from torch_ecrec.coordinator.router import Router
+from torch_ecrec.coordinator.router import Peer, Router
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.errors import CheckpointError, ClusterError, DataLoss, OtherCluster, StoreUnavailable
 from torch_ecrec.observe.event_log import EventLog
@@ -177,7 +177,9 @@ class _Coordinator:
         self._server = ControlServer(
             told.host,
             told.port,
-            on_message=lambda peer, message: self._do(lambda: self._router.on_message(peer, message, time.monotonic())),
+            on_message=lambda peer, message: self._gate.do(
+                lambda: self._router.on_message(peer, message, time.monotonic()), _said_again(peer, message)
+            ),
             on_closed=lambda peer: self._do(lambda: self._router.on_closed(peer, time.monotonic())),
             on_bad_line=lambda peer, reason: self._do(lambda: self._router.refuse(peer, reason, time.monotonic())),
         )
@@ -516,6 +518,13 @@ class _Coordinator:
         # Those who wait are let in.
         server.call_later(JOINS_HELD_S, lambda: self._do(lambda: self._router.on_tick(time.monotonic())))
         server.serve_forever()
+
+
+def _said_again(peer: Peer, message: dict[str, Any]) -> Hashable:
+    """Returns a mark of what a member says again and again, of which the newest word counts: while etcd is away for
+    hours, the others would fill the memory. None: each word counts."""
+    kind = message.get("type")
+    return (peer, kind, bool(message.get("report"))) if kind in ("beat", "progress") else None
 
 
 def log_event(event: dict[str, Any]) -> None:

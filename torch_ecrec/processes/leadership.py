@@ -11,8 +11,8 @@ import logging
 import threading
 import time
 import uuid
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 
 from torch_ecrec.coordinator.election import RETRY_S, Begin, Candidate, EtcdPutBack, Standing
 from torch_ecrec.errors import ClusterError
@@ -25,6 +25,7 @@ from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Leader, Run, V
 log = logging.getLogger(__name__)
 
 ENDS_S = 30.0  # for etcd to hear that a run is over
+WAITING_MOST = 1000  # things that wait for the lead to be certain again; with more, what says the same again does not
 PATIENT = 0.5  # of its lease may an answer of etcd take; where each takes more than a third, nobody can lead
 
 
@@ -42,17 +43,37 @@ class LeaderGate:
 
     def __init__(self, holds: Callable[[], bool]) -> None:
         self._holds = holds
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._number = 0
+        self._waiting: OrderedDict[int, Callable[[], None]] = OrderedDict()
+        self._newest: dict[Hashable, int] = {}  # of what takes the place of one before, which of them waits
 
-    def do(self, action: Callable[[], None]) -> None:
-        """Does it now, or as soon as what came before is done and the condition holds."""
-        self._waiting.append(action)
+    def __len__(self) -> int:
+        """How many things wait."""
+        return len(self._waiting)
+
+    def do(self, action: Callable[[], None], in_place_of: Hashable = None) -> None:
+        """Does it now, or as soon as what came before is done and the condition holds.
+
+        Args:
+            action: what to do.
+            in_place_of: where so much waits that the condition must have been false for long, the one before with this
+                mark is not done any more; None: that is never so.
+        """
+        self._number += 1
+        if in_place_of is not None:
+            before, self._newest[in_place_of] = self._newest.get(in_place_of), self._number
+            if before is not None and len(self._waiting) >= WAITING_MOST:
+                self._waiting.pop(before, None)
+        self._waiting[self._number] = action
         self.go_on()
 
     def go_on(self) -> bool:
         """Does what waits; returns whether nothing does any more, and the condition holds."""
         while self._waiting and self._holds():
-            self._waiting.popleft()()
+            _, action = self._waiting.popitem(last=False)
+            action()
+        if not self._waiting:
+            self._newest.clear()
         return not self._waiting and self._holds()
 
 
