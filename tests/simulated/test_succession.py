@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +11,11 @@ from coordinator_harness import MEMBERS, Harness, known, rejoin, taken_over, tol
 from msgspec.structs import replace
 
 from torch_ecrec.coordinator.admission import FENCED
+from torch_ecrec.coordinator.members import Members
 from torch_ecrec.coordinator.regathering import REGATHER_S
 from torch_ecrec.coordinator.suspicion import LEARNS_S
 from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.membership import join_of
 from torch_ecrec.protocol.messages import Placement
 
 
@@ -26,6 +29,42 @@ def test_members_tell_a_new_coordinator_what_they_know() -> None:
     assert after.core.era == 0 and after.core.fatal is None
     assert after.server() == "server-1000", "names that were given before may be known to nobody here"
     assert after.core.rejoin_refusal(word_of(known(before, "server-1", session_id="another"))) == ("fenced", FENCED)
+
+
+def test_after_thousands_of_losses_no_name_is_given_twice() -> None:
+    """One that lives would lose its place to a newcomer of its name."""
+    before, after, given = Harness().start(), Harness(), set(MEMBERS)
+    for _ in range(1500):
+        name = before.server()
+        assert name not in given
+        given.add(name)
+        before.lose(name)
+    last = before.server()  # a spare
+    before.enter()
+    given.add(last)
+    assert last == "server-0_1504"
+    for name in [*MEMBERS, last]:
+        rejoin(after, known(before, name))
+    after.now_s += 10.0
+    after.core.on_tick(after.now_s)
+    assert not after.core.regathering and after.core.members[last].present and after.core.fatal is None
+    for _ in range(800):
+        name = after.server()
+        assert name not in given
+        given.add(name)
+    assert after.core.members[last].session_id == known(before, last)["session_id"]
+
+
+def test_nor_after_thousands_of_starts_of_the_trainers() -> None:
+    job, given = Harness().job, list[str]()
+    joins = [join_of("trainer", "x", 1, rank=rank, job=job) for rank in range(2)]
+    for term in range(3):
+        members = Members(lambda name, word: None, 1.0)
+        if term:
+            members.follow(term - 1)
+        given += [members.name_for(join) for join in [*joins, join_of("server", "y", 1)] for _ in range(2500)]
+    assert len(set(given)) == len(given) and "trainer-1_1000_1001" in given
+    assert all(re.fullmatch("[A-Za-z0-9_-]{1,100}", name) for name in given)
 
 
 def come_back(names: Sequence[str], gone: Sequence[str], one_host: bool = False, deaf: str = "") -> Harness:

@@ -1,7 +1,8 @@
 """Who has joined: names, lives, leases.
 
 A name is given once. A server's says how many came before it, a trainer's its rank and how often it was started
-(`trainer-1_3`); both leave room for names that a coordinator before has given and that this one does not know of.
+(`trainer-1_3`); both leave room for names that a coordinator before has given and that this one does not know of. Where
+one coordinator gives more than that room has, names say where its own began, too: `server-0_1000`, `trainer-1_0_1001`.
 
 Does not decide what follows when a member is lost (`departures.py`).
 """
@@ -18,7 +19,7 @@ from torch_ecrec.protocol.build import bits_told
 from torch_ecrec.protocol.messages import Entering, FromCoordinator, Join
 from torch_ecrec.protocol.status import Report
 
-NAMES_OF_A_TERM = 1000  # numbers of one coordinator's servers begin at a multiple of it: no name is given twice
+NAMES_OF_A_TERM = 1000  # numbers of one coordinator's servers begin at a multiple of it, and lives of its trainers
 TICK_MOST_S = 2.0  # between two calls of `Members.on_tick`, unless the coordinator itself was stopped
 AWAKE_S = 0.4  # after a call of it, others were heard until then
 HEARD_S = 1.0  # heard of within that: it is there
@@ -140,12 +141,15 @@ class Members:
 
     def name_for(self, join: Join) -> str:
         """Returns a name that nobody has had."""
+        first = NAMES_OF_A_TERM * self.term
         if join.role == "trainer":
-            life = max(self._lives.get(join.rank, 0), NAMES_OF_A_TERM * self.term) + 1
+            life = max(self._lives.get(join.rank, 0), first) + 1
             self._lives[join.rank] = life
+            if life - first > NAMES_OF_A_TERM:  # the next coordinator's begin here
+                return f"trainer-{join.rank}_{first}_{life - first}"
             return f"trainer-{join.rank}" + (f"_{life}" if life > 1 else "")
-        self._names += 1
-        return f"server-{self._names - 1}"
+        number, self._names = self._names, self._names + 1
+        return f"server-{number}" if number - first < NAMES_OF_A_TERM else f"server-{first}_{number - first}"
 
     def member_of_session(self, session_id: str) -> str | None:
         """Returns the name of the member with this session id, unless it is lost or has left."""
