@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import pytest
+from coordinator_harness import Harness, known, rejoin
 from coordinator_words import healthy, member, status
 
 import torch_ecrec
+from torch_ecrec.cli import upgrade
 from torch_ecrec.cli.upgrade import Plan
-from torch_ecrec.processes import supervisor
-from torch_ecrec.protocol.status import MemberStatus, MoveStatus, Status
+from torch_ecrec.processes import launch, supervisor
+from torch_ecrec.protocol.status import MemberStatus, MoveStatus, RegatheringStatus, Status, json_of
+from torch_ecrec.spec.settings import Settings
 
 OLD, NEW = "0.0.9", torch_ecrec.__version__
 
@@ -57,6 +61,63 @@ def test_slots_that_are_repaired_come_first() -> None:
 def test_two_slots_of_one_server_are_both_left() -> None:
     plan = Plan.of(of(*SERVING[:2], SPARE, hosts=(0, 1, 0)))
     assert plan.left == {"server-0": [0, 2], "server-1": [1]}
+
+
+@pytest.mark.parametrize("back", [[], SERVING[:1]], ids=["nobody", "one"])
+@pytest.mark.parametrize("regathers", [True, False])
+def test_a_coordinator_that_was_started_again_does_not_end_it(back: list[MemberStatus], regathers: bool) -> None:
+    """It shows no slots until members of the one before are back: servers that it would call free have all of them."""
+    said = status(version=OLD, slots=[], members=back, regathering=RegatheringStatus([], []) if regathers else None)
+    plan = Plan.of(said)
+    assert not plan.is_over and not plan.to_drain and "does not know where slots are" in plan.progress("")
+
+
+def test_so_shows_a_coordinator_that_was_started_again() -> None:
+    before, after = Harness().start(), Harness()
+    plans = [Plan.of(after.core.status(after.now_s))]
+    for name in ("server-0", "server-1"):
+        rejoin(after, known(before, name))
+        plans.append(Plan.of(after.core.status(after.now_s), "another version"))
+    assert not any(plan.is_known or plan.is_over for plan in plans)
+    assert Plan.of(before.core.status(before.now_s), "another version").left.keys() >= {"server-0", "server-1"}
+
+
+def test_nor_does_a_slot_that_waits_for_a_server() -> None:
+    new = [server(number, NEW) for number in (3, 4)]
+    said = of(server(2, OLD, spare=True), *new, hosts=(3, 4, 4))
+    assert Plan.of(said).is_over
+    said.slots[1] = type(said.slots[1])(1, "", 1, False)
+    plan = Plan.of(said)
+    assert not plan.left and not plan.is_over and "none. Others are being repaired first" in plan.progress("")
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_the_command_waits_for_a_coordinator_that_was_started_again(
+    refuses: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = status(version=OLD, slots=[], members=[])
+    over = of(server(0, OLD), server(3, NEW), server(4, NEW), hosts=(3, 3, 4))
+    looks = iter([gone] if refuses else [of(*SERVING, SPARE), gone, gone, over])
+
+    def ask(word: dict[str, Any], limit_s: float, led: bool = False) -> dict[str, Any]:
+        if word["type"] == "drain":
+            return {"type": "refused", "reason": "members of the coordinator before come first"}
+        return json_of(said[0] if word["type"] == "compare" else next(looks))
+
+    said = [next(looks)]
+    monkeypatch.setattr(upgrade, "asker", lambda join: ask)
+    monkeypatch.setattr(upgrade, "asks", lambda arguments: (Settings(), "10.0.0.1:29400"))
+    monkeypatch.setattr(upgrade, "ASK_S", 0.0)
+    monkeypatch.setattr(launch, "warm", lambda tells: None)
+    monkeypatch.setattr("torch_ecrec.processes.kernel_bits.kernel_bits", dict)
+    monkeypatch.setattr(upgrade, "is_there", lambda status, name: False)
+    arguments = argparse.Namespace(check=False)
+    if refuses:
+        with pytest.raises(ValueError, match="nothing was moved: the coordinator does not know where slots are"):
+            upgrade.run(arguments)
+        return
+    assert upgrade.run(arguments) == 0 and next(looks, None) is None
+    assert "waits: the coordinator does not know where slots are" in capsys.readouterr().out
 
 
 def test_in_the_end_it_says_who_runs_what_and_what_is_left() -> None:

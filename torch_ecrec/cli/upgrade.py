@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch_ecrec.protocol.status import MemberStatus, Status
 
 HELP = "move all slots to servers of this version, server by server, while training goes on"
+NOT_KNOWN = "the coordinator does not know where slots are: nothing is placed yet, or it was started again just now"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,10 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
     last, begun = "", False
     while True:
         plan = Plan.of(status)
-        if not plan.left:
+        if plan.is_over:
             print(plan.summary(), flush=True)
             return 0
-        require(begun or plan.has_room, f"nothing was moved: {plan.lacks_room(join)}")
+        require(begun or plan.is_known, f"nothing was moved: {NOT_KNOWN}. `torch-ecrec status` shows when it does")
+        require(begun or plan.has_room or not plan.left, f"nothing was moved: {plan.lacks_room(join)}")
         begun = True
         for name in plan.to_drain:
             answer = ask({"type": "drain", "what": name}, limit_s, led=True)
@@ -111,6 +113,16 @@ class Plan:
         )
 
     @property
+    def is_known(self) -> bool:
+        """Where slots are is known: nothing that a coordinator shows says so while members of the one before return."""
+        return bool(self.status.slots) and self.status.regathering is None
+
+    @property
+    def is_over(self) -> bool:
+        """Every slot is on a server of the version, none waits for one."""
+        return self.is_known and not self.left and all(place.server for place in self.status.slots)
+
+    @property
     def has_room(self) -> bool:
         """A slot can move, or does."""
         return bool(self.spares) or self.status.move is not None
@@ -118,11 +130,11 @@ class Plan:
     @property
     def to_drain(self) -> list[str]:
         """Servers to be drained now: spares of other versions, and one that has slots, where none is under way."""
-        if not self.has_room:
+        if not self.has_room or not self.is_known:
             return []
         draining = {one.name for one in self.status.servers if one.draining}
         spares = [one.name for one in self.others if one.name not in draining]
-        return spares if spares or draining & self.left.keys() else [next(iter(self.left))]
+        return spares if spares or draining & self.left.keys() or not self.left else [next(iter(self.left))]
 
     def lacks_room(self, join: str) -> str:
         """Returns what to do where there is no room."""
@@ -133,7 +145,9 @@ class Plan:
 
     def progress(self, join: str) -> str:
         """Returns how far it is, as text."""
-        left = "; ".join(f"{name}: {', '.join(map(str, slots))}" for name, slots in self.left.items())
+        if not self.is_known:
+            return f"waits: {NOT_KNOWN}"
+        left = "; ".join(f"{name}: {', '.join(map(str, slots))}" for name, slots in self.left.items()) or "none"
         slots = f"slots on servers of other versions: {left}"
         if self.status.move is not None:
             return f"{slots}. Slot {self.status.move.slot} is being copied to {self.status.move.server}"
