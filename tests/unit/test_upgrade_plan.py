@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from coordinator_words import healthy, member, status
 import torch_ecrec
 from torch_ecrec.cli import upgrade
 from torch_ecrec.cli.upgrade import Plan
-from torch_ecrec.processes import launch, supervisor
+from torch_ecrec.processes import coordination, launch, supervisor
 from torch_ecrec.protocol.status import MemberStatus, MoveStatus, RegatheringStatus, Status, json_of
 from torch_ecrec.spec.settings import Settings
 
@@ -146,3 +148,29 @@ def test_a_server_that_was_drained_waits_for_nobody(
     said = status(members=[member("server-0", **about), member("server-1"), member("trainer-0")])
     supervisor.await_trainers(lambda: said, 1e9, lambda: next(looks) == 3, "server-0")
     assert next(looks, None) == (None if waits else 1)
+
+
+@pytest.mark.parametrize("back", [["server-0", "server-1"], ["server-1"], []])
+def test_nobody_ends_since_a_coordinator_that_was_started_again_shows_no_trainers_yet(
+    back: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "POLL_S", 0.0)
+    members, regathers = [member(name) for name in back], RegatheringStatus(back, ["trainer-0"])
+    said = [status(members=members, slots=[], regathering=regathers if back else None)] * 3
+    said += [status(members=[member("server-0"), member("trainer-0")])] * 2 + [status(members=[member("server-0")])] * 2
+    left = iter(said)
+    supervisor.await_trainers(lambda: next(left), 1e9, lambda: False, "server-0")
+    assert len([*left]) == 1, "it ends once it is known that nobody trains"
+
+
+def test_nor_does_a_coordinator_whose_members_are_not_all_back() -> None:
+    before, after = Harness().start(), Harness()
+    told = SimpleNamespace(_router=SimpleNamespace(core=after.core))
+    waits_for = functools.partial(coordination._Coordinator._trainers, told)  # type: ignore[arg-type]
+    assert waits_for() == [], "nobody has come back: it may be the first"
+    rejoin(after, known(before, "server-0"))
+    assert waits_for() == ["trainers of the coordinator before"]
+    rejoin(after, known(before, "trainer-0"))
+    assert waits_for() == ["trainer-0"]
+    after.core.stop("stopped", "stopped")
+    assert waits_for() == []

@@ -472,9 +472,11 @@ class _Coordinator:
             self._end_now()
 
     def _trainers(self) -> list[str]:
-        """Returns the trainers that are there, and may need the cluster."""
+        """Returns the trainers that are there, and may need the cluster; also where they are not known yet."""
         core = self._router.core
         there = [one.name for one in core.members.values() if one.role == "trainer" and one.present]
+        if core.regathering and not there:
+            there = ["trainers of the coordinator before"]
         return there if core.fatal is None else []
 
     def _end_alone(self, until_s: float) -> None:

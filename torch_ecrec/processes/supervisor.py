@@ -363,6 +363,7 @@ def await_trainers(status: Callable[[], Status], limit_s: float, over: Callable[
     """Returns once no trainer is there, or `over`, or after `limit_s`.
 
     For who serves and was told to end, as the trainers were, perhaps: what they save then they save from who serves.
+    A coordinator that was started again shows no trainers until they are back: that says nothing.
 
     Args:
         status: asks the coordinator; may raise ClusterError: another one is being started, perhaps.
@@ -377,9 +378,10 @@ def await_trainers(status: Callable[[], Status], limit_s: float, over: Callable[
             found = status()
             there = [one.name for one in found.trainers]
             drained = any(one.name == name and one.draining and one.spare for one in found.members)
-            if not there or drained:
+            is_back = found.regathering is None and (not name or any(one.name == name for one in found.members))
+            if drained or (is_back and not there):
                 return
-            if there != waits_for:
+            if there and there != waits_for:
                 log.info(STAYS, ", ".join(there), limit_s)
                 waits_for = there
         time.sleep(POLL_S)
