@@ -88,6 +88,8 @@ def test_a_second_model_on_a_named_cluster_is_refused_for_what_it_is(tmp_path: P
     with started("named", tmp_path) as child:
         assert child.wait(LIMIT_S) == 0, (tmp_path / "0.err").read_text()[-3000:]
     assert "this process has a model in the cluster at 127.0.0.1" in said(tmp_path)["refused"]
+    closed = said(tmp_path)["closed"]
+    assert len(closed) == 3 and all("this session is closed" in told for told in closed), closed
 
 
 def test_a_cluster_that_this_process_is_in_is_not_joined_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -381,6 +381,32 @@ def test_a_cluster_that_does_not_come_is_not_waited_for_longer_than_give_up_s():
     assert isinstance(error, ClusterUnavailable) and "waiting for the cluster: no progress for 0.05 s" in str(error)
 
 
+# a session that is closed --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ask", ["lookup_parts", "look_ahead", "push", "read", "load", "overwrite", "loaded", "resume"])
+def test_a_closed_session_refuses_at_once_what_is_asked_of_it(ask):
+    """Nobody would answer: it would wait as for a cluster that is silent, and then say that this one is."""
+    left = []
+    client = Client("trainer-0", FakePort(), JOB, 0, Settings(give_up_s=0.05))
+    session = Session(client, print, lambda: left.append(client))
+    session.close()
+    session.close()
+    assert left == [client]
+    rows, one = [torch.arange(1) for _ in JOB.table_groups], torch.zeros(1, 1)
+    arguments = {
+        "lookup_parts": (rows,),
+        "look_ahead": (rows,),
+        "push": (rows, [one for _ in rows], [0.1 for _ in rows]),
+        "read": (0, rows[0]),
+        "load": (0, rows[0], one),
+        "overwrite": (0, rows[0], None),
+    }
+    with pytest.raises(RuntimeError, match=r"this session is closed: .*before it is closed"):
+        getattr(session, ask)(*arguments.get(ask, ()))
+    session.flush()  # nothing is left of what was sent
+
+
 # initial values over the simulated cluster --------------------------------------------------------
 
 

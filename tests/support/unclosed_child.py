@@ -4,7 +4,7 @@ HOW:
     evaluates   two trainers; trainer 0 ends after three steps, trainer 1 evaluates until trainer 0 has tried to end for
                 a while (STORE.over: the test has seen that)
     dropped     one trainer; its first model is dropped, and the cluster of that ends; the second is there at the end
-    named       one trainer; a second model on one named cluster is refused, and may be made once the first is closed
+    named       one trainer; a second model on one named cluster is refused; the first one is used after it is closed
 It says JSON lines.
 """
 
@@ -83,6 +83,13 @@ def named() -> None:
             say(refused=str(error))
         model(batch_of(4, 9))[0].backward()  # goes on
         model.close()
+        said: list[str] = []
+        for ask in (lambda: model(batch_of(4, 9)), lambda: model.eval()(batch_of(4, 9)), model.state_dict):
+            try:
+                ask()
+            except RuntimeError as error:
+                said.append(str(error))
+        say(closed=said)
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from torch_ecrec.errors import NonFiniteGradient
-from torch_ecrec.nn.attachment import STEPS_OF_A_DRAW
+from torch_ecrec.nn.attachment import STEPS_OF_A_DRAW, STEPS_UNSEEN
 from torch_ecrec.nn.dense import Header
 from torch_ecrec.observe.rehearsed import mark, script_digest
 
@@ -497,6 +497,53 @@ def test_training_again_and_again_on_one_batch_that_was_drawn_is_told(caplog: py
         trainer.steps(trainer.model.steps_done + turns, itertools.repeat(next(trainer.batches)))
     trainer.steps(trainer.model.steps_done + 2 * STEPS_OF_A_DRAW, itertools.repeat(next(trainer.batches)))
     assert caplog.text.count(f"{STEPS_OF_A_DRAW} steps were trained since a batch was drawn") == 1
+
+
+@pytest.mark.parametrize("how", ["eval", "module", "model.step()", "train"])
+def test_steps_whose_forwards_nobody_has_seen_are_told(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """No snapshot is taken of them: logs grow, and a restart makes all of them again."""
+    trainer = unscheduled(made())
+    model, session = trainer.model, trainer.session
+    model.attach(optimizer=trainer.optimizer)
+    model.train(how in ("train", "module"))
+    called = model.module if how == "module" else model
+    for seed in range(2 * STEPS_UNSEEN):
+        with model.step() if how == "model.step()" else contextlib.nullcontext():
+            trainer.optimizer.zero_grad()
+            called(batch_of(6, seed))[0].backward()
+            trainer.optimizer.step()
+    unseen = how in ("eval", "module")
+    assert model.steps_done == 2 * STEPS_UNSEEN and len(session.snapshots) == (0 if unseen else 2 * STEPS_UNSEEN - 1)
+    assert caplog.text.count(f"{STEPS_UNSEEN} steps were trained by forwards that begin no step") == int(unseen)
+
+
+class Detached(Net):
+    """Its tables get no gradients once it is told."""
+
+    detaches = False
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        rows = self.tables(batch.sparse_features).values()
+        both = torch.cat([self.below(batch.dense_features), rows.detach() if self.detaches else rows], dim=1)
+        loss = nn.functional.mse_loss(torch.tanh(self.over(both)).squeeze(1), batch.labels)
+        return loss, loss.detach()
+
+
+def test_backwards_that_reach_no_table_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are no steps, and no snapshot is taken: a restart makes all of them again."""
+    monkeypatch.setattr(attached, "Net", Detached)
+    trainer = attach(made(data_parallel_wrapper=Unwrapped()))
+    trainer.steps(STEPS_UNSEEN + 2)
+    assert "have reached no row of a table" not in caplog.text
+    trainer.model.module.detaches = True
+    for batch in itertools.islice(passes(trainer.batches), 3 * STEPS_UNSEEN):
+        trainer.optimizer.zero_grad()
+        trainer.model(batch)[0].backward()
+        trainer.optimizer.step()
+    assert trainer.model.steps_done == STEPS_UNSEEN + 2
+    assert caplog.text.count(f"{STEPS_UNSEEN} backwards since step {STEPS_UNSEEN + 2} have reached no row") == 1
 
 
 def test_one_batch_that_a_reader_gives_again_and_again_goes_on() -> None:

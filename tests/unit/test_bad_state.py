@@ -149,6 +149,27 @@ def test_lengths_and_weights_that_do_not_fit_the_ids_are_refused(
     assert session.lookups == 1
 
 
+@pytest.mark.parametrize(
+    ("values", "lengths", "weights", "says"),
+    [
+        ((8, 1), (8,), (8,), r"the batch's ids must have one dimension, got shape \(8, 1\)"),
+        ((8,), (8,), (8, 1), r"the batch's weights must have one dimension, got shape \(8, 1\)"),
+        ((6,), (6,), (6,), r"the batch must have as many bags of each of its 4 features, got 6"),
+    ],
+    ids=["ids", "weights", "bags"],
+)
+def test_a_batch_of_a_shape_that_no_kernel_takes_is_refused_by_name(
+    values: tuple[int, ...], lengths: tuple[int, ...], weights: tuple[int, ...], says: str
+) -> None:
+    """TorchRec validates the first batch; this is the second."""
+    model, session = shard(collection(is_weighted=True))
+    names = [f"f{i}" for i in range(4)]
+    model(KeyedJaggedTensor(names, torch.ones(8).long(), torch.ones(8), torch.ones(8).long()))
+    with pytest.raises(ValueError, match=says):
+        model(KeyedJaggedTensor(names, torch.ones(values).long(), torch.ones(weights), torch.ones(lengths).long()))
+    assert session.lookups == 1
+
+
 def test_a_learning_rate_that_is_no_number_is_refused() -> None:
     model, session = shard(Net(collection("sgd")))
     train(model, [batch_of(6, 1)])

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import (
+    FEATURES,
     LR,
     MEAN,
     OPTIMIZERS,
@@ -97,6 +98,27 @@ def test_id_weights_get_gradients() -> None:
     features = KeyedJaggedTensor.from_lengths_sync(["f0"], torch.tensor([1, 2, 3]), torch.tensor([2, 1]), weights)
     model(features).values().sum().backward()
     torch.testing.assert_close(weights.grad, rows[[1, 2, 3]].sum(dim=1))
+
+
+@pytest.mark.parametrize("most", [3, 40])
+@pytest.mark.parametrize("altered", ["values", "lengths", "weights"])
+def test_a_batch_that_is_altered_after_its_forward_has_the_gradients_of_that_forward(altered: str, most: int) -> None:
+    pushed = []
+    for alters in (False, True):
+        configs = [table(name, 20, 4, name) for name in FEATURES]  # in the batch's order: nobody has to permute it
+        model, session = shard(collection("sgd", configs, is_weighted=True))
+        features = batch_of(6, 0, most, weighted=True).sparse_features
+        given = getattr(features, altered)()
+        ours = model(features).values()
+        before = given.clone()
+        if alters:  # as a reader does that fills the same memory again
+            given.copy_(given.flip(0))
+            assert not torch.equal(given, before)
+        ours.square().sum().backward()
+        pushed += session.pushed
+    (rows, gradients), (rows_altered, gradients_altered) = pushed
+    assert all(torch.equal(a, b) for a, b in zip(rows, rows_altered, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(gradients, gradients_altered, strict=True))
 
 
 def test_empty_bags_and_empty_batches_are_steps_too() -> None:

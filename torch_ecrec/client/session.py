@@ -37,6 +37,10 @@ from torch_ecrec.runtime.lifetime import belongs_here
 log = logging.getLogger(__name__)
 
 AWAITED_SAID_S = 30.0  # between two words of others that are waited for
+CLOSED = (
+    "this session is closed: the model has left its cluster (`model.close()`), and no row can be looked up, read or"
+    " changed any more. Evaluate, and take `state_dict()`, before it is closed"
+)
 ROUTES_KEPT = 128  # from `arrange` to the push: as many lookups may be made in a step, and for the next
 
 
@@ -212,6 +216,8 @@ class Session:
         return self.client.training_step
 
     def _check_training(self) -> None:
+        if self._closed:
+            raise RuntimeError(CLOSED)
         if self.client.load_end is None:
             raise RuntimeError("training has not begun: every trainer calls `loaded` before its first step")
 
@@ -428,6 +434,8 @@ class Session:
 
     def flush(self) -> None:
         """Waits until everything sent is acknowledged: survives r losses."""
+        if self._closed and self.client.all_survive:
+            return
         self.client.run(self.client.settle)
         self._wait(lambda: self.client.all_survive, f"flush after step {self.step - 1}")
 
@@ -511,7 +519,10 @@ class Session:
         self._tell(messages.Progress(self.trainer, figures.pop("step", 0), figures))
 
     def close(self) -> None:
-        """Leaves the cluster. May be called again."""
+        """Leaves the cluster. May be called again. Whatever else is asked of the session then is refused at once."""
         if not self._closed:
             self._closed = True
-            self._on_close()
+            try:
+                self._on_close()
+            finally:
+                self._waiting.fail(RuntimeError(CLOSED))

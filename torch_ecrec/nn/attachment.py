@@ -49,6 +49,7 @@ from torch_ecrec.runtime.checks import plain
 log = logging.getLogger(__name__)
 
 STEPS_OF_A_DRAW = 64  # of more, the log is told once
+STEPS_UNSEEN = 64  # likewise, of steps whose forwards nobody has seen, and of backwards that are no steps
 
 
 class Attachment:
@@ -93,6 +94,9 @@ class Attachment:
         dense.check()
         self.begun = False  # a step of this life has
         self._drawn_at: int | None = 0  # the step of the last draw; None: that many steps follow it was told
+        self._seen_at: int | None = self._session.step  # of the last forward, in a loop without a reader; None: told
+        self._counted_at: tuple[int, int] | None = self._session.step, step.passes  # None: it was told
+        step.on_pushed.append(self._look_at_unseen_steps)
         self._in_step = self._closed = False
         self._random: dict[str, Any] | None = None  # to be put back when the first step begins
         self._expected: int | None = None  # checksum of its batch
@@ -155,6 +159,7 @@ class Attachment:
             self._look_at_steps_since_draw()
         elif not self._in_step:
             self._begin_without_reader(lambda: checksum_of(batch))
+        self._look_at_backwards_without_step()
 
     def after_forward(self) -> None:
         """Called when a training forward has ended."""
@@ -171,6 +176,36 @@ class Attachment:
             " that gives it again (`itertools.repeat(batch)`)",
             STEPS_OF_A_DRAW,
         )
+
+    def _look_at_unseen_steps(self) -> None:
+        """Called when a step was pushed. In a loop without a reader only a forward, or `model.step()`, begins one."""
+        if self.reader is not None or self._seen_at is None or not self._dense.every:
+            return
+        if self._session.step - self._seen_at >= STEPS_UNSEEN:
+            self._seen_at = None
+            log.warning(
+                "%d steps were trained by forwards that begin no step, of a model in `eval()`, or of `model.module`: no"
+                " snapshot is taken of them, the servers' logs grow, and a restart makes all of them again. Call the"
+                " model itself, in `train()`, or put each step into `with model.step(): ...`",
+                STEPS_UNSEEN,
+            )
+
+    def _look_at_backwards_without_step(self) -> None:
+        """Called in a training forward. A backward that reaches no row is no step: after it nothing is kept."""
+        if self._counted_at is None or not self._dense.every:
+            return
+        step, passes = self._counted_at
+        if self._session.step != step:
+            self._counted_at = self._session.step, self._step.passes
+        elif self._step.passes - passes >= STEPS_UNSEEN:
+            self._counted_at = None
+            log.warning(
+                "%d backwards since step %d have reached no row of a table (are the embeddings detached, or looked up"
+                " under `torch.no_grad()`?): they are no steps, so that no snapshot is taken, and a restart makes all"
+                " of them again. Freeze tables with `requires_grad_(False)` in place of that",
+                STEPS_UNSEEN,
+                step - 1,
+            )
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -191,6 +226,7 @@ class Attachment:
 
     def _begin_without_reader(self, checksum: Callable[[], int | None]) -> None:
         """Begins a step, unless this is a further forward of the step under way."""
+        self._seen_at = None if self._seen_at is None else self._session.step
         self._begin()
         if self._random is not None:
             set_random_states(self._random)

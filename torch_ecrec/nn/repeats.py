@@ -62,9 +62,16 @@ def check_lengths(features: KeyedJaggedTensor) -> None:
     TorchRec checks the first batch only.
 
     Raises:
-        ValueError: lengths are negative, or do not add up to the number of ids; or weights are not one for each id.
+        ValueError: lengths are negative, do not add up to the number of ids, or are not as many for each feature; ids
+            or weights have several dimensions; or weights are not one for each id.
     """
     lengths_L, count, weights = features.lengths(), features.values().numel(), features.weights_or_none()
+    for what, tensor in (("ids", features.values()), ("weights", weights)):
+        if tensor is not None and tensor.dim() != 1:
+            raise ValueError(f"the batch's {what} must have one dimension, got shape {tuple(tensor.shape)}")
+    keys = len(features.keys())
+    if not features.variable_stride_per_key() and lengths_L.numel() % max(keys, 1):
+        raise ValueError(f"the batch must have as many bags of each of its {keys} features, got {lengths_L.numel()}")
     named, least = (int(lengths_L.sum()), int(lengths_L.min())) if lengths_L.numel() else (0, 0)
     if named != count or least < 0:
         raise ValueError(

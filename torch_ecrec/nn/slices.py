@@ -110,8 +110,9 @@ class Slice:
         Raises:
             ValueError: an id is not a row of its table, or an inverse index no bag of its feature.
         """
-        per_id_N = features.weights().float().cpu().contiguous() if weighted else None
-        ids_N, lengths_FB = _ids_of(features), lengths_of(features)
+        # Copies, which the backward reads: a reader may fill the batch's memory with the next one before.
+        per_id_N = features.weights().to("cpu", torch.float32, copy=True).contiguous() if weighted else None
+        ids_N, lengths_FB = _ids_of(features), lengths_of(features).copy()
         index_FN = None if repeats is None else bag_of_sample(repeats, self.features, features.stride_per_key())
         pooled = None
         if pooling != "rows" and (per_id_N is None or not per_id_N.requires_grad):

@@ -123,6 +123,11 @@ class SparseStep:
             self.session.loaded()
             self._open = True
 
+    @property
+    def passes(self) -> int:
+        """The number of backward passes so far through what training forwards of the model gave."""
+        return self._passes
+
     def watch(self, outputs: Sequence[object]) -> None:
         """Called after a training forward with its output: counts the backward passes through it.
 
