@@ -102,9 +102,12 @@ class SlotCheckpoints:
 
     def _is_due(self, done: int) -> bool:
         """Returns whether a checkpoint, or a prioritised save, is due after so many steps of training."""
+        return any(done % every == 0 for every in self._periods())
+
+    def _periods(self) -> list[int]:
+        """Returns after how many steps of training, again and again, a checkpoint is due, and a prioritised save."""
         told = self._host.checkpointing
-        some = told.saves_every and done % told.saves_every == 0
-        return bool(told.every_steps) and (done % told.every_steps == 0 or bool(some))
+        return [every for every in (told.every_steps, told.saves_every) if every] if told.every_steps else []
 
     def _note(self, positions: Sequence[Positions]) -> None:
         if self._savers is None and self._slot.whole:
@@ -127,9 +130,8 @@ class SlotCheckpoints:
             return
         kept = self._kept if self._kept is not None else done - 1
         self._kept = max(kept, done)
-        told = self._host.checkpointing
-        for every in (told.every_steps, told.saves_every if told.every_steps else 0):
-            if every and done // every * every > kept:
+        for every in self._periods():
+            if done // every * every > kept:
                 self._slot.tell(messages.Due(*self._slot.life, done // every * every))
                 return
 
