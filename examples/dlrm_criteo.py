@@ -153,15 +153,21 @@ def wrap(model: DLRMTrain, args: argparse.Namespace, device: torch.device = CPU)
 
 
 def to_batch(clicks: Clicks, ids: int = 1) -> Batch:
+    categories, lengths = clicks.categories.T.reshape(-1), np.ones(CATEGORIES * len(clicks), np.int32)
+    if ids > 1:
+        categories, lengths = long_bags(clicks, ids)
+    values = torch.from_numpy(categories.astype(np.int64))
+    sparse = torchrec.KeyedJaggedTensor.from_lengths_sync(FEATURES, values, torch.from_numpy(lengths))
+    return Batch(torch.from_numpy(clicks.dense), sparse, torch.from_numpy(clicks.labels))
+
+
+def long_bags(clicks: Clicks, ids: int) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of `--ids`, and how many each bag has."""
     of_feature, of_sample = np.divmod(np.arange(CATEGORIES * len(clicks)), max(1, len(clicks)))
-    lengths = np.ones(len(of_sample), np.int32) if ids == 1 else (3 * of_feature + 7 * of_sample) % (2 * ids)
+    lengths = ((3 * of_feature + 7 * of_sample) % (2 * ids)).astype(np.int32)
     back = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)  # samples before
     at = (np.repeat(of_sample, lengths) - back) % max(1, len(clicks))
-    categories = clicks.categories[at, np.repeat(of_feature, lengths)].astype(np.int64)
-    sparse = torchrec.KeyedJaggedTensor.from_lengths_sync(
-        FEATURES, torch.from_numpy(categories), torch.from_numpy(lengths.astype(np.int32))
-    )
-    return Batch(torch.from_numpy(clicks.dense), sparse, torch.from_numpy(clicks.labels))
+    return clicks.categories[at, np.repeat(of_feature, lengths)], lengths
 
 
 class Batches:

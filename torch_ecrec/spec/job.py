@@ -265,14 +265,18 @@ class JobSpec:
         """Returns the slots that have rows of a table, ascending; of a tiny one that is dealt, those that may."""
         if (home := self.home_of(table)) is not None:
             return (home[0],)
-        index = next(index for index, spec in enumerate(self.tables) if spec.name == table)
-        some = {slot for piece in self.pieces[index] for slot in piece.slots}
+        some = {slot for piece in self.pieces[self._index_of[table]] for slot in piece.slots}
         return tuple(sorted(some or range(self.code.slots)))
 
     def rows_of_table(self, table: str) -> tuple[int, int, int]:
         """Returns the table group of a table, and its first row there and the one behind its last."""
         table_group, first = self.place_of_table[table]
-        return table_group, first, first + next(spec.rows for spec in self.tables if spec.name == table)
+        return table_group, first, first + self.tables[self._index_of[table]].rows
+
+    @cached_property
+    def _index_of(self) -> dict[str, int]:
+        """The place of each table in `tables`, by name."""
+        return {table.name: index for index, table in enumerate(self.tables)}
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
