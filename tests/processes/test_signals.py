@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import wait_for_none, wait_until
-from coordinator_words import status
+from coordinator_words import member, status
 from places import SUPPORT
 from test_cli import LIMIT_S, SMALL, Command, command, status_of
 from test_member import WELCOME, Coordinator
@@ -190,6 +190,7 @@ class JoinedMember:
     """A membership that has begun, and ends at once if there is a reason."""
 
     name = "server-7"
+    draining = False
     reason: BaseException | None = None
 
     def __init__(self, *_: object, on_end: Callable[[BaseException], None], **__: object) -> None:
@@ -205,7 +206,9 @@ def test_a_server_told_to_end_at_any_line(monkeypatch: pytest.MonkeyPatch, reaso
     """Its handler waits for nothing that the line may hold, and the word counts: it would join again else."""
     monkeypatch.setattr(launch, "Member", JoinedMember)
     monkeypatch.setattr(launch, "WAKE_S", 0.01)
-    monkeypatch.setattr(launch, "status_of", lambda *_: status())  # no trainers that it would wait for
+    monkeypatch.setattr(
+        launch, "status_of", lambda *_: status(members=[member("server-7")])
+    )  # no trainers that it would wait for
     monkeypatch.setattr(JoinedMember, "reason", reason)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     functions: set[str] = set()
@@ -213,7 +216,7 @@ def test_a_server_told_to_end_at_any_line(monkeypatch: pytest.MonkeyPatch, reaso
         told, tracing = Told(number), sys.gettrace()
         sys.settrace(told.trace)
         try:
-            ended = launch._serve_once(Settings(), None)
+            ended = launch._serve_once(Settings(), None, draining=False)[0]
         finally:
             sys.settrace(tracing)
             for one, handler in before.items():
@@ -224,6 +227,15 @@ def test_a_server_told_to_end_at_any_line(monkeypatch: pytest.MonkeyPatch, reaso
         assert isinstance(ended, KeyboardInterrupt), f"line {number}"
     assert number > 5 and {"_serve_once", "_first_of"} <= functions
     assert told.fired == (reason is None), "who has no reason to end waits for one"
+
+
+def test_a_server_that_was_fenced_joins_again_as_drained_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = [(Fenced("once"), False), (Fenced("twice"), True), (KeyboardInterrupt(signal.SIGTERM), True)]
+    joined: list[bool] = []
+    monkeypatch.setattr(launch, "_serve_once", lambda _, __, draining: (joined.append(draining), ends.pop(0))[1])
+    monkeypatch.setattr(launch, "freeze", lambda: None)
+    assert launch.run_server(Settings(keep_freed_bytes=0)) == 0
+    assert joined == [False, False, True] and not ends
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from coordinator_harness import Harness
+from coordinator_harness import MEMBERS, Harness, known, rejoin, told
 
+from torch_ecrec.protocol.messages import BadMessage
 from torch_ecrec.spec.job import CodeSpec
 
 
@@ -99,6 +100,60 @@ def test_a_server_is_drained_to_spares() -> None:
     assert h.moving()[0] == "server-1"
     h.move()
     assert sorted(set(h.places)) == ["server-1", "server-2", "server-3"]
+
+
+def test_the_next_coordinator_knows_who_is_drained() -> None:
+    """A server that was told says so, and says that it is so no more."""
+    before = Harness(spares=1).start(servers=4)
+    for undo in (False, True):
+        assert before.core.drain("server-1", undo) == ""
+    assert told(before, "server-1", "drains") == [
+        {"type": "drains", "draining": True},
+        {"type": "drains", "draining": False},
+    ]
+    for draining in (True, False):
+        after = Harness(spares=1)
+        for name in MEMBERS:
+            rejoin(
+                after,
+                known(before, name, world=MEMBERS, **({"draining": True} if name == "server-1" and draining else {})),
+            )
+        after.now_s += 10
+        after.core.on_tick(after.now_s)
+        assert after.core.members["server-1"].draining == draining
+        assert (
+            after.places == before.places and bool([1 for _, word in after.sent if word["type"] == "move"]) == draining
+        )
+        if draining:
+            assert after.moving() == ("server-3", {"slot": 1, "incarnation": 1, "epoch": after.core.epoch, "era": 0})
+
+
+def test_who_was_away_when_it_was_drained_hears_it_on_its_return() -> None:
+    h = Harness(spares=1).start(servers=4)
+    h.core.drain("server-1", undo=False)
+    many = len(h.sent)
+    rejoin(h, known(h, "server-1"))
+    assert ("server-1", {"type": "drains", "draining": True}) in h.sent[many:]
+    many = len(h.sent)
+    rejoin(h, known(h, "server-1", draining=True))
+    assert "drains" not in [word["type"] for _, word in h.sent[many:]]
+    h.core.on_join_again("server-1", h.now_s)
+    assert told(h, "server-1", "drains") == [{"type": "drains", "draining": True}] * 3
+
+
+def test_a_cluster_that_begins_anew_puts_no_slot_on_who_is_drained() -> None:
+    """All have gone back to a checkpoint, or a server was fenced: it joins as another, and says that it was drained."""
+    h = Harness(spares=1)
+    for draining in (True, False, False, False):
+        h.join(role="server", **({"draining": True} if draining else {}))
+    for rank in range(2):
+        h.trainer(rank)
+    h.now_s += 10
+    h.core.on_tick(h.now_s)
+    h.enter()
+    assert sorted(h.places) == ["server-1", "server-2", "server-3"] and h.core.members["server-0"].draining
+    with pytest.raises(BadMessage, match="a trainer that is drained"):
+        h.trainer(0, draining=True)
 
 
 def test_without_a_spare_a_drain_waits_for_a_server() -> None:

@@ -212,6 +212,21 @@ def test_a_member_tells_the_next_coordinator_what_it_was_told() -> None:
     assert rules.term == 4 and not rules.looks and rules.step(9.0) == membership.NOTHING
 
 
+def test_a_server_tells_the_next_coordinator_that_it_is_drained_until_that_is_undone() -> None:
+    for words, told in (((True,), True), ((True, False), False)):
+        rules = joined()
+        for draining in words:
+            assert hear(rules, messages.Drains(draining)) == []
+        rules.closed("eof")
+        rules.step(0.0)
+        rules.take()
+        rules.connected(1.0, known=KNOWN)
+        (said,) = rules.take()
+        assert isinstance(said, Say) and isinstance(said.word, messages.Rejoin) and said.word.draining == told
+    (end,) = errors(hear(joined("trainer"), messages.Drains(True)))
+    assert "drains: not to a server" in str(end)
+
+
 def test_a_search_is_over_when_the_coordinator_has_said_so_and_no_earlier() -> None:
     """One that ends each connection is none: after so long the member gives up."""
     rules, now_s = looking(), 0.0

@@ -256,5 +256,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--checkpoint-every", type=int, default=100, metavar="X", help="steps, for torchrec+ckpt")
     add_shape(parser)
-    add_blocks(parser, warmup=8)
+    add_blocks(parser, warmup=40)
     record.add_files(parser, "build/bench", copies=True)

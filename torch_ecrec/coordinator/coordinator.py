@@ -257,6 +257,8 @@ class Coordinator:
         """Welcomes a member once more whose connection ended before it had read its name; it keeps that name."""
         self.on_heard(name, now_s)
         self._welcome(name)
+        if self.members[name].draining:
+            self._send(name, messages.Drains(True))
         self._tell_again(name, now_s)
 
     def _welcome(self, name: str) -> None:
@@ -317,6 +319,8 @@ class Coordinator:
             self._announce(events.Back(name, member.pid))
             self._send(name, messages.Rejoined(self.term))
             member.endpoint, member.roster = rejoin.endpoint, rejoin.roster
+            if member.draining != rejoin.draining:  # it was not there to hear it
+                self._send(name, messages.Drains(member.draining))
             self._tell_again(name, now_s)
             state.take_in(now_s)
             return

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from torch_ecrec.coordinator import domains
 from torch_ecrec.protocol.bounds import Address, Role
 from torch_ecrec.protocol.build import bits_told
-from torch_ecrec.protocol.messages import Entering, FromCoordinator, Join
+from torch_ecrec.protocol.messages import Drains, Entering, FromCoordinator, Join
 from torch_ecrec.protocol.status import Report
 
 NAMES_OF_A_TERM = 1000  # numbers of one coordinator's servers begin at a multiple of it, and lives of its trainers
@@ -107,7 +107,9 @@ class Members:
         here = self.present("server")
         found = [one for one in here if what == one.name or (one.domain and f"{one.domain}/".startswith(f"{what}/"))]
         for one in found:
-            one.draining = not undo
+            if one.draining == undo:
+                one.draining = not undo
+                self.send(one.name, Drains(one.draining))
         servers = ", ".join(one.name + (f" ({one.domain})" if one.domain else "") for one in here)
         return "" if found else f"no server is called {what!r} or is in such a failure domain; there are {servers}"
 
@@ -176,6 +178,7 @@ class Members:
             domain=entering.domain,
             launch=entering.launch,
             version=entering.version,
+            draining=entering.draining,
             bits=bits_told(entering.messages),
         )
 

@@ -213,7 +213,7 @@ class SlotTable:
         if len(servers) < self._job.code.slots:
             return
         for slot in range(self._job.code.slots):
-            best = min(servers, key=lambda server: self.shared(slot, server, where))
+            best = min(servers, key=lambda one: (self._members.is_draining(one), self.shared(slot, one, where)))
             servers.remove(best)
             self.slots.append(SlotPlace(best, 0, not self._job.restoring))
         self._partial.dense = set(range(len(self.slots)))

@@ -107,14 +107,16 @@ def run_server(settings: Settings, code: dict[str, int | None] | None = None) ->
     freeze()
     if settings.experiment:
         log.warning("EXPERIMENT %s", settings.experiment)
-    while isinstance(reason := _serve_once(settings, code), Fenced):
+    reason, draining = _serve_once(settings, code, draining=False)
+    while isinstance(reason, Fenced):
         log.warning("%s; joins again", reason)
         gc.collect()  # the slots of before
+        reason, draining = _serve_once(settings, code, draining)
     return 0 if isinstance(reason, KeyboardInterrupt) else exit_code_of(reason)
 
 
-def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseException:
-    """One membership, from joining to its end; returns why it ended.
+def _serve_once(settings: Settings, code: dict[str, int | None] | None, draining: bool) -> tuple[BaseException, bool]:
+    """One membership, from joining to its end; returns why it ended, and whether the server was drained.
 
     Told to end by SIGTERM, it stays for trainers that are there, for `grace_s`. Told before it has joined, the second
     time, or by SIGINT, it ends at once.
@@ -148,6 +150,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
             domain=settings.failure_domain or host_name(),
             experiment=settings.experiment,
             bits=kernel_bits(),
+            draining=draining,
         ),
         make,
         on_control=on_control,
@@ -177,7 +180,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
             hosts[0].end()
     if not isinstance(reason, KeyboardInterrupt):
         log.info("%s ends: %s", member.name, reason)
-    return reason
+    return reason, member.draining
 
 
 def _trouble_on_signals(host: Host) -> None:

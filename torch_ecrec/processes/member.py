@@ -144,6 +144,11 @@ class Member:
         return self._rules.restarted
 
     @property
+    def draining(self) -> bool:
+        """A server: no slot is to be here."""
+        return self._rules.join.draining
+
+    @property
     def restored(self) -> messages.Restored | None:
         """The checkpoint that the cluster began with."""
         return self._rules.restored

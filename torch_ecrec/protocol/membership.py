@@ -80,6 +80,7 @@ def join_of(
     launch: str = "",
     relaunched: bool = False,
     again: bool = False,
+    draining: bool = False,
     address: Address | None = None,
     led: int = 0,
     experiment: Experiment = NO_EXPERIMENT,
@@ -106,6 +107,7 @@ def join_of(
         launch=launch,
         relaunched=relaunched,
         again=again,
+        draining=draining,
         address=address,
         led=led,
     )
@@ -507,6 +509,10 @@ class Membership:
             self._take_roster(word)
         elif isinstance(word, messages.OtherCluster):
             self._turn_away(word)
+        elif isinstance(word, messages.Drains):
+            if self.join.role != "server":
+                raise BadMessage("drains: not to a server")
+            self.join = replace(self.join, draining=word.draining)
         elif isinstance(word, messages.Die):
             self._out.append(Die())
         else:

@@ -144,6 +144,7 @@ class Entering(ForLeader, frozen=True, kw_only=True, omit_defaults=True):
         launch: of a trainer, a word of whoever starts all of them, again and again; "": there is none.
         relaunched: of a trainer, that launch has started its trainers before: this one takes the place of another.
         again: of a trainer, a job that has ended is to be trained on.
+        draining: of a server, that it was told `Drains`: whichever coordinator it comes to, no slot is to be there.
     """
 
     version: Text
@@ -156,12 +157,14 @@ class Entering(ForLeader, frozen=True, kw_only=True, omit_defaults=True):
     launch: Text = ""
     relaunched: bool = False
     again: bool = False
+    draining: bool = False
     rank: Rank = -1
 
     def __post_init__(self) -> None:
         if self.address is not None:
             ipaddress.ip_address(self.address[0])  # nothing is looked up by name: that could block
         require((self.rank >= 0) == (self.role == "trainer"), f"a {self.role} of rank {self.rank}")
+        require(self.role == "server" or not self.draining, f"a {self.role} that is drained")
 
     def check_job(self, job: JobSpec | None) -> None:
         """Raises ValueError: who enters cannot be of this job."""
@@ -684,6 +687,12 @@ class Fatal(Said, frozen=True, tag="fatal"):
     reason: str
 
 
+class Drains(Said, frozen=True, tag="drains"):
+    """Tells a server whether its slots are to move away; it says so wherever it joins or rejoins (`Entering`)."""
+
+    draining: bool
+
+
 class Die(Said, frozen=True, tag="die"):
     """Has a member end at once, as by SIGKILL: somebody wants to see what happens then."""
 
@@ -732,6 +741,7 @@ FromCoordinator = (
     | OtherCluster
     | Left
     | Fatal
+    | Drains
     | Die
 )
 

@@ -64,12 +64,13 @@ AVAILABLE = _prepare()  # on Linux
 class Mapping:
     """A file's bytes mapped as memory, for as long as this object lives. Raises OSError.
 
+    All its pages are mapped at once: one by one, at their first use, they took a few per cent of a job's first minute.
     Python's own `mmap` would keep a file descriptor for each.
     """
 
     def __init__(self, fd: int, size: int, writable: bool) -> None:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        address = _libc.mmap(None, size, access, mmap.MAP_SHARED, fd, 0)
+        address = _libc.mmap(None, size, access, mmap.MAP_SHARED | mmap.MAP_POPULATE, fd, 0)
         if address == ctypes.c_void_p(-1).value:
             number = ctypes.get_errno()
             raise OSError(number, f"cannot map {size} bytes: {os.strerror(number)}")
@@ -217,7 +218,7 @@ class Pool:
         fitting = [segment for segment in self._free if size <= segment.size <= SPARE_MOST * max(size, _GRAIN)]
         if not fitting:
             return None
-        best = min(fitting, key=lambda segment: segment.size)
+        best = min(reversed(fitting), key=lambda segment: segment.size)  # of equals, what caches may still have
         self._free.remove(best)
         return best
 
@@ -249,8 +250,13 @@ class Pool:
 
 
 def _rounded(size: int) -> int:
-    """Returns a size at least an eighth larger, so that what varies a little from step to step fits next time."""
-    return -(-(size + size // 8) // _GRAIN) * _GRAIN
+    """Returns a size at least an eighth larger, so that what varies a little from step to step fits next time.
+
+    There are eight sizes to a power of two: what is about as large is of one size.
+    """
+    wanted = size + size // 8
+    grain = max(_GRAIN, 1 << max(0, wanted.bit_length() - 4))
+    return -(-wanted // grain) * grain
 
 
 _pool: Pool | None = None
