@@ -232,7 +232,12 @@ def test_a_server_told_to_end_at_any_line(monkeypatch: pytest.MonkeyPatch, reaso
 def test_a_server_that_was_fenced_joins_again_as_drained_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = [(Fenced("once"), False), (Fenced("twice"), True), (KeyboardInterrupt(signal.SIGTERM), True)]
     joined: list[bool] = []
-    monkeypatch.setattr(launch, "_serve_once", lambda _, __, draining: (joined.append(draining), ends.pop(0))[1])
+
+    def serve_once(settings: Settings, code: object, draining: bool) -> tuple[BaseException, bool]:
+        joined.append(draining)
+        return ends.pop(0)
+
+    monkeypatch.setattr(launch, "_serve_once", serve_once)
     monkeypatch.setattr(launch, "freeze", lambda: None)
     assert launch.run_server(Settings(keep_freed_bytes=0)) == 0
     assert joined == [False, False, True] and not ends

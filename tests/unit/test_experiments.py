@@ -447,9 +447,23 @@ def test_what_other_files_of_the_same_commit_began_is_not_gone_on_with(
     monkeypatch.setattr(record, "header", lambda: header)
     monkeypatch.setattr("torch_ecrec.__file__", str(sources / "__init__.py"))
     results = Results.begin(tmp_path / "out", "smoke", 1024, None, catalogue.chosen("smoke"))
-    Results.open(results.folder).require_same_code()
+    Results.open(results.folder).require_same()
     (sources / "more.py").write_text("changed = True")
     with pytest.raises(ValueError, match="was begun with other code: files of this package have changed since"):
+        run.resume(results.folder)
+
+
+def test_a_run_is_not_gone_on_with_over_other_rows(tmp_path: Path) -> None:
+    """The file of that name has changed since: half of the cells would be of other data."""
+    data = tmp_path / "rows.tsv"
+    data.write_text("0\t1\n")
+    results = Results.begin(tmp_path / "out", "smoke", 1024, str(data), catalogue.chosen("smoke"))
+    Results.open(results.folder).require_same()
+    data.write_text("0\t2\n")
+    with pytest.raises(ValueError, match=r"was begun with other rows: .*rows\.tsv has changed since"):
+        run.resume(results.folder)
+    data.unlink()
+    with pytest.raises(ValueError, match=r"rows\.tsv, which .* was begun with, is not there"):
         run.resume(results.folder)
 
 

@@ -49,6 +49,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         specs: the experiments.
         settings: of all processes, that are not the default ones: variables of the environment that it was begun in.
         code: a digest of this package's sources; "": it was begun when none was made.
+        rows: a digest of the file's content; "": likewise, or there is no file.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     specs: list[Spec]
     settings: dict[str, str] = msgspec.field(default_factory=dict)
     code: str = ""
+    rows: str = ""
 
 
 @contextlib.contextmanager
@@ -111,7 +113,7 @@ class Results:
                 " remove the folder, or name another one with --out"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        run = Run(name, factor, data, record.header(), specs, settings_here(), digest_of_code())
+        run = Run(name, factor, data, record.header(), specs, settings_here(), digest_of_code(), digest_of_rows(data))
         _write(path, msgspec.to_builtins(run))
         return Results(folder, run)
 
@@ -135,8 +137,8 @@ class Results:
         except msgspec.MsgspecError as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
 
-    def require_same_code(self) -> None:
-        """Raises ValueError unless this code, and its settings, are those which the run was begun with."""
+    def require_same(self) -> None:
+        """Raises ValueError unless this code, its settings and the rows are those which the run was begun with."""
         now, then = record.header()["commit"], self.run.header["commit"]
         if now != then:
             raise ValueError(
@@ -147,6 +149,11 @@ class Results:
             raise ValueError(
                 f"{self.folder} was begun with other code: files of this package have changed since, at commit {now}:"
                 " cells of different code are not put into one result. Begin anew with another --out"
+            )
+        if self.run.rows not in ("", digest_of_rows(self.run.data)):
+            raise ValueError(
+                f"{self.folder} was begun with other rows: {self.run.data} has changed since. Put that file back, or"
+                " begin anew with another --out"
             )
         if (here := settings_here()) != self.run.settings:
             raise ValueError(
@@ -216,6 +223,17 @@ def digest_of_code() -> str:
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def digest_of_rows(data: str | None) -> str:
+    """Returns a digest of a file's content, "" for None. Raises ValueError if it cannot be read."""
+    if data is None:
+        return ""
+    try:
+        with open(data, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    except OSError as error:
+        raise ValueError(f"{data} cannot be read: {error}") from error
 
 
 def settings_here() -> dict[str, str]:

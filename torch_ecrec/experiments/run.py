@@ -50,13 +50,13 @@ def resume(out: Path) -> int:
     """Runs the cells of a folder that have not run, or failed; returns the exit code.
 
     Raises:
-        ValueError: there are no results, they are of another commit or other settings, another process runs them, or
+        ValueError: there are no results, they are of another commit, other rows or other settings, another process runs them, or
             memory or cores are too few.
     """
     results = Results.open(out)
-    results.require_same_code()
     if (data := results.run.data) is not None:
         require(Path(data).exists(), f"{data}, which {out} was begun with, is not there: resume where it was begun")
+    results.require_same()
     require_machine(results.run.specs, results.scale)
     with alone(out):
         return _go_on(results)
