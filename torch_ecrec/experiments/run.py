@@ -50,8 +50,8 @@ def resume(out: Path) -> int:
     """Runs the cells of a folder that have not run, or failed; returns the exit code.
 
     Raises:
-        ValueError: there are no results, they are of another commit, other rows or other settings, another process runs them, or
-            memory or cores are too few.
+        ValueError: there are no results, they are of another commit, other rows or other settings, another process
+            runs them, or memory or cores are too few.
     """
     results = Results.open(out)
     if (data := results.run.data) is not None:
