@@ -134,6 +134,7 @@ def check(arguments: argparse.Namespace) -> tuple[CodeSpec, list[str], Path | No
     require(len(set(kinds)) == len(kinds), f"an event is named twice: {arguments.events}")
     record.require_counts(arguments, "repeats", "trainers", "batch_size", "spares")
     record.require_positive(arguments, "gigabytes", "drain_gigabytes", "steady_s")
+    require(arguments.link_mbit >= 0, f"`--link-mbit` must not be negative, got {arguments.link_mbit}")
     require_hosts()
     return code, kinds, require_etcd() if set(kinds) & set(ELECTED) else None
 
@@ -165,7 +166,9 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.out,
         [part for part in parts if part.turns],
         repeats=arguments.repeats,
-        place=lambda part: Apart(code, part.spares, part.model.trainers, None if part.name == "drain" else etcd),
+        place=lambda part: Apart(
+            code, part.spares, part.model.trainers, None if part.name == "drain" else etcd, 1e6 * arguments.link_mbit
+        ),
         begin=start_training,
         after=_tell,
     )
@@ -191,6 +194,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=2.0,
         metavar="GB",
         help="likewise for the drain; with parity a server of three has half of it (default 2)",
+    )
+    parser.add_argument(
+        "--link-mbit",
+        type=float,
+        default=0.0,
+        metavar="M",
+        help="rate of the links of servers' hosts, each way (default: no limit)",
     )
     parser.add_argument("--steady-s", type=float, default=4.0, metavar="S", help="training measured around each event")
     record.add_files(parser, "build/outages")

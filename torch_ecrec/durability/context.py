@@ -74,6 +74,10 @@ class HostContext(ABC):
         """Asks a slot once; `done` gets its answer, or None if it refused or could not be reached."""
 
     @abstractmethod
+    def now_s(self) -> float:
+        """Returns the time in seconds, of a monotonic clock."""
+
+    @abstractmethod
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         """Runs `action` after so many seconds."""
 

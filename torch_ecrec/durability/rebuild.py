@@ -6,7 +6,7 @@ for, read k members as of one version vector, decode what is still missing into 
 itself) is planned anew after a pause; installing is idempotent.
 
 The background goes through the slot in portions, some of them at once. Every byte that is read counts against the
-limit, also for records that a request waits for; but only the background waits for the limit.
+limit, also for records that a request waits for; but only the background waits for the limit (`throttle.py`).
 
 Nobody waits for a lock and nothing is frozen: members undo newer steps for the reader.
 
@@ -27,6 +27,7 @@ from torch_ecrec.durability.context import HostContext, SlotContext
 from torch_ecrec.durability.folding import Folds
 from torch_ecrec.durability.holdings import Change
 from torch_ecrec.durability.scrubber import Scrubber
+from torch_ecrec.durability.throttle import Throttle
 from torch_ecrec.layout import repair
 from torch_ecrec.layout.stripes import StripeGroup
 from torch_ecrec.protocol import wire
@@ -58,6 +59,7 @@ class Rebuild:
         self.state: dict[tuple[int, bool], np.ndarray] = {}  # per position; it counts only where something is missing
         self.portions: deque[tuple[int, bool, int, int]] = deque()
         self.begin_anew()
+        self.throttle = Throttle(settings.rebuild_bytes_per_s, settings.rebuild_chunk_bytes, slot.held.code.k)
         self.portions_under_way = 0
         self.pausing = False
         self.unpaid_bytes = 0  # read, or about to be, since the last pause; negative: paid for, and not read
@@ -123,14 +125,15 @@ class Rebuild:
 
     def _next_portions(self) -> None:
         """Starts as many portions as may be under way, no faster than the limit allows."""
-        rate = self.settings.rebuild_bytes_per_s if self.host.load_end is not None else 0  # else nobody trains yet
-        while not self.slot.dead and not self.pausing and self.portions_under_way < PORTIONS_AT_ONCE:
+        limited = self.throttle.limit and self.host.load_end is not None  # else nobody trains yet
+        at_once = PORTIONS_AT_ONCE if self.throttle.knows or not limited else 1
+        while not self.slot.dead and not self.pausing and self.portions_under_way < at_once:
             if not self._start_portion():
                 self.slot.check_rebuilt()
                 return
-            if rate:
+            if limited:
                 self.pausing = True
-                self.host.later(max(0, self.unpaid_bytes) / rate, self._after_pause)
+                self.host.later(max(0, self.unpaid_bytes) / self.throttle.bytes_per_s, self._after_pause)
                 self.unpaid_bytes = min(0, self.unpaid_bytes)
 
     def _after_pause(self) -> None:
@@ -139,8 +142,13 @@ class Rebuild:
 
     def _start_portion(self) -> bool:
         """Starts the repair of the next portion of which something is missing that nobody repairs; false if none is."""
+        most_bytes = self.throttle.portion_bytes(self.host.now_s())
         while self.portions:
             table_group, parity, first, end = self.portions.popleft()
+            most = max(1, most_bytes // self.held.shards[table_group].schema.nbytes)
+            if end - first > most:
+                self.portions.appendleft((table_group, parity, first + most, end))
+                end = first + most
             state = self.state[table_group, parity][first:end]
             positions = first + np.flatnonzero(self.missing.of(table_group, parity)[first:end] & (state == NOBODY))
             if len(positions):
@@ -281,6 +289,9 @@ class _Repair:
         self.gone_before.pop(member, None)
         self.records[member] = answer
         if len(self.records) == len(self.plan.reads):
+            if self.asked is not None:
+                count = sum(answer.records.numel() for answer in self.records.values())
+                self.rebuild.throttle.arrive(self.asked, count, self.host.now_s())
             self._install()
 
     def _on_gone(self, member: int, answer: wire.Damaged) -> None:
@@ -325,6 +336,8 @@ class _Repair:
             self._again()
             return
         self.vector = vector
+        count = self.plan.read_bytes(len(self.positions), self.width)
+        self.asked = None if self.then is None else self.rebuild.throttle.ask(count, self.host.now_s())
         base, rotations = self.group.base, self.group.rotations
         for member in self.plan.reads:
             holder = int(self.layout.member_slot[base, member])

@@ -191,6 +191,9 @@ class Node:
         """Returns whether a request that was refused as malformed is given up, and not repeated."""
         return False
 
+    def now_s(self) -> float:
+        return self.port.now_s()
+
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         self.emit(lambda: self.port.later(delay_s, lambda: self.run(action)))
 

@@ -1,0 +1,94 @@
+"""How fast the background of a rebuild reads: within a limit, and within half of what its network carries.
+
+Who waits for a record on first touch waits behind all that the background has asked for and that has not arrived. Over
+a link that is slower than the limit this grew to a second for each step. So the background measures what arrives: a
+*probe* is a portion that takes long enough to show it. Other portions ask for as much as arrives in `BURST_S`, and
+after each comes a pause as long, so that a first touch finds the link free, or nearly so.
+
+Knows no clock and reads nothing: it is told.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+SHARE = 0.5  # of what arrives; the rest is for training
+BURST_S = 0.02  # that a portion takes, about
+PROBE_S = 0.1  # that a probe takes, about: longer than a host with other work does to answer
+PROBE_AGAIN_S = 2.0  # links, and what others do with them, change
+PROBES_KEPT = 4  # the fastest counts: a host that had other work for a moment is no slow link
+LEAST_BYTES, LEAST_PROBE_BYTES, MOST_PROBE_BYTES = 128 << 10, 512 << 10, 2 << 20  # of what is rebuilt by a portion
+LEAST_BYTES_PER_S = 1e6
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a portion was asked for at.
+
+    Attributes:
+        now_s: when.
+        arrived: how many bytes had arrived until then, of all portions.
+        is_probe: whether it shows how fast they arrive.
+    """
+
+    now_s: float
+    arrived: int
+    is_probe: bool
+
+
+class Throttle:
+    """The rate and the portions of one slot's rebuild.
+
+    Args:
+        limit_bytes_per_s: of what is read; 0: there is none, and nothing is measured.
+        most_bytes: of records that one portion rebuilds.
+        reads: how many bytes are read for each byte that is rebuilt.
+    """
+
+    def __init__(self, limit_bytes_per_s: float, most_bytes: int, reads: int) -> None:
+        self.limit, self._most, self._reads = limit_bytes_per_s, most_bytes, reads
+        self._arrived = 0
+        self._probe_s = 0.0  # when the next probe is due
+        self._found: deque[float] = deque(maxlen=PROBES_KEPT)  # bytes/s
+
+    @property
+    def knows(self) -> bool:
+        """Whether it was measured how fast bytes arrive, or need not be: then several portions may be under way."""
+        return not self.limit or bool(self._found)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """How fast may be read; 0: without limit."""
+        if not self.limit or not self._found:
+            return self.limit
+        return min(self.limit, max(LEAST_BYTES_PER_S, SHARE * max(self._found)))
+
+    def portion_bytes(self, now_s: float) -> int:
+        """Returns how many bytes of records the next portion may rebuild."""
+        if not self.limit:
+            return self._most
+        if not self._found or now_s >= self._probe_s:
+            return self._probe_bytes()
+        return min(self._most, max(LEAST_BYTES, self._arriving_in(BURST_S)))
+
+    def ask(self, count: int, now_s: float) -> Asked:
+        """Notes that so many bytes are asked for now, for a portion."""
+        is_probe = not self._found or (now_s >= self._probe_s and count >= self._reads * self._probe_bytes())
+        if is_probe:
+            self._probe_s = now_s + PROBE_AGAIN_S
+        return Asked(now_s, self._arrived, is_probe)
+
+    def arrive(self, asked: Asked, count: int, now_s: float) -> None:
+        """Notes that the bytes of a portion have arrived."""
+        self._arrived += count
+        if asked.is_probe and now_s > asked.now_s:
+            self._found.append((self._arrived - asked.arrived) / (now_s - asked.now_s))
+
+    def _probe_bytes(self) -> int:
+        wanted = max(LEAST_PROBE_BYTES, self._arriving_in(PROBE_S)) if self._found else MOST_PROBE_BYTES
+        return min(self._most, MOST_PROBE_BYTES, wanted)
+
+    def _arriving_in(self, seconds: float) -> int:
+        """Returns how many bytes of records may be rebuilt from what arrives meanwhile."""
+        return int(seconds * max(self._found) / self._reads)
