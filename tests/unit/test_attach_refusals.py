@@ -12,6 +12,7 @@ from attached import END, Passes, Trainer, attach, made, passes, unscheduled
 from models import batch_of, dense_parameters
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torchmetrics import MeanMetric
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from torch_ecrec.nn.dense import own_of
@@ -305,6 +306,46 @@ def test_what_an_attached_optimizer_keeps_in_attributes_is_refused_when_it_moves
         step(trainer, next(batches))
         return
     with pytest.raises(RuntimeError, match=rf"`{kind}` of optimizer 0 \(Averaging\) moves .* would begin anew"):
+        next(batches)
+
+
+class Passing(nn.Module):
+    """A module with a buffer that is in no state dict."""
+
+    def __init__(self, persistent: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()), persistent=persistent)
+
+    def add(self) -> None:
+        self.seen += 1
+
+
+class PassingKept(Passing):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {"seen": self.seen}
+
+
+@pytest.mark.parametrize("kind", ["buffer", "persistent", "constant", "state_dict", "metric", "persistent metric"])
+def test_what_the_state_dict_of_an_attached_module_leaves_out_is_refused_when_it_moves(kind: str) -> None:
+    """It began anew after a restart, and nothing said so."""
+    thing: Any = PassingKept() if kind == "state_dict" else Passing(kind == "persistent")
+    move = thing.add if kind != "constant" else lambda: None
+    if "metric" in kind:
+        thing = MeanMetric()
+        thing.persistent(kind != "metric")
+        move = lambda: thing.update(2.0)  # noqa: E731
+    trainer = unscheduled(made())
+    batches = passes(
+        trainer.model.attach(optimizer=trainer.optimizer, reader=Passes(), held=nn.ModuleDict({"a": thing}))
+    )
+    for _ in range(2):
+        step(trainer, next(batches))
+        move()
+    if kind in ("buffer", "metric"):
+        name, of = ("seen", "Passing") if kind == "buffer" else ("mean_value", "MeanMetric")
+        with pytest.raises(RuntimeError, match=rf"`{name}` of held \({of}\).* moves .*persistent\(True\)` first"):
+            next(batches)
+    else:
         next(batches)
 
 

@@ -5,7 +5,8 @@
     check_schedulers  a scheduler moves rates that are kept, and is not attached itself
     check_tracing     a pipeline that traced the model changed it
     check_groups      an optimizer was given parameters after `attach`
-    check_kept        an optimizer keeps in attributes what moves with its steps, and nothing brings them back
+    check_kept        an optimizer keeps in attributes what moves with its steps, or an attached module in buffers and
+                      states of metrics that are in no state_dict, and nothing brings them back
     (on every step)   an optimizer that is not attached steps parameters of the model
 
 All are found while training runs undisturbed, long before a restart needs it. `attachment.py` says when each is due.
@@ -15,10 +16,12 @@ here: `torch-ecrec rehearse` finds it.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -28,7 +31,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torch_ecrec.compat.torch import is_scheduled, is_torchs_own, version_of
+from torch_ecrec.compat.torch import is_scheduled, is_torchs_own, transient_buffers, version_of
 from torch_ecrec.nn.dense import dense_parameters
 from torch_ecrec.nn.module_settings import ModuleSettings
 from torch_ecrec.resume import optimizer_steps
@@ -67,6 +70,7 @@ class AttachmentChecks:
         self._sealed = self._seal()
         self._groups = self._groups_now()
         self._attributes: dict[str, int] | None = None  # attributes after the first step
+        self._unsaved: list[tuple[str, nn.Module, str]] | None = None  # what they are called, whose they are, which
 
     def close(self) -> None:
         """Stops watching optimizers. May be called again."""
@@ -173,26 +177,41 @@ class AttachmentChecks:
             )
 
     def check_kept(self) -> None:
-        """Checks that no other attribute of an attached optimizer changes with the steps.
+        """Checks that nothing else of what is attached changes with the steps than what a restart restores.
 
-        A restart restores `state`, `param_groups` and a `state_dict` of the optimizer's own, and nothing else.
+        That is `state`, `param_groups` and a `state_dict` of the optimizer's own, and the `state_dict` of a module.
         """
         now = self._attributes_now()
         before, self._attributes = self._attributes, now
         moved = [name for name, value in now.items() if before is not None and before.get(name, value) != value]
         if moved:
+            of_modules = {label for label, _, _ in self._unsaved or ()}
+            what_to_do = (
+                "its state_dict does not have it. Register the buffer with `persistent=True`; of a metric, call"
+                " `persistent(True)` first"
+                if of_modules.issuperset(moved)
+                else "nothing brings an attribute back. Keep it in the optimizer's `state` or `param_groups`, or give"
+                " its class `state_dict` and `load_state_dict`, which have it"
+            )
             raise RuntimeError(
                 f"{', '.join(moved)} moves with the steps of what is attached, and would begin anew after a restart:"
-                " nothing brings an attribute back. Keep it in the optimizer's `state` or `param_groups`, or give its"
-                " class `state_dict` and `load_state_dict`, which have it"
+                f" {what_to_do}"
             )
 
     def _attributes_now(self) -> dict[str, int]:
-        """Returns a checksum for each attribute, by name, of the optimizers that no restart restores by other means.
+        """Returns a checksum for each attribute, by name, that no restart restores.
 
-        These are attached optimizers that are neither torch's nor TorchRec's and have no `state_dict` of their own.
+        They are of attached optimizers that are neither torch's nor TorchRec's and have no `state_dict` of their own,
+        and of attached modules.
         """
-        found = {}
+        if self._unsaved is None:
+            modules = [(name, one) for name, one in self._state.stateful.items() if isinstance(one, nn.Module)]
+            self._unsaved = [
+                (f"`{key}` of {name} ({type(one).__name__})", one, key)
+                for name, module in modules
+                for one, key in _unsaved_of(module)
+            ]
+        found = {label: checksum_of_all(getattr(one, key), ()) for label, one, key in self._unsaved}
         for i, optimizer in enumerate(self._state.dense_optimizers):
             kind = type(optimizer)
             if kind.__module__.startswith(("torch.", "torchrec.")) or kind.state_dict is not Optimizer.state_dict:
@@ -229,6 +248,22 @@ class AttachmentChecks:
                 type(optimizer).__name__,
             )
             self._left_out(f"what {type(optimizer).__name__} steps outside the model is not attached, and began anew")
+
+
+def _unsaved_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yields what the `state_dict` of a module leaves out: each time the module within, and the attribute's name."""
+    metrics: Any = sys.modules.get("torchmetrics")
+    usual = [nn.Module.state_dict, *([metrics.Metric.state_dict] if metrics else [])]
+    for one in module.modules():
+        kind = type(one)
+        if kind.state_dict not in usual or kind.get_extra_state is not nn.Module.get_extra_state:
+            continue  # what that has is for the module to say
+        if not kind.__module__.startswith("torchrec."):
+            yield from ((one, name) for name in sorted(transient_buffers(one)))
+            if metrics and isinstance(one, metrics.Metric):
+                whole: Any = copy.deepcopy(one)
+                whole.persistent(True)
+                yield from ((one, name) for name in sorted(whole.state_dict().keys() - one.state_dict().keys()))
 
 
 def _groups_of(thing: object) -> list[Mapping[str, Any]]:
