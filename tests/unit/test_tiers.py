@@ -356,6 +356,21 @@ def too_little(tier: Tier, rows: int, nbytes: int) -> str:
     return str(found.value)
 
 
+def test_a_folder_that_was_tidied_away_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An empty one below /tmp goes after some days. A server that took a lost slot ended, and its own was lost."""
+    (tmp_path / "disk").mkdir()
+    tier = Tier(tmp_path / "disk" / "tier", 64 << 20)
+    tier.folder.mkdir()
+    tier.make(1000, 64, parity=False, sealed=True)
+    tier.folder.rmdir()
+    store = tier.make(1000, 64, parity=False, sealed=True, must=True)
+    assert isinstance(store, TieredStore) and "tier was gone, and was made again" in caplog.text
+    tier.folder.rmdir()
+    (tmp_path / "disk").rmdir()  # perhaps the disk is away: a folder made there would be on another one
+    with pytest.raises(TierFailed, match=r"no file can be made in .*tier: No such file"):
+        tier.make(1000, 64, parity=False, sealed=True, must=True)
+
+
 def test_a_lost_slot_is_taken_also_where_the_disk_may_be_too_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
