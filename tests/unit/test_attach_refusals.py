@@ -242,6 +242,27 @@ def test_parameters_that_an_optimizer_is_given_later_are_refused_before_the_next
     assert trainer.model.steps_done == 2
 
 
+@pytest.mark.parametrize("kind", ["grows", "comes", "goes", "stays"])
+def test_a_buffer_that_will_not_fit_after_a_restart_is_told_before(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """That a script whose buffer got another shape could not go on was said after trainers were lost only."""
+
+    def with_buffer(trainer: Trainer) -> Trainer:
+        trainer.model.module.register_buffer("seen", None if kind == "comes" else torch.zeros(2))
+        return attach(trainer)
+
+    first = with_buffer(made())
+    first.steps(2)
+    first.model.module.seen = {"comes": torch.ones(2), "grows": torch.ones(3), "goes": None}.get(kind, torch.ones(2))
+    first.steps(5)
+    told = "buffers of the model have other shapes than at `attach` (seen)"
+    assert caplog.text.count(told) == (kind != "stays")
+    if kind == "stays":
+        with_buffer(made(first.session, 3, seed=2)).steps(5)
+    else:
+        with pytest.raises(ValueError, match=r"buffers seen|differ in buffers seen"):
+            with_buffer(made(first.session, 3, seed=2))
+
+
 def test_an_optimizer_of_parameters_outside_the_model_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     attach(made())
     other = nn.Parameter(torch.ones(2))

@@ -5,11 +5,13 @@
     check_schedulers  a scheduler moves rates that are kept, and is not attached itself
     check_tracing     a pipeline that traced the model changed it
     check_groups      an optimizer was given parameters after `attach`
+    check_buffers     a buffer of the model has another shape than at `attach`
     check_kept        an optimizer keeps in attributes what moves with its steps, or an attached module in buffers and
                       states of metrics that are in no state_dict, and nothing brings them back
     (on every step)   an optimizer that is not attached steps parameters of the model
 
-All are found while training runs undisturbed, long before a restart needs it. `attachment.py` says when each is due.
+All are found while training runs undisturbed, long before a restart needs it; of buffers the log is told, since a cache
+may have its first shape again by then. `attachment.py` says when each is due.
 What leaves no trace in anything that is attached (a warm-up around an optimizer, a `ReduceLROnPlateau`) is not seen
 here: `torch-ecrec rehearse` finds it.
 """
@@ -27,12 +29,13 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torch_ecrec.compat.torch import is_scheduled, is_torchs_own, transient_buffers, version_of
-from torch_ecrec.nn.dense import dense_parameters
+from torch_ecrec.nn.dense import buffers_of, dense_parameters
 from torch_ecrec.nn.module_settings import ModuleSettings
 from torch_ecrec.resume import optimizer_steps
 from torch_ecrec.resume.checksum import checksum_of_all
@@ -69,6 +72,7 @@ class AttachmentChecks:
         optimizer_steps.watch(self._check_known)
         self._sealed = self._seal()
         self._groups = self._groups_now()
+        self._shapes: dict[str, object] | None = _shapes_of(model)  # of buffers at `attach`; None: it was told
         self._attributes: dict[str, int] | None = None  # attributes after the first step
         self._unsaved: list[tuple[str, nn.Module, str]] | None = None  # what they are called, whose they are, which
 
@@ -176,6 +180,20 @@ class AttachmentChecks:
                 " `attach` comes first again. Add them before `attach`, with `requires_grad` False until they train"
             )
 
+    def check_buffers(self) -> None:
+        """Checks that no buffer came, went, or got another shape: a restart does not restore what does not fit."""
+        model = self._model()
+        if self._shapes is None or model is None or (now := _shapes_of(model)) == self._shapes:
+            return
+        names = sorted(name for name, _ in now.items() ^ self._shapes.items())
+        self._shapes = None
+        log.warning(
+            "buffers of the model have other shapes than at `attach` (%s): if trainers are started again, training will"
+            " not go on, since the script makes these as they were first. Give them the shapes that they keep, or run"
+            " the model once, before `attach`",
+            ", ".join(dict.fromkeys(names)),
+        )
+
     def check_kept(self) -> None:
         """Checks that nothing else of what is attached changes with the steps than what a restart restores.
 
@@ -248,6 +266,10 @@ class AttachmentChecks:
                 type(optimizer).__name__,
             )
             self._left_out(f"what {type(optimizer).__name__} steps outside the model is not attached, and began anew")
+
+
+def _shapes_of(model: nn.Module) -> dict[str, object]:
+    return {name: None if is_lazy(buffer) else tuple(buffer.shape) for name, buffer in buffers_of(model)}
 
 
 def _unsaved_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
