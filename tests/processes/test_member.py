@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,6 +146,42 @@ def test_whatever_has_just_happened_as_the_connection_ends(
     coordinator.start()
     wait_for_rejoin()  # and it looks for the next one, too
     assert ends.empty()
+    member.end(ClusterUnavailable("the test is over"))
+    member.close()
+    coordinator.end()
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("then", ["", "empty", "another secret, of 2027"])
+def test_a_secret_whose_file_goes_or_changes_costs_no_member(
+    then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text("a secret of this test 0123")
+    monkeypatch.delenv("TORCH_ECREC_SECRET", raising=False)
+    monkeypatch.setenv("TORCH_ECREC_SECRET_FILE", str(file))
+    connections: list[LineConnection] = []
+
+    def welcome(connection: LineConnection, number: int) -> None:
+        connections.append(connection)
+        connection.send(WELCOME)
+
+    coordinator = Coordinator(welcome)
+
+    def wait_for_rejoin() -> None:
+        while (word := coordinator.told.get(timeout=LIMIT_S))["type"] != "rejoin":
+            assert word["type"] != "ended", word
+
+    member = join(coordinator, on_end=lambda error: coordinator.told.put({"type": "ended", "error": error}))
+    file.unlink()
+    if then:
+        file.write_text(then)
+    coordinator.server._loop.call_soon_threadsafe(connections[0].close)
+    wait_for_rejoin()
+    if then.startswith("another"):  # a coordinator that begins now has that one
+        coordinator.end()
+        coordinator.start()
+        wait_for_rejoin()
     member.end(ClusterUnavailable("the test is over"))
     member.close()
     coordinator.end()

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import threading
 import time
@@ -210,15 +211,20 @@ def test_logs_without_room(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_the_logs_is_gone(tmp_path: Path) -> None:
-    """No server can be started for a while: it is tried again."""
-    logs, away = tmp_path / "logs", tmp_path / "away"
+    """With its disk, no server can be started for a while: it is tried again. A tidied folder is made again."""
+    logs, away = tmp_path / "disk" / "logs", tmp_path / "away"
     with cluster(logs) as running:
         wait_until(lambda: len(living(running)) == 2, LIMIT_S, "two servers")
-        logs.rename(away)
+        logs.parent.rename(away)
         os.kill(living(running)[0].pid, signal.SIGKILL)
         wait_until(lambda: bool(running._due and running._due[0][1]), LIMIT_S, "the fault fires: it cannot be started")
-        away.rename(logs)
+        away.rename(logs.parent)
         wait_until(lambda: len(living(running)) == 2, LIMIT_S, "two servers again")
+        shutil.rmtree(logs)
+        before = running.coordinator.pid
+        os.kill(before, signal.SIGKILL)
+        wait_until(lambda: running.coordinator.pid != before and len(living(running)) == 2, LIMIT_S, "another one")
+        assert (logs / "coordinator.log").exists() and running.ended is None
 
 
 def test_close_does_not_wait_for_a_coordinator(tmp_path: Path) -> None:

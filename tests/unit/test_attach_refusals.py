@@ -12,6 +12,7 @@ from attached import END, Passes, Trainer, attach, made, passes, unscheduled
 from models import batch_of, dense_parameters
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torchmetrics import MeanMetric
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from torch_ecrec.nn.dense import own_of
@@ -241,6 +242,27 @@ def test_parameters_that_an_optimizer_is_given_later_are_refused_before_the_next
     assert trainer.model.steps_done == 2
 
 
+@pytest.mark.parametrize("kind", ["grows", "comes", "goes", "stays"])
+def test_a_buffer_that_will_not_fit_after_a_restart_is_told_before(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """That a script whose buffer got another shape could not go on was said after trainers were lost only."""
+
+    def with_buffer(trainer: Trainer) -> Trainer:
+        trainer.model.module.register_buffer("seen", None if kind == "comes" else torch.zeros(2))
+        return attach(trainer)
+
+    first = with_buffer(made())
+    first.steps(2)
+    first.model.module.seen = {"comes": torch.ones(2), "grows": torch.ones(3), "goes": None}.get(kind, torch.ones(2))
+    first.steps(5)
+    told = "buffers of the model have other shapes than at `attach` (seen)"
+    assert caplog.text.count(told) == (kind != "stays")
+    if kind == "stays":
+        with_buffer(made(first.session, 3, seed=2)).steps(5)
+    else:
+        with pytest.raises(ValueError, match=r"buffers seen|differ in buffers seen"):
+            with_buffer(made(first.session, 3, seed=2))
+
+
 def test_an_optimizer_of_parameters_outside_the_model_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     attach(made())
     other = nn.Parameter(torch.ones(2))
@@ -305,6 +327,46 @@ def test_what_an_attached_optimizer_keeps_in_attributes_is_refused_when_it_moves
         step(trainer, next(batches))
         return
     with pytest.raises(RuntimeError, match=rf"`{kind}` of optimizer 0 \(Averaging\) moves .* would begin anew"):
+        next(batches)
+
+
+class Passing(nn.Module):
+    """A module with a buffer that is in no state dict."""
+
+    def __init__(self, persistent: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()), persistent=persistent)
+
+    def add(self) -> None:
+        self.seen += 1
+
+
+class PassingKept(Passing):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {"seen": self.seen}
+
+
+@pytest.mark.parametrize("kind", ["buffer", "persistent", "constant", "state_dict", "metric", "persistent metric"])
+def test_what_the_state_dict_of_an_attached_module_leaves_out_is_refused_when_it_moves(kind: str) -> None:
+    """It began anew after a restart, and nothing said so."""
+    thing: Any = PassingKept() if kind == "state_dict" else Passing(kind == "persistent")
+    move = thing.add if kind != "constant" else lambda: None
+    if "metric" in kind:
+        thing = MeanMetric()
+        thing.persistent(kind != "metric")
+        move = lambda: thing.update(2.0)  # noqa: E731
+    trainer = unscheduled(made())
+    batches = passes(
+        trainer.model.attach(optimizer=trainer.optimizer, reader=Passes(), held=nn.ModuleDict({"a": thing}))
+    )
+    for _ in range(2):
+        step(trainer, next(batches))
+        move()
+    if kind in ("buffer", "metric"):
+        name, of = ("seen", "Passing") if kind == "buffer" else ("mean_value", "MeanMetric")
+        with pytest.raises(RuntimeError, match=rf"`{name}` of held \({of}\).* moves .*persistent\(True\)` first"):
+            next(batches)
+    else:
         next(batches)
 
 

@@ -31,11 +31,12 @@ from tiered_pairs import (
 
 from torch_ecrec.codec import seals
 from torch_ecrec.errors import TierFailed
+from torch_ecrec.records.pages import untouched
 from torch_ecrec.records.store import Use
 from torch_ecrec.records.tiers import log as segments
 from torch_ecrec.records.tiers import tiered
 from torch_ecrec.records.tiers.budget import LEAST_SHARE, Tier, least_budget, most_on_disk, need_of
-from torch_ecrec.records.tiers.disk import ScratchFile
+from torch_ecrec.records.tiers.disk import BLOCK_BYTES, ScratchFile, Uring
 from torch_ecrec.records.tiers.tiered import TieredStore
 from torch_ecrec.records.tiers.trouble import Trouble
 from torch_ecrec.server.service import Host
@@ -156,6 +157,35 @@ def test_trouble_of_a_disk_is_felt(tmp_path: Path) -> None:
     for again in (lambda: store.at(np.arange(3), Use.READ), lambda: store.look(np.arange(3))):
         with pytest.raises(TierFailed):
             again()
+
+
+class Few:
+    """A system that is short of memory: it takes a few requests of a call only, and does not wait for results then."""
+
+    def __init__(self, libc: Any) -> None:
+        self._libc = libc
+
+    def syscall(self, number: int, handle: int, submit: int, least: int, *more: Any) -> int:
+        few = min(submit, 3)
+        return int(self._libc.syscall(number, handle, few, least if few == submit else 0, *more))
+
+
+def test_reads_of_which_the_system_takes_a_few_at_a_time_all_come(tmp_path: Path) -> None:
+    """What it had not taken was never read, and the reader waited for ever."""
+    try:
+        uring = Uring()
+    except OSError as error:
+        pytest.skip(f"no io_uring here: {error}")
+    uring._libc = Few(uring._libc)  # type: ignore[assignment]
+    file, many, draws = ScratchFile(tmp_path, uring), 600, np.random.default_rng(1)
+    content, into = (untouched(many * BLOCK_BYTES, np.uint8) for _ in range(2))
+    content[:] = draws.integers(0, 256, len(content), np.uint8)
+    file.write(0, content)
+    order = draws.permutation(many)
+    lengths = np.full(many, BLOCK_BYTES)
+    results = file.read(order * BLOCK_BYTES, lengths, into, np.arange(many) * BLOCK_BYTES)
+    assert np.array_equal(results, lengths)
+    assert np.array_equal(into.reshape(many, -1), content.reshape(many, -1)[order])
 
 
 def test_a_disk_that_hangs_is_seen_from_another_thread(tmp_path: Path) -> None:
@@ -324,6 +354,21 @@ def too_little(tier: Tier, rows: int, nbytes: int) -> str:
     with pytest.raises(TierFailed) as found:
         tier.make(rows, nbytes, False, True)
     return str(found.value)
+
+
+def test_a_folder_that_was_tidied_away_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An empty one below /tmp goes after some days. A server that took a lost slot ended, and its own was lost."""
+    (tmp_path / "disk").mkdir()
+    tier = Tier(tmp_path / "disk" / "tier", 64 << 20)
+    tier.folder.mkdir()
+    tier.make(1000, 64, parity=False, sealed=True)
+    tier.folder.rmdir()
+    store = tier.make(1000, 64, parity=False, sealed=True, must=True)
+    assert isinstance(store, TieredStore) and "tier was gone, and was made again" in caplog.text
+    tier.folder.rmdir()
+    (tmp_path / "disk").rmdir()  # perhaps the disk is away: a folder made there would be on another one
+    with pytest.raises(TierFailed, match=r"no file can be made in .*tier: No such file"):
+        tier.make(1000, 64, parity=False, sealed=True, must=True)
 
 
 def test_a_lost_slot_is_taken_also_where_the_disk_may_be_too_small(

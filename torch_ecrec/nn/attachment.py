@@ -313,6 +313,7 @@ class Attachment:
     def _keep(self, before: bytes, checksum: int | None) -> None:
         """Hands this trainer's part of the step before to the servers."""
         self._checks.check_groups()
+        self._checks.check_buffers()
         self._checks.check_kept()
         parameters = list(dense_parameters(self._live_model))
         waiting, zeros = self._gradients.find(parameters)

@@ -5,31 +5,37 @@
     check_schedulers  a scheduler moves rates that are kept, and is not attached itself
     check_tracing     a pipeline that traced the model changed it
     check_groups      an optimizer was given parameters after `attach`
-    check_kept        an optimizer keeps in attributes what moves with its steps, and nothing brings them back
+    check_buffers     a buffer of the model has another shape than at `attach`
+    check_kept        an optimizer keeps in attributes what moves with its steps, or an attached module in buffers and
+                      states of metrics that are in no state_dict, and nothing brings them back
     (on every step)   an optimizer that is not attached steps parameters of the model
 
-All are found while training runs undisturbed, long before a restart needs it. `attachment.py` says when each is due.
+All are found while training runs undisturbed, long before a restart needs it; of buffers the log is told, since a cache
+may have its first shape again by then. `attachment.py` says when each is due.
 What leaves no trace in anything that is attached (a warm-up around an optimizer, a `ReduceLROnPlateau`) is not seen
 here: `torch-ecrec rehearse` finds it.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torch_ecrec.compat.torch import is_scheduled, is_torchs_own, version_of
-from torch_ecrec.nn.dense import dense_parameters
+from torch_ecrec.compat.torch import is_scheduled, is_torchs_own, transient_buffers, version_of
+from torch_ecrec.nn.dense import buffers_of, dense_parameters
 from torch_ecrec.nn.module_settings import ModuleSettings
 from torch_ecrec.resume import optimizer_steps
 from torch_ecrec.resume.checksum import checksum_of_all
@@ -66,7 +72,9 @@ class AttachmentChecks:
         optimizer_steps.watch(self._check_known)
         self._sealed = self._seal()
         self._groups = self._groups_now()
+        self._shapes: dict[str, object] | None = _shapes_of(model)  # of buffers at `attach`; None: it was told
         self._attributes: dict[str, int] | None = None  # attributes after the first step
+        self._unsaved: list[tuple[str, nn.Module, str]] | None = None  # what they are called, whose they are, which
 
     def close(self) -> None:
         """Stops watching optimizers. May be called again."""
@@ -172,27 +180,56 @@ class AttachmentChecks:
                 " `attach` comes first again. Add them before `attach`, with `requires_grad` False until they train"
             )
 
-    def check_kept(self) -> None:
-        """Checks that no other attribute of an attached optimizer changes with the steps.
+    def check_buffers(self) -> None:
+        """Checks that no buffer came, went, or got another shape: a restart does not restore what does not fit."""
+        model = self._model()
+        if self._shapes is None or model is None or (now := _shapes_of(model)) == self._shapes:
+            return
+        names = sorted(name for name, _ in now.items() ^ self._shapes.items())
+        self._shapes = None
+        log.warning(
+            "buffers of the model have other shapes than at `attach` (%s): if trainers are started again, training will"
+            " not go on, since the script makes these as they were first. Give them the shapes that they keep, or run"
+            " the model once, before `attach`",
+            ", ".join(dict.fromkeys(names)),
+        )
 
-        A restart restores `state`, `param_groups` and a `state_dict` of the optimizer's own, and nothing else.
+    def check_kept(self) -> None:
+        """Checks that nothing else of what is attached changes with the steps than what a restart restores.
+
+        That is `state`, `param_groups` and a `state_dict` of the optimizer's own, and the `state_dict` of a module.
         """
         now = self._attributes_now()
         before, self._attributes = self._attributes, now
         moved = [name for name, value in now.items() if before is not None and before.get(name, value) != value]
         if moved:
+            of_modules = {label for label, _, _ in self._unsaved or ()}
+            what_to_do = (
+                "its state_dict does not have it. Register the buffer with `persistent=True`; of a metric, call"
+                " `persistent(True)` first"
+                if of_modules.issuperset(moved)
+                else "nothing brings an attribute back. Keep it in the optimizer's `state` or `param_groups`, or give"
+                " its class `state_dict` and `load_state_dict`, which have it"
+            )
             raise RuntimeError(
                 f"{', '.join(moved)} moves with the steps of what is attached, and would begin anew after a restart:"
-                " nothing brings an attribute back. Keep it in the optimizer's `state` or `param_groups`, or give its"
-                " class `state_dict` and `load_state_dict`, which have it"
+                f" {what_to_do}"
             )
 
     def _attributes_now(self) -> dict[str, int]:
-        """Returns a checksum for each attribute, by name, of the optimizers that no restart restores by other means.
+        """Returns a checksum for each attribute, by name, that no restart restores.
 
-        These are attached optimizers that are neither torch's nor TorchRec's and have no `state_dict` of their own.
+        They are of attached optimizers that are neither torch's nor TorchRec's and have no `state_dict` of their own,
+        and of attached modules.
         """
-        found = {}
+        if self._unsaved is None:
+            modules = [(name, one) for name, one in self._state.stateful.items() if isinstance(one, nn.Module)]
+            self._unsaved = [
+                (f"`{key}` of {name} ({type(one).__name__})", one, key)
+                for name, module in modules
+                for one, key in _unsaved_of(module)
+            ]
+        found = {label: checksum_of_all(getattr(one, key), ()) for label, one, key in self._unsaved}
         for i, optimizer in enumerate(self._state.dense_optimizers):
             kind = type(optimizer)
             if kind.__module__.startswith(("torch.", "torchrec.")) or kind.state_dict is not Optimizer.state_dict:
@@ -229,6 +266,26 @@ class AttachmentChecks:
                 type(optimizer).__name__,
             )
             self._left_out(f"what {type(optimizer).__name__} steps outside the model is not attached, and began anew")
+
+
+def _shapes_of(model: nn.Module) -> dict[str, object]:
+    return {name: None if is_lazy(buffer) else tuple(buffer.shape) for name, buffer in buffers_of(model)}
+
+
+def _unsaved_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yields what the `state_dict` of a module leaves out: each time the module within, and the attribute's name."""
+    metrics: Any = sys.modules.get("torchmetrics")
+    usual = [nn.Module.state_dict, *([metrics.Metric.state_dict] if metrics else [])]
+    for one in module.modules():
+        kind = type(one)
+        if kind.state_dict not in usual or kind.get_extra_state is not nn.Module.get_extra_state:
+            continue  # what that has is for the module to say
+        if not kind.__module__.startswith("torchrec."):
+            yield from ((one, name) for name in sorted(transient_buffers(one)))
+            if metrics and isinstance(one, metrics.Metric):
+                whole: Any = copy.deepcopy(one)
+                whole.persistent(True)
+                yield from ((one, name) for name in sorted(whole.state_dict().keys() - one.state_dict().keys()))
 
 
 def _groups_of(thing: object) -> list[Mapping[str, Any]]:

@@ -31,7 +31,7 @@ from torch_ecrec.protocol.wire import A, Outcome, Request
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.spec.settings import Settings
+from torch_ecrec.spec.settings import Settings, own_secret
 from torch_ecrec.transport.calls import Transport
 from torch_ecrec.transport.control import ControlClient, NoAnswer
 from torch_ecrec.transport.etcd import Leader
@@ -105,6 +105,7 @@ class Member:
             raise ValueError("no cluster named: `settings.join` (TORCH_ECREC_JOIN) must be HOST:PORT or etcd://...")
         self.settings, self._on_control, self._on_end = settings, on_control, on_end
         self._make_node, self._known = make_node, known
+        self._secret = own_secret()  # as it was first: what is set may change, or its file go
         self.transport: Transport | None = None
         self._timers = Timers(self.on_error)
         self._telling = threading.RLock()  # guards _control: one connection follows another between two messages
@@ -226,7 +227,8 @@ class Member:
         """Finds the coordinator, or the one that was started in its place, and says who is there."""
 
         def connect(leader: Leader, seconds: float) -> ControlClient:
-            return ControlClient(*leader.address, self._on_message, self._on_closed, seconds, self._on_nonsense)
+            hears = self._on_message, self._on_closed
+            return ControlClient(*leader.address, *hears, seconds, self._on_nonsense, self._secret)
 
         try:
             control, leader = reach(self._where, limit_s, connect)

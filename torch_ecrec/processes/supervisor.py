@@ -160,6 +160,8 @@ class Supervisor:
     # starting -----------------------------------------------------------------------------------
 
     def _start(self, name: str, arguments: list[str], stdout: int | None = None, quick: int = 0) -> _Life:
+        if self.logs is not None:
+            self.logs.mkdir(exist_ok=True)  # who tidies temporary folders may have removed it
         error = open(self._log_of(name), "ab") if self.logs is not None else None  # noqa: SIM115
         try:
             written = None if error is None else error.fileno()

@@ -535,7 +535,21 @@ def _connect(host: str, port: int, timeout_s: float) -> socket.socket:
         pause_s = min(2 * pause_s, RETRY_MOST_S)
 
 
-def _prove(sock: socket.socket, where: str, timeout_s: float) -> None:
+def _own_secrets(known: bytes) -> list[bytes]:
+    """Returns the secrets that the coordinator may know: the one that is set now, and `known`; none if there is none.
+
+    Raises ValueError if what is set cannot be had, and none is known.
+    """
+    try:
+        found = [own_secret()]
+    except ValueError:  # its file is being written, or its disk is away: no reason for a member to leave
+        if not known:
+            raise
+        found = []
+    return [secret for secret in dict.fromkeys([*found, known]) if secret]
+
+
+def _prove(sock: socket.socket, where: str, timeout_s: float, known: bytes = b"") -> None:
     """Proves to the coordinator that this process knows the secret, and checks its proof, if there is a secret.
 
     Raises:
@@ -543,8 +557,8 @@ def _prove(sock: socket.socket, where: str, timeout_s: float) -> None:
         NotProved: the other one does not know it.
         ClusterUnavailable: the connection has ended.
     """
-    secret = own_secret()
-    if not secret:
+    secrets = _own_secrets(known)
+    if not secrets:
         return  # who wants one says so
     mine = draw()
     try:
@@ -553,13 +567,14 @@ def _prove(sock: socket.socket, where: str, timeout_s: float) -> None:
         said = _read_line(sock, time.monotonic() + timeout_s)
         theirs = _bytes_of(said.get("nonce"))
         shown = _bytes_of(said.get("proof"))
-        if len(theirs) != NONCE_BYTES or not is_proof(shown, secret, LISTENER, mine, theirs):
+        both = [secret for secret in secrets if is_proof(shown, secret, LISTENER, mine, theirs)]
+        if len(theirs) != NONCE_BYTES or not both:
             other = "has another secret" if said.get("type") in ("proof", "refused") and theirs else "has none"
             raise NotProved(
                 f"the coordinator at {where} does not know the secret of this process ({SECRET_SET}): it {other}, or"
                 " is none of this cluster"
             )
-        sock.sendall(encode_line({"type": "proof", "proof": proof(secret, CALLER, mine, theirs).hex()}))
+        sock.sendall(encode_line({"type": "proof", "proof": proof(both[0], CALLER, mine, theirs).hex()}))
     except TimeoutError as error:
         raise NoAnswer(f"the coordinator at {where} has not answered within {timeout_s:g} s") from error
     except (OSError, BadLine) as error:
@@ -587,10 +602,12 @@ class ControlClient:
         on_closed: `on_closed(reason)`, on the same thread, once and last, unless `close` ended the connection.
         on_bad_line: `on_bad_line(reason)`, on the same thread, before `on_closed`: what came is no line of JSON.
         timeout_s: how long to try to connect.
+        secret: that this process knew before. It will do, too, where what is set now cannot be read, or is another one.
 
     Raises:
         ClusterUnavailable: nobody answered within `timeout_s`. `NotProved`: who did does not know our secret, or wants
             one.
+        ValueError: there is no secret where one is set.
     """
 
     def __init__(
@@ -601,6 +618,7 @@ class ControlClient:
         on_closed: Callable[[str], None],
         timeout_s: float,
         on_bad_line: Callable[[str], None] = lambda reason: None,
+        secret: bytes = b"",
     ) -> None:
         self._on_message = on_message
         self._on_closed = on_closed
@@ -608,8 +626,8 @@ class ControlClient:
         self._sock = _connect(host, port, timeout_s)
         belongs_here(self)
         try:
-            _prove(self._sock, text_of((host, port)), timeout_s)
-        except ClusterUnavailable:
+            _prove(self._sock, text_of((host, port)), timeout_s, secret)
+        except (ClusterUnavailable, ValueError):
             self._sock.close()
             raise
         self.local_host: str = self._sock.getsockname()[0]

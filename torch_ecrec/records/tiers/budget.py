@@ -170,14 +170,27 @@ class Tier:
         for store in self.stores:  # what their files may still grow by
             needed += max(0, most_on_disk(store.rows, store.nbytes) - store.file.file_bytes)
         with self._watch.waiting():
-            disk = os.statvfs(self.folder)
-        free = disk.f_bavail * disk.f_frsize
+            free = self._free_bytes()
         if free < needed:
             records = sum(rows for rows, _ in tiered) + sum(store.rows for store in self.stores)
             few = f"{self.folder} has {free:,} bytes left, and {records:,} records need up to {needed:,}"
             if not must:
                 raise TierFailed(few)
             log.warning("%s; goes on until it is full, since nobody else has them", few)
+
+    def _free_bytes(self) -> int:
+        """Returns how much the disk has left. Makes the folder again if it is gone.
+
+        Nothing in it has a name, so that who tidies temporary folders takes it for an empty one.
+        """
+        try:
+            if not self.folder.exists():
+                self.folder.mkdir()
+                log.warning("%s was gone, and was made again: files of records go there", self.folder)
+            disk = os.statvfs(self.folder)
+        except OSError as error:
+            raise TierFailed(f"no file can be made in {self.folder}: {error.strerror}") from error
+        return disk.f_bavail * disk.f_frsize
 
     def make(self, rows: int, nbytes: int, parity: bool, sealed: bool, must: bool = False) -> RecordStore:
         """Makes a store, and shares memory anew: `Stores`.

@@ -163,15 +163,19 @@ class Uring:
     def _take(self, into_R: Numbers, submit: int, least: int) -> int:
         """Hands so many requests over, waits until so many results are there, and takes all that are."""
         while True:
-            if self._libc.syscall(_ENTER, self._handle, submit, least, _GETEVENTS, None, 0) >= 0:
+            taken = self._libc.syscall(_ENTER, self._handle, submit, least, _GETEVENTS, None, 0)
+            if taken >= submit:
                 break
+            if taken >= 0:  # of some only, for want of memory, and then it does not wait
+                submit -= taken
+                continue
             number = ctypes.get_errno()
             if number not in (errno.EINTR, errno.EAGAIN, errno.EBUSY):
                 raise OSError(number, os.strerror(number))
         head, tail = int(self._head_of_results[0]), int(self._tail_of_results[0])
         count = (tail - head) & 0xFFFFFFFF
-        taken = self._results[(head + np.arange(count)) & self._results_mask]
-        into_R[taken["number"]] = taken["result"]
+        results = self._results[(head + np.arange(count)) & self._results_mask]
+        into_R[results["number"]] = results["result"]
         self._head_of_results[0] = tail
         return count
 
