@@ -392,9 +392,9 @@ def judge(where: str, measured: Measured, settings: Settings) -> Finding:
     )
     if slower < settings.rebuild_bytes_per_s:
         step = (
-            "look at the link's speed (ethtool DEVICE) and at who else uses it; less for rebuilds leaves training more:"
+            "look at the link's speed (ethtool DEVICE) and at who else uses it; a rebuild over it takes half of it, and"
+            " longer than it could"
         )
-        step += f" export TORCH_ECREC_REBUILD_BYTES_PER_S={slower / 2:.0f}"
         return Finding("link", "WARN", found, wanted, step, figures)
     if measured.trip_s > FAR_S:
         return Finding("link", "WARN", found, wanted, "take hosts of one network, or of one zone", figures)

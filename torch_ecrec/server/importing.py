@@ -10,6 +10,7 @@ Shapes: U records, B record bytes.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +22,7 @@ import torch
 
 from torch_ecrec.durability.context import Pending
 from torch_ecrec.durability.holdings import Holdings
+from torch_ecrec.durability.throttle import Throttle
 from torch_ecrec.layout import repair
 from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.pieces import Gathering, Key, Part
@@ -42,7 +44,8 @@ class SlotImport:
         host: the process.
         held: what the slot's next life will have; nothing is in it yet.
         word: the coordinator's.
-        settings: of the process; its limit of moves counts for the first time that all is read.
+        settings: of the process; its limit of moves, and half of what links carry (`durability/throttle.py`), count for
+            the first time that all is read.
     """
 
     def __init__(self, host: ServerProcess, held: Holdings, word: messages.Move, settings: Settings) -> None:
@@ -52,7 +55,9 @@ class SlotImport:
         self.arrived = self.level = False
         self._turn = 0
         self._portions: deque[tuple[int, bool, Positions]] = deque()
-        self._under_way: list[Pending] = []
+        self._under_way: dict[int, Pending] = {}  # by when they were asked
+        self._asked = itertools.count()
+        self._throttle = Throttle(settings.move_bytes_per_s, settings.rebuild_chunk_bytes, reads=1)
         self._copying = 0
         self._pausing = self._over = self._handing = False
         self._unpaid_bytes = self._last_bytes = 0  # read since the last pause; in this turn
@@ -62,7 +67,7 @@ class SlotImport:
     def cancel(self) -> None:
         """Ends the import: nothing of it counts any more."""
         self._over = True
-        for pending in self._under_way:
+        for pending in self._under_way.values():
             pending.cancel()
 
     def on_word(self, word: messages.Move) -> None:
@@ -80,16 +85,18 @@ class SlotImport:
         self.host.tell(kind(word.slot, word.incarnation, word.epoch, word.era))
 
     def _ask(self, make: Callable[[int], wire.Request[Any]], done: Callable[[Any], None]) -> None:
+        number = next(self._asked)
+
         def answered(answer: wire.Answer) -> None:
+            self._under_way.pop(number, None)  # what it asked for is as large as the slot, all together
             if not self._over:
                 done(answer)
 
-        self._under_way.append(self.host.ask(self.word.slot, make, answered, bound_to=self.word.incarnation - 1))
+        self._under_way[number] = self.host.ask(self.word.slot, make, answered, bound_to=self.word.incarnation - 1)
 
     # copies -------------------------------------------------------------------------------------
 
     def _next_turn(self) -> None:
-        self._under_way = []
         turn, word = self._turn, self.word
         self._ask(lambda life: wire.FetchChanged(word.slot, life, epoch=word.epoch, turn=turn), self._on_changed)
 
@@ -123,13 +130,21 @@ class SlotImport:
 
     def _next_portions(self) -> None:
         """As many as may be under way, no faster than the limit allows; then the next turn, or the end of turns."""
-        rate = self.settings.move_bytes_per_s if self._turn == 1 else 0.0  # what changes must not outrun it
-        while self._portions and not self._pausing and self._copying < PORTIONS_AT_ONCE:
+        throttle = self._throttle
+        limited = self._turn == 1 and throttle.limit  # later, what changes must not outrun it
+        at_once = PORTIONS_AT_ONCE if throttle.knows or not limited else 1
+        while self._portions and not self._pausing and self._copying < at_once:
             table_group, parity, positions_U = self._portions.popleft()
+            if limited:
+                nbytes = self.held.shards[table_group].schema.nbytes
+                most = max(1, throttle.portion_bytes(self.host.now_s()) // nbytes)
+                if len(positions_U) > most:
+                    self._portions.appendleft((table_group, parity, positions_U[most:]))
+                    positions_U = positions_U[:most]
             self._copy(table_group, parity, positions_U)
-            if rate:
+            if limited:
                 self._pausing = True
-                self.host.later(self._unpaid_bytes / rate, self._after_pause)
+                self.host.later(self._unpaid_bytes / throttle.bytes_per_s, self._after_pause)
                 self._unpaid_bytes = 0
         if self._portions or self._copying or self._pausing:
             return
@@ -146,14 +161,18 @@ class SlotImport:
 
     def _copy(self, table_group: int, parity: bool, positions_U: Positions) -> None:
         shard, word = self.held.shards[table_group], self.word
+        count = len(positions_U) * shard.schema.nbytes
         self._copying += 1
-        self._unpaid_bytes += len(positions_U) * shard.schema.nbytes
+        self._unpaid_bytes += count
+        asked = self._throttle.ask(count, self.host.now_s()) if self._turn == 1 else None
 
         def make(life: int) -> wire.Copy:
             at = torch.from_numpy(positions_U)
             return wire.Copy(word.slot, life, epoch=word.epoch, table_group=table_group, parity=parity, positions=at)
 
         def done(answer: wire.Records) -> None:
+            if asked is not None:
+                self._throttle.arrive(asked, count, self.host.now_s())
             shard.scatter_(positions_U, answer.records.numpy(), parity)
             self._copying -= 1
             self._next_portions()
