@@ -1,9 +1,9 @@
 """How fast the background of a rebuild, or of a move, reads: within a limit, and half of what its network carries.
 
-Who waits for a record on first touch, or for a lookup, waits behind all that the background has asked for and that has not arrived. Over
-a link that is slower than the limit this grew to a second for each step. So the background measures what arrives: a
-*probe* is a portion that takes long enough to show it. Other portions ask for as much as arrives in `BURST_S`, and
-after each comes a pause as long, so that a first touch finds the link free, or nearly so.
+Who waits for a record on first touch, or for a lookup, waits behind all that the background has asked for and that has
+not arrived. Over a link that is slower than the limit this grew to a second for each step. So the background measures
+what arrives: a *probe* is a portion that takes long enough to show it. Other portions ask for as much as arrives in
+`BURST_S`, and after each comes a pause as long, so that others find the link free, or nearly so.
 
 Knows no clock and reads nothing: it is told.
 """

@@ -220,8 +220,8 @@ class Settings:
             less work, if an eighth of the memory stays free. 0: it does not.
         rebuild_chunk_bytes: bytes of records that one background rebuild request asks for.
         rebuild_bytes_per_s: limit of what the rebuild of one slot reads, which is k bytes for each lost byte; 0: no
-            limit. By default 40 MB/s for each core of the machine, 400 MB/s at most: about 4 % of the cores; and half of
-            what its links carry, as it finds. Reads that a request waits for count, but are never delayed.
+            limit. By default 40 MB/s for each core of the machine, 400 MB/s at most: about 4 % of the cores; and half
+            of what its links carry, as it finds. Reads that a request waits for count, but are never delayed.
         move_bytes_per_s: limit for copying a slot that moves to another server (`torch-ecrec drain`); 0: no limit. By
             default 15 MB/s for each core of the machine, 100 MB/s at most, and half of what its links carry: nothing is
             lost meanwhile, so a move may take longer than a rebuild, and training keeps its pace.
