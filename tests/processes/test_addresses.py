@@ -15,7 +15,13 @@ from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.etcd import parse_place
 from torch_ecrec.transport.whereabouts import require_whereabouts, whereabouts
 
-HOSTS = {"10.0.0.1": "10.0.0.1", "host-1.example": "host-1.example", "[::1]": "::1", "[fe80::1%eth0]": "fe80::1%eth0"}
+HOSTS = {
+    "10.0.0.1": "10.0.0.1",
+    "host_1.example.": "host_1.example.",
+    "hôte": "hôte",
+    "[::1]": "::1",
+    "[fe80::1%eth0]": "fe80::1%eth0",
+}
 NOBODY = ["0.0.0.0", "0", "0.0", "::", "[::]", "[0:0:0:0:0:0:0:0]", "::ffff:0.0.0.0"]
 NO_ADDRESS = [
     "",
@@ -30,6 +36,11 @@ NO_ADDRESS = [
     "[::1]",
     "[::1:7",
     "[host]:7",
+    "10.0.0..1:7",
+    ".host:7",
+    "ho st:7",
+    "host\n:7",
+    f"{'h' * 64}:7",
 ]
 
 

@@ -267,6 +267,20 @@ def test_what_needs_no_library_loads_none(words: list[str], code: int) -> None:
     assert done.stdout.splitlines()[-1:] == [f"loaded {code} []"], done.stderr
 
 
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"], ids=["stderr", "all"])
+def test_whoever_has_closed_the_standard_streams_has_the_exit_code(closed: str) -> None:
+    """Nothing that is opened later has the number of one: a library's words would be written to it."""
+    code = (
+        "import fcntl, os, sys; from torch_ecrec.cli.main import main; code = main();"
+        " there = all(os.path.samestat(os.fstat(n), os.stat(os.devnull)) for n in (0, 1, 2)[{first}:]);"
+        " print('said', file=sys.stderr, flush=True); os._exit(code if there and open(os.devnull).fileno() > 2 else 99)"
+    ).format(first=0 if "<" in closed else 2)
+    words = f'{sys.executable} -c "{code}" status --join 127.0.0.1:1 {closed}'
+    environment = {**os.environ, "TORCH_ECREC_GIVE_UP_S": "0.3"}
+    done = subprocess.run(["bash", "-c", words], cwd=ROOT, env=environment, capture_output=True, timeout=LIMIT_S)
+    assert (done.returncode, done.stdout, done.stderr) == (4, b"", b"")
+
+
 @pytest.mark.parametrize("own", ({}, {"RES_OPTIONS": "rotate"}), ids=("unset", "set"))
 def test_a_name_server_that_does_not_answer_is_not_waited_for_long(own: dict[str, str]) -> None:
     """Unless the user has said how long."""

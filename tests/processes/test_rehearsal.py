@@ -361,6 +361,22 @@ def test_the_exception_of_the_trainer_that_failed_comes_first(tmp_path: Path) ->
     assert run.complaints(tmp_path / "none") == []
 
 
+def test_how_a_script_ended_that_has_raised_nothing_is_told(tmp_path: Path) -> None:
+    """By `sys.exit`, say; or torchrun has refused its own arguments."""
+    logs, launched = tmp_path / "trainers", tmp_path / "torchrun.log"
+    for attempt, text in ((2, "[rank1]: no data: say --data DIR\n"), (10, "[rank1]: disk is full\n")):
+        path = logs / "run" / f"attempt_{attempt}" / "1" / "stderr.log"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+        launched.write_text("E1 api.py:1] failed (exitcode: 3) local_rank: 1 (pid: 7) of binary: python\nTraceback\n")
+        said = run.last_words(logs, launched)
+        assert said == f"trainer 1: no exception, but exit code 3; the end of {path}:\n  {text.strip()[9:]}"
+    path.write_text("")
+    assert run.last_words(logs, launched) == "trainer 1: no exception, but exit code 3, and nothing on standard error"
+    launched.write_text("run.py: error: unrecognized arguments\n")
+    assert run.last_words(logs, launched) == f"the end of {launched}:\n  run.py: error: unrecognized arguments"
+
+
 @pytest.mark.parametrize(
     ("killed", "went_on_after"), [([], None), ([6], None), ([5], 5), ([6], 6)], ids=["none", "anew", "other", "late"]
 )

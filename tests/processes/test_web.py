@@ -119,6 +119,12 @@ def test_what_is_served(web: WebServer, made_up: MadeUp) -> None:
     assert any(one.name == "torch_ecrec_slots" for one in text_string_to_metric_families(text))
     assert ask(web, "/healthz")[::2] == (200, "leads\n")
     assert ask(web, "/healthz", "HEAD")[::2] == (200, "")
+    with connect(web) as one:
+        one.sendall(b"HEAD /events HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        said = b""
+        while b"\r\n\r\n" not in said and (part := one.recv(1 << 16)):
+            said += part
+        assert b"text/event-stream" in said and said.endswith(b"\r\n\r\n") and one.recv(1) == b"", "and no body"
     code, headers, _ = ask(web, "/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
     assert headers["Content-Type"].startswith("application/openmetrics-text")
     for path in ("/", "/metrics", "/status.json", "/healthz", "/none"):
@@ -373,6 +379,7 @@ BAD = {
     "a proxy's": b"CONNECT example.org:443 HTTP/1.1\r\nHost: example.org:443\r\n\r\n",
     "an upgrade": b"GET /events HTTP/1.1\r\nHost: evil\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
     "a header of bytes": b"GET / HTTP/1.1\r\nHost: localhost\r\nCookie: \xff\xfe=\x80\r\n\r\n",
+    "no UTF-8": HEAD + b'Content-Length: 14\r\n\r\n{"member":"\xff"}',
     "no host": b"GET /status.json HTTP/1.0\r\n\r\n",
 }
 

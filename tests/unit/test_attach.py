@@ -554,6 +554,24 @@ def test_one_batch_that_a_reader_gives_again_and_again_goes_on() -> None:
     assert second.losses == first.losses and same(first, second) and len(first.session.snapshots) == END - 1
 
 
+def test_that_trainers_would_hang_when_they_are_started_again_is_told_before(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They hang before anything of ours begins."""
+
+    def told(store: str, restarts: str, trainers: int) -> bool:
+        caplog.clear()
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", store)
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+        trainer = made()
+        trainer.session.trainers = trainers
+        attach(trainer)
+        return "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text
+
+    assert told("True", "3", 2)
+    assert not told("False", "3", 2) and not told("True", "0", 2) and not told("True", "3", 1)
+
+
 def test_that_a_script_was_not_rehearsed_is_told_as_a_job_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from torch_ecrec.processes import nodes
 from torch_ecrec.processes.nodes import Nodes
@@ -16,9 +17,19 @@ def test_one_host_needs_nothing() -> None:
     assert command[1:] == [
         *["-P", "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"],
         *["--nproc-per-node", "2", "--max-restarts", "10"],
-        *["train.py", "--lr", "1"],
+        *["--", "train.py", "--lr", "1"],
     ]
     assert Nodes().environment() == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+@pytest.mark.parametrize("named", [["train.py"], ["-m", "train"]], ids=["file", "module"])
+def test_torchrun_takes_nothing_of_a_script_for_its_own(named: list[str]) -> None:
+    """`--n` could be short for several of torchrun's options, and `--log` for others."""
+    options = ["--n", "2", "--log", "x", "--", "-b"]
+    found = get_args_parser().parse_args(Nodes().command([*named, *options])[4:])
+    assert [found.training_script, *found.training_script_args] == [named[-1], *options]
+    assert found.module == (named[0] == "-m") and found.max_restarts == 10
+    assert Nodes().command(["--no-python", "train"])[-2:] == ["--no-python", "train"]
 
 
 def test_the_host_where_all_meet_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import re
 import warnings
 from typing import Any
@@ -137,6 +138,22 @@ def test_tables_of_one_collection_on_both_sides_are_refused_by_name() -> None:
     )
     with pytest.raises(ValueError, match=message):
         planner_of(constraints={"country": WHOLE}).plan(two(), get_default_sharders())
+
+
+def test_constraints_of_tables_that_are_not_there_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """TorchRec passes over them: a misspelt table would be protected by nothing, and nobody would know."""
+    limits = {"users": OURS, "userz": OURS}
+    assert types(two(), planner_of(constraints=limits))
+    assert "constraints name tables that the model, as it is sharded, does not have: userz;" in caplog.text
+    caplog.clear()
+    del limits["userz"]
+    assert types(two(), planner_of(constraints=limits)) and "constraints name" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["pooling_factors", "num_poolings"])
+def test_no_number_of_ids_is_infinite(name: str) -> None:
+    with pytest.raises(ValueError, match=f"`{name} of table t` are \\[inf\\]"):
+        planner_of(constraints={"t": ParameterConstraints(**{name: [math.inf]})})
 
 
 def test_unprotected_is_one_of_four() -> None:

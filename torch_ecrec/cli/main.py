@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import difflib
 import logging
+import os
 import re
 import sys
 from typing import NoReturn, Protocol, cast
@@ -112,6 +113,8 @@ def parser(benchmark: str | None = None) -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command in `argv`, or in the process's own command line. Entry point of the console script."""
+    if argv is None:
+        _open_standard_streams()
     words = sys.argv[1:] if argv is None else argv
     if (mistake := _misspelt(words)) is not None:
         return _fail(ValueError(mistake), 2)
@@ -140,6 +143,21 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(error, 2)
     except ImportError as error:
         return _fail(error, 1)
+
+
+def _open_standard_streams() -> None:
+    """Opens the standard streams that whoever started this process has closed (`2>&-`): for nothing to read or keep.
+
+    Else the next file or connection has the number of one, and gets what a library says; and there is no `sys.stderr`.
+    """
+    while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(file, True)
+    os.close(file)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            stream = open(number, "w" if number else "r", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
 
 
 def _misspelt(words: list[str]) -> str | None:

@@ -56,7 +56,7 @@ from torch_ecrec.nn.backend import NO_TABLES, EmbeddingBackend, NoTables
 from torch_ecrec.nn.coverage import Coverage, check_sharders, coverage_of, is_inside
 from torch_ecrec.nn.dense import DenseSnapshot
 from torch_ecrec.nn.local_shards import LocalShards, data_parallel, shards_of
-from torch_ecrec.nn.recorder import recorded, tell_unless_rehearsed
+from torch_ecrec.nn.recorder import recorded, tell_of_shared_store, tell_unless_rehearsed
 from torch_ecrec.nn.reduce import OrderedMean
 from torch_ecrec.nn.repeats import samples_of
 from torch_ecrec.nn.script_checks import check_lost_changes, explain_empty_optimizers, watch_batches
@@ -277,6 +277,7 @@ class DistributedModelParallel(ShardedAtAllPaths):
             attached.resume(step, parts)
         elif self.session.trainer == 0 and self._recorder is None and self._dense.every:
             tell_unless_rehearsed()
+            tell_of_shared_store(self.session.trainers)
         self._attached = attached
         return Reader(()) if attached.reader is None else attached.reader
 

@@ -38,7 +38,7 @@ from torch_ecrec.resume.checksum import checksum_of
 from torch_ecrec.resume.tensor_bytes import bytes_of
 from torch_ecrec.resume.trainer_state import COUNTERS, DIVISION, GROUPS
 from torch_ecrec.resume.values import decode
-from torch_ecrec.spec.settings import record_folder, rehearsed_folder, restarts
+from torch_ecrec.spec.settings import record_folder, rehearsed_folder, restarts, shares_store
 
 HOLD_LIMIT_S = 600.0
 PARTS_OF_STATE = (GROUPS, DIVISION, COUNTERS)
@@ -69,6 +69,17 @@ def tell_unless_rehearsed() -> None:
             " again, and training then goes on otherwise, unnoticed. `torch-ecrec rehearse -- SCRIPT ARGS...` kills its"
             " trainers and says whether it goes on to the same bits",
             folder.resolve(),
+        )
+
+
+def tell_of_shared_store(trainers: int) -> None:
+    """Warns if trainers that are started again would hang before anything of ours begins, and nobody could say why."""
+    if trainers > 1 and shares_store():
+        log.warning(
+            "torchrun keeps one store over all starts of the trainers: those that it starts again may meet the"
+            " addresses of those before them, and hang or fail in `init_process_group`. Start torchrun with"
+            " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --standalone, or with --rdzv-backend c10d; `torch-ecrec run`"
+            " does that"
         )
 
 

@@ -83,6 +83,7 @@ class Enumerator(ListedEnumerator):
 
     Attributes:
         served: by `fqn` of an option: every table that may be on the servers.
+        unknown: tables of the constraints that no option is of.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Enumerator(ListedEnumerator):
         self._devices, self._servers, self._unprotected = topology, servers, unprotected
         self._limits = dict(constraints or {})
         self.served: dict[str, Served] = {}
+        self.unknown: list[str] = []
 
     @property
     def servers(self) -> Servers:
@@ -114,6 +116,7 @@ class Enumerator(ListedEnumerator):
             ValueError: constraints put tables of one collection on both sides, or one on neither.
         """
         theirs = super().enumerate(module, sharders)
+        self.unknown = sorted(set(self._limits) - {option.name for option in theirs})
         tables = self._tables(module, sharders)
         ours: list[ShardingOption] = []
         self.served = {}

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -51,6 +53,8 @@ from torch_ecrec.planner.enumerator import Enumerator, costs_of, is_ours, total
 from torch_ecrec.planner.estimates import Servers, fit_of
 from torch_ecrec.planner.report import Report
 from torch_ecrec.runtime.checks import plain, plain_copy, require, shown, take_float, take_int, take_str
+
+log = logging.getLogger(__name__)
 
 _NUMBERS = ("pooling_factors", "num_poolings", "batch_sizes")  # lists of `ParameterConstraints`
 
@@ -136,7 +140,8 @@ def _plain_limits(table: str, given: ParameterConstraints) -> ParameterConstrain
         if found[name] is not None and not isinstance(found[name], (list, tuple)):
             raise TypeError(f"`{name} of table {table}` must be a list of numbers, got {shown(found[name])}")
         for number in found[name] or ():
-            require(take_float(f"{name} of table {table}", number) >= 0, f"`{name} of table {table}` are {found[name]}")
+            finite = 0 <= take_float(f"{name} of table {table}", number) < math.inf
+            require(finite, f"`{name} of table {table}` are {found[name]}")
     return made
 
 
@@ -206,6 +211,11 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """Plans as TorchRec's planner does, with at least one table on the servers, if there is any."""
         plan: ShardingPlan = super().plan(module, list(sharders))
+        if unknown := self._served.unknown:  # TorchRec passes over them: what was to be protected may not be
+            log.warning(
+                "constraints name tables that the model, as it is sharded, does not have: %s; they change nothing",
+                ", ".join(unknown),
+            )
         served = self._served.served
         for path, entries in plan.plan.items():
             for table, entry in cast(dict[str, Any], entries).items():

@@ -41,6 +41,17 @@ def with_own_path(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*more, *seen]))}
 
 
+def script_words(script: Sequence[str]) -> list[str]:
+    """Returns what names a script for torchrun: FILE ARGS..., or -m MODULE ARGS...; others stay as they are.
+
+    Behind `--`: else torchrun takes the script's `--n` or `--log` for an option of its own that is written in short,
+    which may be one of several, and refuses it.
+    """
+    own = [word for word in script[:1] if word in ("-m", "--module")]
+    rest = script[len(own) :]
+    return [*own, *(["--"] if rest and not rest[0].startswith("-") else []), *rest]
+
+
 class Child(Protocol):
     """A process that this one has had started: a `subprocess.Popen`, or `fork_server.py:Forked`."""
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_ecrec.errors import DataLoss
-from torch_ecrec.processes.children import FRESH_STORE, STANDALONE
+from torch_ecrec.processes.children import FRESH_STORE, STANDALONE, script_words
 from torch_ecrec.runtime.addresses import interface_of, interfaces, parse_address, parse_host
 from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.transport.whereabouts import require_whereabouts
@@ -73,7 +73,14 @@ class Nodes:
             # the word of the launch, too: two that say the same meet, and are one
             words += ["--rdzv-id", f"{self.job}@{host}:{port}", "--rdzv-conf", f"is_host={int(is_mine(host))}"]
             words += ["--local-addr", self.own_address]
-        return [*words, "--nproc-per-node", str(self.per_node), "--max-restarts", str(self.restarts), *script]
+        return [
+            *words,
+            "--nproc-per-node",
+            str(self.per_node),
+            "--max-restarts",
+            str(self.restarts),
+            *script_words(script),
+        ]
 
     def environment(self) -> dict[str, str]:
         """Variables that torchrun needs, unless the user has set them.

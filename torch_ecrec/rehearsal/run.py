@@ -31,7 +31,7 @@ from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.observe.rehearsed import mark
 from torch_ecrec.observe.trace import ATTACHED, Tail, hold_at
-from torch_ecrec.processes.children import descendants, torchrun
+from torch_ecrec.processes.children import descendants, end_of, script_words, torchrun
 from torch_ecrec.processes.launch import warm
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.rehearsal import compare, outputs
@@ -42,6 +42,7 @@ from torch_ecrec.spec.job import CodeSpec
 
 TICK_S = 0.05
 _RANK = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)  # torch's, before each line of an exception
+_ENDED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")  # in torchrun's log
 LINES_MOST = 12  # of an error
 _WARNING = re.compile(r"(?P<file>/[^:]+):\d+: (?P<said>\w*Warning: .*)")
 NOT_EXACT = "NOT EXACT"
@@ -132,7 +133,7 @@ class Training:
     def _words(self) -> list[str]:
         """Returns the arguments of torchrun."""
         words = ["--nproc-per-node", str(self.plan.trainers), "--max-restarts", str(len(self._moments))]
-        return [*words, "--log-dir", str(self._logs), "--redirects", "3", *self.plan.script]
+        return [*words, "--log-dir", str(self._logs), "--redirects", "3", *script_words(self.plan.script)]
 
     def _warnings(self) -> list[str]:
         """Returns the warnings of all processes of the run.
@@ -249,7 +250,7 @@ class Training:
         errors = complaints(self._logs)
         refused = any(by_library for _, by_library in errors)
         hint = ["torch_ecrec has refused it, so that it does not train differently."] if refused else []
-        said = [text for text, _ in errors] or [f"no exception was found in {self._logs}"]
+        said = [text for text, _ in errors] or [last_words(self._logs, self.folder / "torchrun.log")]
         what = "REFUSED" if refused and self._outcome.killed else "FAILED"
         return "\n".join([f"{what}: the script ended {self._where(traces)}", *said, *hint])
 
@@ -281,6 +282,25 @@ def complaints(logs: Path) -> list[tuple[str, bool]]:
             ordered = sorted(found.items(), key=lambda item: _follows(item[0]))
             return [(f"trainer {trainer}: {text}", by_library) for text, (trainer, by_library) in ordered]
     return []
+
+
+def last_words(logs: Path, launched: Path) -> str:
+    """Returns how a script ended that has raised nothing: by `sys.exit`, a wrong argument, a crash in C++.
+
+    Args:
+        logs: of the trainers.
+        launched: what torchrun has said, which may have started none.
+    """
+    told = launched.read_text(errors="replace") if launched.exists() else ""
+    failed = _ENDED.findall(told)
+    if not failed:
+        return end_of(told, str(launched))
+    code, trainer = failed[-1]
+    paths = logs.glob(f"*/attempt_*/{trainer}/stderr.log")
+    path = max(paths, key=lambda path: int(path.parent.parent.name.removeprefix("attempt_")), default=None)
+    said = "" if path is None else _RANK.sub("", path.read_text(errors="replace")).rstrip()
+    how = f"trainer {trainer}: no exception, but exit code {code}"
+    return f"{how}; {end_of(said, str(path))}" if said else f"{how}, and nothing on standard error"
 
 
 def _is_ours(file: str) -> bool:

@@ -27,7 +27,8 @@ def parse_host(text: str) -> str:
     try:
         found = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
-        require(bool(host) and not bracketed and ":" not in host, f"a host must be a name or an address, got {text!r}")
+        plain = bool(host) and not bracketed and ":" not in host
+        require(plain and _is_name(host), f"a host must be a name or an address, got {text!r}")
         try:
             nobody = not any(socket.inet_aton(host))  # "0", say
         except OSError:
@@ -42,6 +43,14 @@ def parse_host(text: str) -> str:
         " (`ip address` lists them), or its name",
     )
     return host
+
+
+def _is_name(host: str) -> bool:
+    """Returns whether name servers can be asked for it: no part of it is empty ("10.0.0..1") or too long."""
+    try:
+        return bool(host.encode("idna")) and host.isprintable() and not any(map(str.isspace, host))
+    except UnicodeError:
+        return False
 
 
 def parse_address(text: str) -> tuple[str, int]:

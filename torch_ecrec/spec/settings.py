@@ -88,6 +88,15 @@ def restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
+def shares_store() -> bool:
+    """Returns whether torchrun may start these trainers again, with the store of those before in which they meet.
+
+    It says what they meet in by a variable; TORCH_DISABLE_SHARE_RDZV_TCP_STORE, told to torchrun, is what changes that.
+    """
+    again = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    return again and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def record_folder() -> Path | None:
     """Returns the folder in which trainers record their steps, set by `torch-ecrec rehearse`; or None."""
     folder = os.environ.get("TORCH_ECREC_RECORD")

@@ -429,6 +429,8 @@ class WebServer:
         return found
 
     async def _events(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.method == hdrs.METH_HEAD:  # its answer has no body, and this one's would not end
+            return _data(b"", "text/event-stream")
         if self._streams >= STREAMS_MOST:
             return _text(
                 HTTPStatus.SERVICE_UNAVAILABLE, f"{STREAMS_MOST} pages are open, which is as many as there may be"
@@ -511,7 +513,7 @@ async def _said(request: web.BaseRequest, kind: type[T]) -> T:
     """Returns what a POST says. Raises _NotAsked: it is not that."""
     try:
         return msgspec.json.decode(await request.read(), type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # the latter: a string that is not UTF-8
         wanted = ", ".join(f'"{name}": ...' for name in kind.__struct_fields__)  # type: ignore[attr-defined]
         raise _NotAsked(f"wanted {{{wanted}}}: {error}") from None
 
