@@ -365,7 +365,8 @@ def figures_of_outage(event: Mapping[str, Any], steps: Steps) -> dict[str, Any]:
     Args:
         event: `event_s`, and the windows `before_s`, `after_s`, `control_s` (begin and end of each), by `time.time()`;
             `detected`, `placed`, `repaired`: moments, or None; `unhealthy`: how many statuses had a slot that is not
-            healthy, and how many servers were lost with slots. Of a drain, `during_s` is the window of it.
+            healthy, and how many servers were lost with slots; `during_s`: the window from the event until all was
+            repaired, or of a drain.
         steps: of the run.
     """
     before_s, event_s, end_s = event["before_s"], event["event_s"], event["after_s"][1]
@@ -429,6 +430,7 @@ class Outage:
             hit = {HOST: slots[:1], KILL: slots[:1], LEADER_AND_SERVER: slots[:1], LEADER: []}.get(kind, slots)
             lacks = self._unrepaired(running, found["event_s"], hit, lives, leader if kind in ELECTED else None)
             found["repaired"] = running.until(lacks, REPAIR_S, f"repair after {kind}")
+            found["during_s"] = found["event_s"], found["repaired"]
         found["after_s"] = running.trains(self.steady_s)
         with running.changed:
             news = running.told[told:]
