@@ -12,6 +12,9 @@ READS, CHUNK = 4, 4 << 20
 LATENCY_S = 0.002  # until a portion begins to arrive
 
 
+HERE = 0.2  # of each portion is there already
+
+
 class Link:
     """A rebuild that reads over one link: portions arrive one after another, at its rate.
 
@@ -34,7 +37,7 @@ class Link:
         while self.now_s < until_s:
             at_once = 3 if self.throttle.knows else 1
             if self.under_way < at_once and next_s <= self.now_s:
-                count = READS * self.throttle.portion_bytes(self.now_s)
+                count = int((1 - HERE) * READS * self.throttle.portion_bytes(self.now_s))
                 asked = self.throttle.ask(count, self.now_s)
                 self.portions += 1
                 busy_s = self.slow_s if self.every and self.portions % self.every else 0.0  # its host has other work
@@ -71,7 +74,7 @@ def test_over_a_link_slower_than_the_limit_a_rebuild_takes_half_and_others_hardl
 def test_over_a_fast_link_the_limit_is_what_holds() -> None:
     link = Link(1.25e9, limit=80e6).go(10.0)
     assert 0.95 * 80e6 < link.read / 10.0 < 1.05 * 80e6
-    assert max(link.sizes) == READS * CHUNK, "portions are as large as they may be"
+    assert max(link.sizes) == int((1 - HERE) * READS * CHUNK), "portions are as large as they may be"
 
 
 def test_hosts_that_are_slow_now_and_then_are_no_slow_link() -> None:
@@ -89,6 +92,16 @@ def test_a_link_that_becomes_slow_is_noticed_and_one_that_becomes_fast_again() -
     link.bytes_per_s = 1.25e9
     link.go(120.0)
     assert link.throttle.bytes_per_s == 400e6
+
+
+def test_what_is_too_small_says_nothing_of_a_link() -> None:
+    """The first run of a slot may be of a few records: what it takes is its host's time, not the link's."""
+    throttle = Throttle(400e6, CHUNK, READS)
+    throttle.arrive(throttle.ask(1000, 0.0), 1000, 0.005)
+    assert not throttle.knows and throttle.bytes_per_s == 400e6
+    count = READS * throttle.portion_bytes(0.005)
+    throttle.arrive(throttle.ask(count, 0.005), count, 0.025)
+    assert throttle.knows and throttle.bytes_per_s == pytest.approx(0.5 * count / 0.02)
 
 
 def test_without_a_limit_nothing_is_measured() -> None:

@@ -74,7 +74,9 @@ class Throttle:
 
     def ask(self, count: int, now_s: float) -> Asked:
         """Notes that so many bytes are asked for now, for a portion."""
-        is_probe = not self._found or (now_s >= self._probe_s and count >= self._reads * self._probe_bytes())
+        # of a portion, some are there already
+        least = self._probe_bytes() // 2 if self._found else min(self._most, LEAST_PROBE_BYTES)
+        is_probe = (not self._found or now_s >= self._probe_s) and count >= self._reads * least
         if is_probe:
             self._probe_s = now_s + PROBE_AGAIN_S
         return Asked(now_s, self._arrived, is_probe)
