@@ -281,6 +281,17 @@ def test_whoever_has_closed_the_standard_streams_has_the_exit_code(closed: str) 
     assert (done.returncode, done.stdout, done.stderr) == (4, b"", b"")
 
 
+@pytest.mark.parametrize("words", ["settings", "experiments list"])
+def test_who_reads_no_more_of_the_output_is_told_of_no_error(words: str) -> None:
+    """As in `| head -1`; here the reader is gone before anything is written."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    tool = [sys.executable, "-m", "torch_ecrec", *words.split()]
+    with open(writes, "w") as file:
+        done = subprocess.run(tool, cwd=ROOT, stdout=file, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 @pytest.mark.parametrize("own", ({}, {"RES_OPTIONS": "rotate"}), ids=("unset", "set"))
 def test_a_name_server_that_does_not_answer_is_not_waited_for_long(own: dict[str, str]) -> None:
     """Unless the user has said how long."""

@@ -14,8 +14,10 @@ import difflib
 import logging
 import os
 import re
+import select
+import signal
 import sys
-from typing import NoReturn, Protocol, cast
+from typing import NoReturn, Protocol, TextIO, cast
 
 import torch_ecrec
 from torch_ecrec.cli import (
@@ -50,6 +52,8 @@ from torch_ecrec.runtime.lifetime import (
     pass_over_words_to_scripts,
 )
 from torch_ecrec.spec.settings import ask_name_servers_briefly
+
+CUT_OFF = 128 + signal.SIGPIPE  # the exit code where nobody reads the rest of the output, as that of most tools
 
 
 class Command(Protocol):
@@ -134,15 +138,33 @@ def main(argv: list[str] | None = None) -> int:
         pass_over_words_to_scripts()
         on_signals(end_at_once)  # until they have something to leave in order: loading torch alone takes seconds
     try:
-        return COMMANDS[arguments.command].run(arguments)
+        code = COMMANDS[arguments.command].run(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError as error:
+        if not _is_cut_off(sys.stdout):
+            return _fail(error, 2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere, without a word
+        return CUT_OFF
     except ClusterError as error:
         return _fail(error, error.exit_code)
     except (ValueError, TypeError, OSError) as error:
         return _fail(error, 2)
     except ImportError as error:
         return _fail(error, 1)
+
+
+def _is_cut_off(stream: TextIO) -> bool:
+    """Returns whether nobody reads any more what is written there: `| head` has read enough."""
+    poll = select.poll()
+    try:
+        poll.register(stream, 0)
+    except (OSError, ValueError):  # no file
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _open_standard_streams() -> None:

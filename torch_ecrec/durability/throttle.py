@@ -74,6 +74,8 @@ class Throttle:
 
     def ask(self, count: int, now_s: float) -> Asked:
         """Notes that so many bytes are asked for now, for a portion."""
+        if not self.limit:
+            return Asked(0.0, 0, False)
         # of a portion, some are there already
         least = self._probe_bytes() // 2 if self._found else min(self._most, LEAST_PROBE_BYTES)
         is_probe = (not self._found or now_s >= self._probe_s) and count >= self._reads * least
@@ -83,6 +85,8 @@ class Throttle:
 
     def arrive(self, asked: Asked, count: int, now_s: float) -> None:
         """Notes that the bytes of a portion have arrived."""
+        if not self.limit:
+            return
         self._arrived += count
         if asked.is_probe and now_s > asked.now_s:
             self._found.append((self._arrived - asked.arrived) / (now_s - asked.now_s))

@@ -10,7 +10,6 @@ Shapes: U records, B record bytes.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -55,8 +54,7 @@ class SlotImport:
         self.arrived = self.level = False
         self._turn = 0
         self._portions: deque[tuple[int, bool, Positions]] = deque()
-        self._under_way: dict[int, Pending] = {}  # by when they were asked
-        self._asked = itertools.count()
+        self._under_way: list[Pending] = []
         self._throttle = Throttle(settings.move_bytes_per_s, settings.rebuild_chunk_bytes, reads=1)
         self._copying = 0
         self._pausing = self._over = self._handing = False
@@ -67,7 +65,7 @@ class SlotImport:
     def cancel(self) -> None:
         """Ends the import: nothing of it counts any more."""
         self._over = True
-        for pending in self._under_way.values():
+        for pending in self._under_way:
             pending.cancel()
 
     def on_word(self, word: messages.Move) -> None:
@@ -85,14 +83,16 @@ class SlotImport:
         self.host.tell(kind(word.slot, word.incarnation, word.epoch, word.era))
 
     def _ask(self, make: Callable[[int], wire.Request[Any]], done: Callable[[Any], None]) -> None:
-        number = next(self._asked)
+        asked: list[Pending] = []
 
         def answered(answer: wire.Answer) -> None:
-            self._under_way.pop(number, None)  # what it asked for is as large as the slot, all together
+            for pending in asked:
+                self._under_way.remove(pending)  # all of them together hold as much as the slot has positions
             if not self._over:
                 done(answer)
 
-        self._under_way[number] = self.host.ask(self.word.slot, make, answered, bound_to=self.word.incarnation - 1)
+        asked.append(self.host.ask(self.word.slot, make, answered, bound_to=self.word.incarnation - 1))
+        self._under_way += asked
 
     # copies -------------------------------------------------------------------------------------
 
