@@ -8,6 +8,7 @@ streams.py    folds sent: the ordered stream of one slot's deltas to one holder
 folding.py    folds received: parities of other slots' records, and the logs that can take folds back
 adoption.py   the new host of a lost slot: the cut, and the slot's own log
 rebuild.py    what is missing on the new host: decoded on first touch, the rest in the background
+throttle.py   how fast the background reads: within a limit, and half of what links carry; moves, too
 scrubber.py   looks for records and parities that are damaged
 none.py       the policy "none": a step counts as soon as it is applied, and any loss is final
 
