@@ -125,7 +125,7 @@ class Rebuild:
 
     def _next_portions(self) -> None:
         """Starts as many portions as may be under way, no faster than the limit allows."""
-        limited = self.throttle.limit and self.host.load_end is not None  # else nobody trains yet
+        limited = self._is_limited()
         at_once = PORTIONS_AT_ONCE if self.throttle.knows or not limited else 1
         while not self.slot.dead and not self.pausing and self.portions_under_way < at_once:
             if not self._start_portion():
@@ -136,19 +136,23 @@ class Rebuild:
                 self.host.later(max(0, self.unpaid_bytes) / self.throttle.bytes_per_s, self._after_pause)
                 self.unpaid_bytes = min(0, self.unpaid_bytes)
 
+    def _is_limited(self) -> bool:
+        return bool(self.throttle.limit) and self.host.load_end is not None  # else nobody trains yet
+
     def _after_pause(self) -> None:
         self.pausing = False
         self._next_portions()
 
     def _start_portion(self) -> bool:
         """Starts the repair of the next portion of which something is missing that nobody repairs; false if none is."""
-        most_bytes = self.throttle.portion_bytes(self.host.now_s())
+        limited, now_s = self._is_limited(), self.host.now_s()
         while self.portions:
             table_group, parity, first, end = self.portions.popleft()
-            most = max(1, most_bytes // self.held.shards[table_group].schema.nbytes)
-            if end - first > most:
-                self.portions.appendleft((table_group, parity, first + most, end))
-                end = first + most
+            if limited:
+                most = self.throttle.most_records(self.held.shards[table_group].schema.nbytes, now_s)
+                if end - first > most:
+                    self.portions.appendleft((table_group, parity, first + most, end))
+                    end = first + most
             state = self.state[table_group, parity][first:end]
             positions = first + np.flatnonzero(self.missing.of(table_group, parity)[first:end] & (state == NOBODY))
             if len(positions):

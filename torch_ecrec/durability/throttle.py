@@ -72,6 +72,10 @@ class Throttle:
             return self._probe_bytes()
         return min(self._most, max(LEAST_BYTES, self._arriving_in(BURST_S)))
 
+    def most_records(self, record_bytes: int, now_s: float) -> int:
+        """Returns how many records of that size the next portion may rebuild: one at least."""
+        return max(1, self.portion_bytes(now_s) // record_bytes)
+
     def ask(self, count: int, now_s: float) -> Asked:
         """Notes that so many bytes are asked for now, for a portion."""
         if not self.limit:

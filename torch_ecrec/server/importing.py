@@ -136,8 +136,7 @@ class SlotImport:
         while self._portions and not self._pausing and self._copying < at_once:
             table_group, parity, positions_U = self._portions.popleft()
             if limited:
-                nbytes = self.held.shards[table_group].schema.nbytes
-                most = max(1, throttle.portion_bytes(self.host.now_s()) // nbytes)
+                most = throttle.most_records(self.held.shards[table_group].schema.nbytes, self.host.now_s())
                 if len(positions_U) > most:
                     self._portions.appendleft((table_group, parity, positions_U[most:]))
                     positions_U = positions_U[:most]
