@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import coordinator_words
@@ -16,6 +17,7 @@ from torch_ecrec.demo.catching_up import catch_up
 from torch_ecrec.demo.chaos import power
 from torch_ecrec.demo.chaos.disturbances import FELT_S, LOOK_S, Disturbance, felt_as_silence
 from torch_ecrec.demo.chaos.host_events import World
+from torch_ecrec.demo.chaos.run import ChaosRun
 from torch_ecrec.demo.chaos.schedule import COMBINED, EVERY_KIND, MUST_COME, at_one_instant, role_of
 from torch_ecrec.demo.report import Record
 from torch_ecrec.protocol.status import Complaint, SlotStatus, Status, Unresolved, json_of
@@ -45,6 +47,22 @@ def test_at_one_instant_no_more_than_is_tolerated(r: int, trainers: int) -> None
         assert len(kinds) == 1 or set(kinds) <= set(COMBINED), "bits flip alone"
         seen.update(kinds)
     assert set(seen) == set(possible)
+
+
+def test_a_disk_is_full_only_for_who_has_written_to_it_since_the_last_instant() -> None:
+    hosts = ["server-0", "server-1", "server-2"]
+    run: Any = SimpleNamespace(
+        code=CodeSpec(3, 2, 1),
+        record=SimpleNamespace(target=lambda role, number: hosts[number]),
+        _random=random.Random(5),
+        _written_bytes=lambda: {("server-0", 0): 8, ("server-1", 1): 9, ("server-2", 2): 0},
+        _written_before={("server-0", 0): 8, ("server-1", 1): 8, ("server-2", 2): 0},
+    )
+    assert {ChaosRun._victim(run, "disk-full") for _ in range(20)} == {(1, "server-1")}
+    assert {ChaosRun._victim(run, "disk-slow") for _ in range(20)} == {(0, "server-0"), (1, "server-1")}
+    assert {ChaosRun._victim(run, "flip-record") for _ in range(20)} == set(enumerate(hosts))
+    run._written_before = run._written_bytes()
+    assert ChaosRun._victim(run, "disk-full") is None
 
 
 def test_what_must_come_and_has_not_comes_at_every_second_instant_at_least() -> None:

@@ -94,6 +94,7 @@ class ChaosRun(DemoRun):
         self._stopped: dict[int, float] = {}  # pid -> when it goes on
         self._went_on: dict[int, float] = {}  # pid -> when it did (time of day)
         self._under_way: list[Disturbance] = []
+        self._written_before: dict[tuple[str, int], int] = {}  # `_written_bytes` at the last instant
 
     def on_tick(self) -> None:
         """Called many times a second while the trainers run."""
@@ -233,6 +234,8 @@ class ChaosRun(DemoRun):
             self.record.excused = None if self.record.excused is None else set()
         for kind in sorted(kinds, key=lambda kind: FIRST.index(kind) if kind in FIRST else len(FIRST)):
             self._action_of(kind)(kind, since_s)
+        with self._lock:
+            self._written_before = self._written_bytes()
 
     def _action_of(self, kind: str) -> Callable[[str, float], None]:
         """Returns the action that makes an event: `action(kind, since_s)`, `since_s` since the first step."""
@@ -292,17 +295,22 @@ class ChaosRun(DemoRun):
     def _victim(self, kind: str) -> tuple[int, str] | None:
         """Returns a slot, and its host, for an event; None: there is none for it. Called with the lock.
 
-        Of a disk that nothing is asked of, nobody would feel the trouble.
+        Of a disk that nothing is asked of, nobody would feel the trouble: of a full one, who writes nothing any more.
         """
         hosts = [(number, self.record.target("server", number)) for number in range(self.code.slots)]
         there = [(number, member) for number, member in hosts if member is not None]
         if kind in TIER_EVENTS:
-            there = [(number, member) for number, member in there if self._on_disk(member, number)]
+            now, before = self._written_bytes(), self._written_before if kind == "disk-full" else {}
+            there = [one for one in there if now.get(one[::-1], 0) > before.get(one[::-1], 0)]
         return self._random.choice(there) if there else None
 
-    def _on_disk(self, member: str, number: int) -> bool:
-        """Returns whether something of a slot is in a file, as its host said last. Called with the lock."""
-        return any(slot.slot == number and slot.tier_written_bytes > 0 for slot in self._slots_of(member))
+    def _written_bytes(self) -> dict[tuple[str, int], int]:
+        """Returns how much each host has written of each slot, as it said last. Called with the lock."""
+        return {
+            (one.name, slot.slot): slot.tier_written_bytes
+            for one in self.record.members
+            for slot in one.report.slots or []
+        }
 
     def _slots_of(self, member: str) -> list[SlotReport]:
         """Returns what a server has said last of its slots. Called with the lock."""
