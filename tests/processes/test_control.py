@@ -21,7 +21,7 @@ from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.spec.settings import Settings, trusted_network
 from torch_ecrec.transport import control
 from torch_ecrec.transport.control import ControlClient, ControlServer, LineConnection, Lines, encode_line, request
-from torch_ecrec.transport.liveness import ALIVE, GONE, SignOfLife
+from torch_ecrec.transport.liveness import ALIVE, COMPUTES, GONE, SignOfLife
 
 WAIT_S = 300.0  # for anything at all: only a hang reaches it
 PROMPTLY_S = 20.0  # by itself, on whatever machine
@@ -436,7 +436,7 @@ def test_a_probe_tells_the_living_from_the_dead(running: Running) -> None:
     door = SignOfLife("127.0.0.1")
     for _ in range(100):  # accepted each time
         running.server.call_soon(lambda: running.server.probe(door.address, found.put))
-        assert found.get(timeout=WAIT_S) == ALIVE
+        assert found.get(timeout=WAIT_S) in (ALIVE, COMPUTES)  # the latter where this process waits for a core
     door.close()
     door.close()
     running.server.call_soon(lambda: running.server.probe(door.address, found.put))
@@ -464,7 +464,7 @@ def test_a_forked_child_holds_no_sign_of_life(running: Running) -> None:
         found: queue.Queue[str] = queue.Queue()
         address = (message["address"][0], message["address"][1])
         running.server.call_soon(lambda: running.server.probe(address, found.put))
-        assert found.get(timeout=WAIT_S) == ALIVE
+        assert found.get(timeout=WAIT_S) in (ALIVE, COMPUTES)
         parent.kill()
         assert running.closed.get(timeout=WAIT_S) is connection
         running.server.call_soon(lambda: running.server.probe(address, found.put))

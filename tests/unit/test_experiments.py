@@ -126,6 +126,7 @@ def test_modes() -> None:
     assert not less.trained.snapshot
     assert less.settings == {"TORCH_ECREC_EXPERIMENT_MODE": "minusNNRep-minus2PC"}
     assert modes.parse("ECRM-k4-ranges10").settings == {"TORCH_ECREC_EXPERIMENT_RANGES": "10"}
+    assert modes.parse("ECRM-k4-unlimited").settings == {"TORCH_ECREC_REBUILD_BYTES_PER_S": "0"}
     groups = [modes.parse(name).trained.group for name in SPECS["normal-1"].modes]
     assert groups == ["XDL", "Ckpt", "Ckpt", "Ckpt-beside", "ECRM-k2", "ECRM-k4"]  # both intervals are one system
     beside = modes.parse("Ckpt-60-beside")
@@ -688,7 +689,7 @@ def test_claims_are_judged_either_way(tmp_path: Path) -> None:
     assert len(lines) == 5 * 2 and {(line["case"], line["as wanted"]) for line in lines} >= {("2S, ECRM-k2", "no")}
     assert all(line["measured"] == pytest.approx(0.01) for line in lines)
     sooner, lower = SPECS["recovery-1"].claims
-    assert [line["measured"] for line in report.judged(results, SPECS["recovery-1"], sooner)] == [20.0] * 5
+    assert [line["measured"] for line in report.judged(results, SPECS["recovery-1"], sooner)] == [20.0] * 10
     judged = report.judged(results, SPECS["recovery-1"], lower)
     assert {(line["as published"], line["as wanted"]) for line in judged} == {
         ("yes", "no")

@@ -8,10 +8,11 @@
     ...-minusNNRep       without keeping the dense model
     ...-minus2PC         a step is acknowledged when it is applied, not when its parity is
     ...-ranges1, -ranges10   a rebuild that locks so many ranges, one after the other
+    ...-unlimited        a rebuild that reads as fast as it can
     ...-lessNetwork, -lessCPU   servers that have less of that (`limits.py`)
 
-What comes after k2 or k4, but for the last line, are policies that give something up (docs/experiments.md). Settings
-that begin with `TORCH_ECREC_EXPERIMENT_` choose them, and nothing else does.
+What comes after k2 or k4, but for the last two lines, are policies that give something up (docs/experiments.md).
+Settings that begin with `TORCH_ECREC_EXPERIMENT_` choose them, and nothing else does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from torch_ecrec.bench.experiment import parse_mode
 
 MINUTE_S = 60.0
 FORM = re.compile(
-    r"XDL|Ckpt-(\d+)(-beside)?|ECRM-k(\d+)((?:-minusNNRep)?(?:-minus2PC)?)(?:-ranges(\d+))?(?:-(lessNetwork|lessCPU))?"
+    r"XDL|Ckpt-(\d+)(-beside)?"
+    r"|ECRM-k(\d+)((?:-minusNNRep)?(?:-minus2PC)?)(?:-ranges(\d+))?(-unlimited)?(?:-(lessNetwork|lessCPU))?"
 )
 
 
@@ -70,9 +72,9 @@ def parse(name: str) -> Mode:
     if found is None:
         raise ValueError(
             f"unknown mode {name!r}; there are XDL, Ckpt-30, Ckpt-30-beside, ECRM-k2, ECRM-k4, with -minusNNRep,"
-            " -minus2PC or both, -ranges1 or -ranges10, -lessNetwork or -lessCPU"
+            " -minus2PC or both, -ranges1 or -ranges10, -unlimited, -lessNetwork or -lessCPU"
         )
-    minutes, beside, k, less, ranges, limit = found.groups()
+    minutes, beside, k, less, ranges, unlimited, limit = found.groups()
     if minutes is not None:
         return Mode(name, interval_s=int(minutes) * MINUTE_S, beside=beside is not None)
     if k is None:
@@ -82,4 +84,6 @@ def parse(name: str) -> Mode:
         settings["TORCH_ECREC_EXPERIMENT_MODE"] = less.removeprefix("-")
     if ranges is not None:
         settings["TORCH_ECREC_EXPERIMENT_RANGES"] = ranges
+    if unlimited:
+        settings["TORCH_ECREC_REBUILD_BYTES_PER_S"] = "0"
     return Mode(name, int(k), replicates="minusNNRep" not in less, settings=settings, limit=limit or "")
