@@ -514,3 +514,21 @@ def test_portions_are_as_large_as_they_may_be_wherever_some_is_there_already(mon
     run.check_against(simulate(healthy))
     runs = 2 * 2 * (TWO_ONE.k + TWO_ONE.r)  # of records and of parities of each table group, for each rank
     assert run.kills == 1 and sizes[3] > 3 * runs and sum(sizes.values()) - sizes[3] <= runs, sizes
+
+
+def test_what_does_not_arrive_in_time_is_asked_for_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a slow link: a portion, or what a step touches, takes longer than a call may, each time that it is asked."""
+    fetch, late = Parity.on_fetch, Counter[bool]()
+
+    def slowly(self: Parity, request: wire.Fetch, reply: Any) -> None:
+        takes_s = 0.02 * len(request.positions)
+        late[takes_s > scenario.call_timeout_s] += 1
+        self.host.later(takes_s, lambda: fetch(self, request, reply))
+
+    tables = tuple(dataclasses.replace(table, rows=150) for table in small_tables())
+    healthy = Scenario(tables=tables, rebuild_chunk_bytes=1 << 20)
+    scenario = dataclasses.replace(healthy, kills=((0, 1),))
+    monkeypatch.setattr(Parity, "on_fetch", slowly)
+    run = simulate(scenario)
+    run.check_against(simulate(healthy))
+    assert run.kills == 1 and late[True] and late[False]

@@ -235,6 +235,7 @@ class _Repair:
         if self.slot.dead:
             return
         self.attempt += 1
+        self.begun_s = self.host.now_s()
         host, base = self.host, self.group.base
         self.plan = repair.plan_repair(self.layout, base, self.group.member, self._doubtful())
         self.rebuild.on_read(self.plan.read_bytes(len(self.positions), self.width))
@@ -330,7 +331,17 @@ class _Repair:
         self.rebuild.on_read(read - self.plan.read_bytes(len(self.positions), self.width))
         self.attempt += 1
         self.failures += 1
-        self.host.later(min(RETRY_S * self.failures, RETRY_MOST_S), self.begin)
+        if len(self.positions) > 1 and self.host.now_s() - self.begun_s >= self.rebuild.settings.call_timeout_s:
+            half = len(self.positions) // 2  # as much as this may never arrive in time, over a slow link
+            self._repair(slice(half), lambda: self._repair(slice(half, None), self.then))
+        else:
+            self.host.later(min(RETRY_S * self.failures, RETRY_MOST_S), self.begin)
+
+    def _repair(self, part: slice, then: Callable[[], None] | None) -> None:
+        """Has others repair some of it."""
+        positions = self.positions[part]
+        (group,) = self.layout.group(self.held.index, self.parity, positions)
+        _Repair(self.rebuild, self.table_group, self.parity, positions, group, then)
 
     def _fetch(self) -> None:
         known = [answer.folded for answer in self.folded.values()]
