@@ -64,6 +64,27 @@ def test_a_slot_moves_while_training_goes_on() -> None:
     assert len({server for server, _ in placed}) == TWO_ONE.slots
 
 
+def test_what_has_changed_is_copied_within_half_of_the_link_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With portions as small, and pauses, until it does not get less that way; then without pauses."""
+    turns, portions, copy = list[bool](), list[tuple[int, int]](), importing.SlotImport._copy
+    pause_s = importing.Throttle.pause_s
+
+    def pause(self: importing.Throttle, count: int, within_limit: bool = True) -> float:
+        turns.append(within_limit)
+        return pause_s(self, count, within_limit)
+
+    def begin(self: importing.SlotImport, table_group: int, parity: bool, positions_U: np.ndarray) -> None:
+        portions.append((self._turn, len(positions_U)))
+        copy(self, table_group, parity, positions_U)
+
+    monkeypatch.setattr(importing.Throttle, "pause_s", pause)
+    monkeypatch.setattr(importing.Throttle, "most_records", lambda self, record_bytes, now_s: 2)
+    monkeypatch.setattr(importing.SlotImport, "_copy", begin)
+    check(dataclasses.replace(MOVING, rebuild_chunk_bytes=1 << 20, kills=((0, 2),)))
+    assert {within for within in turns} == {True, False}
+    assert max(turn for turn, _ in portions) > 1 and {count for _, count in portions} == {1, 2}
+
+
 class Once(SimulatedCluster):
     """One server comes for those that were lost, and no other."""
 

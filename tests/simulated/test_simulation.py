@@ -481,3 +481,54 @@ def test_what_could_not_be_read_is_not_paid_for(monkeypatch: pytest.MonkeyPatch)
     """The limit of a rebuild is one of bytes that are read: attempts that came to nothing hold up nobody afterwards."""
     at_once_s, later_s = (rebuilt_after(refused_s, monkeypatch) for refused_s in (0.0, 20.0))
     assert later_s < at_once_s + 1.0  # the pause between two attempts is half a second
+
+
+def test_what_is_read_while_nobody_trains_is_not_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot is lost before training begins: what is left of it then does not wait for what was read before."""
+    whole_s = rebuilt_after(0.0, monkeypatch)
+    limited, start, portions = rebuild.Rebuild._is_limited, rebuild.Rebuild._start_portion, Counter[bool]()
+
+    def start_portion(self: rebuild.Rebuild) -> bool:
+        started = start(self)
+        portions[started] += 1
+        return started
+
+    monkeypatch.setattr(rebuild.Rebuild, "_start_portion", start_portion)
+    monkeypatch.setattr(rebuild.Rebuild, "_is_limited", lambda self: portions[True] >= 6 and limited(self))
+    assert rebuilt_after(0.0, monkeypatch) < 0.5 * whole_s and portions[True] > 6
+
+
+def test_portions_are_as_large_as_they_may_be_wherever_some_is_there_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What requests have waited for is in no portion, and makes none smaller: a small one shows nothing of a link."""
+    monkeypatch.setattr(rebuild.Throttle, "most_records", lambda self, record_bytes, now_s: 3)
+    sizes, start = Counter[int](), rebuild._Repair.__init__
+
+    def begin(self: Any, *arguments: Any) -> None:
+        start(self, *arguments)
+        sizes[len(self.positions)] += self.then is not None
+
+    monkeypatch.setattr(rebuild._Repair, "__init__", begin)
+    tables = tuple(dataclasses.replace(table, rows=200) for table in small_tables())
+    healthy = Scenario(tables=tables, touch=0.05, steps=12, rebuild_bytes_per_s=4e4, rebuild_chunk_bytes=1 << 20)
+    run = simulate(dataclasses.replace(healthy, kills=((0, 1),)))
+    run.check_against(simulate(healthy))
+    runs = 2 * 2 * (TWO_ONE.k + TWO_ONE.r)  # of records and of parities of each table group, for each rank
+    assert run.kills == 1 and sizes[3] > 3 * runs and sum(sizes.values()) - sizes[3] <= runs, sizes
+
+
+def test_what_does_not_arrive_in_time_is_asked_for_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a slow link: a portion, or what a step touches, takes longer than a call may, each time that it is asked."""
+    fetch, late = Parity.on_fetch, Counter[bool]()
+
+    def slowly(self: Parity, request: wire.Fetch, reply: Any) -> None:
+        takes_s = 0.02 * len(request.positions)
+        late[takes_s > scenario.call_timeout_s] += 1
+        self.host.later(takes_s, lambda: fetch(self, request, reply))
+
+    tables = tuple(dataclasses.replace(table, rows=150) for table in small_tables())
+    healthy = Scenario(tables=tables, rebuild_chunk_bytes=1 << 20)
+    scenario = dataclasses.replace(healthy, kills=((0, 1),))
+    monkeypatch.setattr(Parity, "on_fetch", slowly)
+    run = simulate(scenario)
+    run.check_against(simulate(healthy))
+    assert run.kills == 1 and late[True] and late[False]

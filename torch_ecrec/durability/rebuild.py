@@ -133,8 +133,8 @@ class Rebuild:
                 return
             if limited:
                 self.pausing = True
-                self.host.later(max(0, self.unpaid_bytes) / self.throttle.bytes_per_s, self._after_pause)
-                self.unpaid_bytes = min(0, self.unpaid_bytes)
+                self.host.later(self.throttle.pause_s(self.unpaid_bytes), self._after_pause)
+            self.unpaid_bytes = min(0, self.unpaid_bytes)  # what was read while nobody trained costs nothing later
 
     def _is_limited(self) -> bool:
         return bool(self.throttle.limit) and self.host.load_end is not None  # else nobody trains yet
@@ -148,15 +148,17 @@ class Rebuild:
         limited, now_s = self._is_limited(), self.host.now_s()
         while self.portions:
             table_group, parity, first, end = self.portions.popleft()
+            state = self.state[table_group, parity]
+            lacks = self.missing.of(table_group, parity)[first:end] & (state[first:end] == NOBODY)
+            positions = first + np.flatnonzero(lacks)
             if limited:
                 most = self.throttle.most_records(self.held.shards[table_group].schema.nbytes, now_s)
-                if end - first > most:
-                    self.portions.appendleft((table_group, parity, first + most, end))
-                    end = first + most
-            state = self.state[table_group, parity][first:end]
-            positions = first + np.flatnonzero(self.missing.of(table_group, parity)[first:end] & (state == NOBODY))
+                if len(positions) > most:
+                    rest = int(positions[most])
+                    self.portions.appendleft((table_group, parity, rest, end))
+                    positions, end = positions[:most], rest
             if len(positions):
-                state[positions - first] = REPAIRED
+                state[positions] = REPAIRED
                 (group,) = self.held.layouts[table_group].group(self.held.index, parity, positions)
                 self.portions_under_way += 1
                 _Repair(self, table_group, parity, positions, group, self._on_portion)
@@ -233,6 +235,7 @@ class _Repair:
         if self.slot.dead:
             return
         self.attempt += 1
+        self.begun_s = self.host.now_s()
         host, base = self.host, self.group.base
         self.plan = repair.plan_repair(self.layout, base, self.group.member, self._doubtful())
         self.rebuild.on_read(self.plan.read_bytes(len(self.positions), self.width))
@@ -293,9 +296,8 @@ class _Repair:
         self.gone_before.pop(member, None)
         self.records[member] = answer
         if len(self.records) == len(self.plan.reads):
-            if self.asked is not None:
-                count = sum(answer.records.numel() for answer in self.records.values())
-                self.rebuild.throttle.arrive(self.asked, count, self.host.now_s())
+            count = sum(answer.records.numel() for answer in self.records.values())
+            self.rebuild.throttle.arrive(self.asked, count, self.host.now_s())
             self._install()
 
     def _on_gone(self, member: int, answer: wire.Damaged) -> None:
@@ -329,7 +331,17 @@ class _Repair:
         self.rebuild.on_read(read - self.plan.read_bytes(len(self.positions), self.width))
         self.attempt += 1
         self.failures += 1
-        self.host.later(min(RETRY_S * self.failures, RETRY_MOST_S), self.begin)
+        if len(self.positions) > 1 and self.host.now_s() - self.begun_s >= self.rebuild.settings.call_timeout_s:
+            half = len(self.positions) // 2  # as much as this may never arrive in time, over a slow link
+            self._repair(slice(half), lambda: self._repair(slice(half, None), self.then))
+        else:
+            self.host.later(min(RETRY_S * self.failures, RETRY_MOST_S), self.begin)
+
+    def _repair(self, part: slice, then: Callable[[], None] | None) -> None:
+        """Has others repair some of it."""
+        positions = self.positions[part]
+        (group,) = self.layout.group(self.held.index, self.parity, positions)
+        _Repair(self.rebuild, self.table_group, self.parity, positions, group, then)
 
     def _fetch(self) -> None:
         known = [answer.folded for answer in self.folded.values()]

@@ -3,7 +3,9 @@
 Who waits for a record on first touch, or for a lookup, waits behind all that the background has asked for and that has
 not arrived. Over a link that is slower than the limit this grew to a second for each step. So the background measures
 what arrives: a *probe* is a portion that takes long enough to show it. Other portions ask for as much as arrives in
-`BURST_S`, and after each comes a pause as long, so that others find the link free, or nearly so.
+`BURST_S`, and after each comes a pause as long, so that others find the link free, or nearly so. What was found may be
+wrong, or not be so any more: after a probe that found far less than those before comes another at once, and a pause
+ends, as far as the limit allows it, when it is time for the next.
 
 Knows no clock and reads nothing: it is told.
 """
@@ -54,21 +56,24 @@ class Throttle:
 
     @property
     def knows(self) -> bool:
-        """Whether it was measured how fast bytes arrive, or need not be: then several portions may be under way."""
-        return not self.limit or bool(self._found)
+        """Whether it was measured how fast bytes arrive, or need not be: then several portions may be under way.
 
-    @property
-    def bytes_per_s(self) -> float:
-        """How fast may be read; 0: without limit."""
-        if not self.limit or not self._found:
-            return self.limit
-        return min(self.limit, max(LEAST_BYTES_PER_S, SHARE * max(self._found)))
+        Not if it was far less the last time than before: then it is measured again, at once.
+        """
+        return not self.limit or (bool(self._found) and self._found[-1] >= SHARE * max(self._found))
+
+    def pause_s(self, count: int, within_limit: bool = True) -> float:
+        """Returns how long nothing is to be read after so many bytes. `within_limit`: else half of the link counts."""
+        if not self.limit or count <= 0:
+            return 0.0
+        by_limit = count / self.limit if within_limit else 0.0
+        return max(by_limit, min(count / self._share, PROBE_AGAIN_S)) if self._found else by_limit
 
     def portion_bytes(self, now_s: float) -> int:
         """Returns how many bytes of records the next portion may rebuild."""
         if not self.limit:
             return self._most
-        if not self._found or now_s >= self._probe_s:
+        if self._probes(now_s):
             return self._probe_bytes()
         return min(self._most, max(LEAST_BYTES, self._arriving_in(BURST_S)))
 
@@ -82,18 +87,21 @@ class Throttle:
             return Asked(0.0, 0, False)
         # of a portion, some are there already
         least = self._probe_bytes() // 2 if self._found else min(self._most, LEAST_PROBE_BYTES)
-        is_probe = (not self._found or now_s >= self._probe_s) and count >= self._reads * least
+        is_probe = self._probes(now_s) and count >= self._reads * least
         if is_probe:
             self._probe_s = now_s + PROBE_AGAIN_S
         return Asked(now_s, self._arrived, is_probe)
 
-    def arrive(self, asked: Asked, count: int, now_s: float) -> None:
-        """Notes that the bytes of a portion have arrived."""
+    def arrive(self, asked: Asked | None, count: int, now_s: float) -> None:
+        """Notes that so many bytes have arrived: of a portion, or (None) of what a request waits for."""
         if not self.limit:
             return
         self._arrived += count
-        if asked.is_probe and now_s > asked.now_s:
+        if asked is not None and asked.is_probe and now_s > asked.now_s:
             self._found.append((self._arrived - asked.arrived) / (now_s - asked.now_s))
+
+    def _probes(self, now_s: float) -> bool:
+        return not self.knows or now_s >= self._probe_s
 
     def _probe_bytes(self) -> int:
         wanted = max(LEAST_PROBE_BYTES, self._arriving_in(PROBE_S)) if self._found else MOST_PROBE_BYTES
@@ -102,3 +110,8 @@ class Throttle:
     def _arriving_in(self, seconds: float) -> int:
         """Returns how many bytes of records may be rebuilt from what arrives meanwhile."""
         return int(seconds * max(self._found) / self._reads)
+
+    @property
+    def _share(self) -> float:
+        """Of the link, as it was found, in bytes/s."""
+        return max(LEAST_BYTES_PER_S, SHARE * max(self._found))

@@ -43,8 +43,8 @@ class SlotImport:
         host: the process.
         held: what the slot's next life will have; nothing is in it yet.
         word: the coordinator's.
-        settings: of the process; its limit of moves, and half of what links carry (`durability/throttle.py`), count for
-            the first time that all is read.
+        settings: of the process; its limit of moves counts for the first time that all is read, and half of what links
+            carry (`durability/throttle.py`) until a turn has more than half as much as the one before it.
     """
 
     def __init__(self, host: ServerProcess, held: Holdings, word: messages.Move, settings: Settings) -> None:
@@ -59,6 +59,7 @@ class SlotImport:
         self._copying = 0
         self._pausing = self._over = self._handing = False
         self._unpaid_bytes = self._last_bytes = 0  # read since the last pause; in this turn
+        self._limited = bool(self._throttle.limit)  # in this turn
         logger.info("slot %d: is copied here, while it goes on where it is", word.slot)
         self._next_turn()
 
@@ -111,9 +112,11 @@ class SlotImport:
                 for table_group, at in enumerate(found)
             )
             self._portions = deque(self._cut(some))
-        shards = self.held.shards
+        shards, before = self.held.shards, self._last_bytes
         self._last_bytes = sum(len(at) * shards[table_group].schema.nbytes for table_group, _, at in self._portions)
         self._turn += 1
+        if self._turn > 2 and self._last_bytes > before / 2:  # (the first turn has all, changed or not)
+            self._limited = False  # what changes must not outrun it
         self._next_portions()
 
     def _all(self) -> Iterator[tuple[int, bool, Positions]]:
@@ -129,21 +132,20 @@ class SlotImport:
                 yield table_group, parity, positions_U[first:end]
 
     def _next_portions(self) -> None:
-        """As many as may be under way, no faster than the limit allows; then the next turn, or the end of turns."""
-        throttle = self._throttle
-        limited = self._turn == 1 and throttle.limit  # later, what changes must not outrun it
+        """As many as may be under way, no faster than they may; then the next turn, or the end of turns."""
+        throttle, limited = self._throttle, self._limited
         at_once = PORTIONS_AT_ONCE if throttle.knows or not limited else 1
         while self._portions and not self._pausing and self._copying < at_once:
             table_group, parity, positions_U = self._portions.popleft()
-            if limited:
-                most = throttle.most_records(self.held.shards[table_group].schema.nbytes, self.host.now_s())
-                if len(positions_U) > most:
-                    self._portions.appendleft((table_group, parity, positions_U[most:]))
-                    positions_U = positions_U[:most]
+            most = throttle.most_records(self.held.shards[table_group].schema.nbytes, self.host.now_s())
+            if len(positions_U) > most:
+                self._portions.appendleft((table_group, parity, positions_U[most:]))
+                positions_U = positions_U[:most]
             self._copy(table_group, parity, positions_U)
             if limited:
                 self._pausing = True
-                self.host.later(self._unpaid_bytes / throttle.bytes_per_s, self._after_pause)
+                pause_s = throttle.pause_s(self._unpaid_bytes, within_limit=self._turn == 1)
+                self.host.later(pause_s, self._after_pause)
                 self._unpaid_bytes = 0
         if self._portions or self._copying or self._pausing:
             return
@@ -163,15 +165,14 @@ class SlotImport:
         count = len(positions_U) * shard.schema.nbytes
         self._copying += 1
         self._unpaid_bytes += count
-        asked = self._throttle.ask(count, self.host.now_s()) if self._turn == 1 else None
+        asked = self._throttle.ask(count, self.host.now_s())
 
         def make(life: int) -> wire.Copy:
             at = torch.from_numpy(positions_U)
             return wire.Copy(word.slot, life, epoch=word.epoch, table_group=table_group, parity=parity, positions=at)
 
         def done(answer: wire.Records) -> None:
-            if asked is not None:
-                self._throttle.arrive(asked, count, self.host.now_s())
+            self._throttle.arrive(asked, count, self.host.now_s())
             shard.scatter_(positions_U, answer.records.numpy(), parity)
             self._copying -= 1
             self._next_portions()

@@ -228,12 +228,14 @@ class Settings:
         spare_memory: 1: a server without a slot keeps memory for one ready, so that a lost slot is rebuilt there with
             less work, if an eighth of the memory stays free. 0: it does not.
         rebuild_chunk_bytes: bytes of records that one background rebuild request asks for.
-        rebuild_bytes_per_s: limit of what the rebuild of one slot reads, which is k bytes for each lost byte; 0: no
-            limit. By default 40 MB/s for each core of the machine, 400 MB/s at most: about 4 % of the cores; and half
-            of what its links carry, as it finds. Reads that a request waits for count, but are never delayed.
-        move_bytes_per_s: limit for copying a slot that moves to another server (`torch-ecrec drain`); 0: no limit. By
-            default 15 MB/s for each core of the machine, 100 MB/s at most, and half of what its links carry: nothing is
-            lost meanwhile, so a move may take longer than a rebuild, and training keeps its pace.
+        rebuild_bytes_per_s: limit of what the rebuild of one slot reads, which is k bytes for each lost byte; 0: none,
+            not of links either. By default 40 MB/s for each core of the machine, 400 MB/s at most: about 4 % of the
+            cores; and half of what its links carry, as it finds. Reads that a request waits for count, but are never
+            delayed.
+        move_bytes_per_s: limit for copying a slot that moves to another server (`torch-ecrec drain`); 0: none, not
+            of links either. By default 15 MB/s for each core of the machine, 100 MB/s at most, and half of what its
+            links carry: nothing is lost meanwhile, so a move may take longer than a rebuild, and training keeps its
+            pace. For what has changed while it was copied, only half of the links counts.
         record_checks: how a server finds damage. "background": every record and parity has a seal, a checksum of 4
             bytes, and is checked now and then (`scrub_bytes_per_s`). "use": it is also checked whenever a step or an
             evaluation reads or changes it, so that no step uses damaged records. "none": there are no seals, and damage

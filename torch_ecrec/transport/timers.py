@@ -62,7 +62,8 @@ class Timers:
         while True:
             with self._changed:
                 while not self._closed and (not self._due or self._due[0][0] > time.monotonic()):
-                    self._changed.wait(self._due[0][0] - time.monotonic() if self._due else None)
+                    left_s = self._due[0][0] - time.monotonic() if self._due else None
+                    self._changed.wait(left_s if left_s is None else min(left_s, threading.TIMEOUT_MAX))
                 if self._closed:
                     return
                 action = heapq.heappop(self._due)[2]
