@@ -99,7 +99,7 @@ def test_what_is_refused_leaves_nothing(
     def read_only(*args: Any, **more: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="cannot write .*Read-only"):
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=r"cannot write .*Read-only"):
         patch.setattr("builtins.open", read_only)
         patch.setattr(Path, "unlink", read_only)  # though there is nothing of that name
         export(shelf.catalog, kept, path)
