@@ -1,14 +1,22 @@
-"""What a trainer returns whose script catches nothing."""
+"""What a trainer returns whose script catches nothing; and what commands return where there is no room to say why."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import signal
 import subprocess
 import sys
+from typing import TextIO
 
 import pytest
 from conftest import ROOT
+
+from torch_ecrec.cli.main import main
+from torch_ecrec.errors import DataLoss
+from torch_ecrec.processes import launch, supervisor
+from torch_ecrec.processes.nodes import Nodes
 
 SCRIPTS = {  # and the exit code, and what is said
     "raise DataLoss('slots 1 and 2')": (3, "DataLoss: slots 1 and 2"),
@@ -62,3 +70,48 @@ def test_the_exit_code_is_that_of_the_reason(script: str) -> None:
     code, said = ended()[script]
     assert code == SCRIPTS[script][0], said
     assert SCRIPTS[script][1] in said
+
+
+# where nothing can be said -------------------------------------------------------------------------------------------
+
+
+def full() -> contextlib.redirect_stderr[TextIO]:
+    """Standard error is a file on a disk that is full."""
+    return contextlib.redirect_stderr(open("/dev/full", "w", buffering=1))
+
+
+def test_up_ends_with_the_reason_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ended:
+        """A cluster whose data is lost."""
+
+        ended, join, http, address = DataLoss.exit_code, "127.0.0.1:1", None, ("127.0.0.1", 1)
+
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def __enter__(self) -> Ended:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(supervisor, "Supervisor", Ended)
+    monkeypatch.setattr(launch, "warm", lambda **_: None)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with full():
+            assert main(["up", "--quiet"]) == 3
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_run_ends_with_the_reason_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = "import os, pathlib, time; pathlib.Path(os.environ['TORCH_ECREC_LOSS_MARK']).touch(); time.sleep(60)"
+    monkeypatch.setattr(Nodes, "command", lambda *_: [sys.executable, "-c", lost])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    try:
+        with full():
+            assert main(["run", "--", "-m", "train"]) == 3
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

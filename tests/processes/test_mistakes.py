@@ -115,6 +115,7 @@ SET: dict[str, tuple[dict[str, str], str]] = {
     ),
     "a number": ({"TORCH_ECREC_LEASE_S": "soon"}, "TORCH_ECREC_LEASE_S must be a number, got 'soon'"),
     "a number that cannot be": ({"TORCH_ECREC_LEASE_S": "-1"}, "`lease_s` must be positive, got -1.0"),
+    "no limit": ({"TORCH_ECREC_GIVE_UP_S": "inf"}, "`give_up_s` must be at most 1e+06 (11 days), got inf"),
     "a choice": ({"TORCH_ECREC_WIRE": "fp8"}, "`wire` must be one of float32, bfloat16, got 'fp8'"),
     "a short secret": (
         {"TORCH_ECREC_SECRET": "short"},

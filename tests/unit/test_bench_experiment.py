@@ -27,7 +27,8 @@ from torch_ecrec.bench import (
 )
 from torch_ecrec.bench.experiment import VARIANTS, Experiment, Model, Part, Running, Steps, Stopped, parse_mode
 from torch_ecrec.bench.places import Here
-from torch_ecrec.demo.training import require_device
+from torch_ecrec.demo.training import DemoRun, require_device
+from torch_ecrec.errors import ClusterError
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.testing import hosts as kit
@@ -315,6 +316,20 @@ def test_few_cases_compare_all_with_the_first_run() -> None:
     assert [case.kills for case in one] == [(), ("server:1@4",)] and {case.trainers for case in one} == {2}
     names = [case.name for case in exactness.cases(parse(exactness))]
     assert len(set(names)) == len(names)
+
+
+def test_a_case_tells_the_demo_all_that_it_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of it takes minutes: what the trainers are told is made as a run makes it."""
+    told: list[str] = []
+
+    def execute(run: DemoRun) -> None:
+        told.extend(run.script())
+        raise ClusterError("that is enough")
+
+    monkeypatch.setattr(DemoRun, "execute", execute)
+    arguments = parse(exactness, "--cases", "one", "--optimizers", "sgd", "--steps", 8, "--out", tmp_path)
+    assert exactness.run_case(exactness.cases(arguments)[0], arguments, {})["error"] == "that is enough"
+    assert " ".join(told).startswith("-m examples.dlrm_criteo --redraw --steps 8 ")
 
 
 def event(kind: str, name: str, stream: int, begin_ms: float, end_ms: float) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from coordinator_words import (
 
 from torch_ecrec.cli.main import main, parser
 from torch_ecrec.demo import criteo, run, training
+from torch_ecrec.demo.interrupts import sigterm_interrupts
 from torch_ecrec.demo.kills import KillSpec, parse_kills
 from torch_ecrec.demo.plot import draw
 from torch_ecrec.demo.plot_steps import draw_steps, pieces
@@ -40,6 +41,42 @@ from torch_ecrec.spec.job import CodeSpec
 
 CHECKPOINTS = ["--checkpoint", "store", "--checkpoint-every", "20"]
 BEYOND = [*CHECKPOINTS, "--beyond", "checkpoint"]
+
+# --- told to end -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("words", [["bench", "placement"], ["experiments", "run", "smoke"]])
+def test_who_has_trainers_ends_them_whatever_tells_it_to_end(
+    words: list[str], number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have a session of their own: only this process ends them, as it leaves what it is in."""
+    ended = []
+
+    def train(*_: object) -> int:
+        try:
+            signal.raise_signal(number)
+        finally:
+            ended.append(number)
+        return 0
+
+    monkeypatch.setattr("torch_ecrec.bench.placement.run", train)
+    monkeypatch.setattr("torch_ecrec.experiments.run.begin", train)
+    before = signal.signal(number, lambda *_: None)  # which keeps the tests alive, where nobody handles it
+    try:
+        assert main([*words, "--out", str(tmp_path)]) == 130 and ended == [number]
+    finally:
+        signal.signal(number, before)
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with sigterm_interrupts():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
 
 # --- arguments -------------------------------------------------------------------------------------------------------
 

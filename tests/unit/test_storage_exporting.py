@@ -96,6 +96,14 @@ def test_what_is_refused_leaves_nothing(
     with pytest.raises(CheckpointError, match="cannot write"):
         export(shelf.catalog, kept, tmp_path / "none" / "tables.safetensors")
 
+    def read_only(*args: Any, **more: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=r"cannot write .*Read-only"):
+        patch.setattr("builtins.open", read_only)
+        patch.setattr(Path, "unlink", read_only)  # though there is nothing of that name
+        export(shelf.catalog, kept, path)
+
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

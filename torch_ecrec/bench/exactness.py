@@ -37,7 +37,7 @@ from torch_ecrec.spec.job import CodeSpec
 
 STEP_MS = 60  # random moments lie within so many milliseconds after a step's end
 CLUSTER = {"servers": 3, "k": 2, "r": 1, "spares": 1, "without_spare": "survivor"}  # where a case says nothing else
-TRAINING = {"seed": 0, "snapshot_every": 1, "max_restarts": 10}
+TRAINING = {"seed": 0, "snapshot_every": 1, "max_restarts": 10, "ids": 1}
 TIMES = ("detected_s", "rehosted_s", "first_step_s", "rebuilt_s")
 
 

@@ -6,6 +6,8 @@ import argparse
 import importlib
 from typing import Any
 
+from torch_ecrec.demo.interrupts import sigterm_interrupts
+
 HELP = "run a benchmark"
 BENCHMARKS = {
     "train": "throughput beside plain TorchRec, by shape and code",
@@ -54,4 +56,5 @@ def add_arguments(parser: argparse.ArgumentParser, benchmark: str | None = None)
 def run(arguments: argparse.Namespace) -> int:
     """Runs the benchmark that is named."""
     arguments.out.mkdir(parents=True, exist_ok=True)
-    return int(_module_of(arguments.bench).run(arguments))
+    with sigterm_interrupts():  # some have trainers
+        return int(_module_of(arguments.bench).run(arguments))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from torch_ecrec.demo.interrupts import sigterm_interrupts
+
 HELP = "run the experiments of ECRec's paper, scaled to this machine"
 OUT = Path("build/experiments")
 DEFAULT_FACTOR = 1024  # that of `experiments/scale.py`, which takes seconds to load
@@ -46,10 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
     from torch_ecrec.experiments import run as runs
     from torch_ecrec.experiments.results import Results
 
-    if arguments.experiments == "run":
-        return runs.begin(arguments.name, arguments.factor, arguments.data, arguments.out)
-    if arguments.experiments == "resume":
-        return runs.resume(arguments.out)
+    with sigterm_interrupts():
+        if arguments.experiments == "run":
+            return runs.begin(arguments.name, arguments.factor, arguments.data, arguments.out)
+        if arguments.experiments == "resume":
+            return runs.resume(arguments.out)
     if arguments.experiments == "report":
         report.write([Results.open(folder) for folder in arguments.out or [OUT]], arguments.to)
         return 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import sys
@@ -19,7 +18,7 @@ from torch_ecrec.cli.arguments import add_join, asks, told_to_wait
 from torch_ecrec.errors import ClusterUnavailable
 
 HELP = "say whether all is well, and what to do if not: exit code 0 OK, 1 WARN, 2 ERROR, 4 no answer"
-WATCH_S, LEAST_S = 2.0, 0.1
+WATCH_S, LEAST_S, MOST_S = 2.0, 0.1, 1e9  # no clock of the system waits for much longer than the last
 WATCH_ASKED_S = 3.0  # an older answer would look like one of now
 ASKED_S = 10.0  # `transport/whereabouts.py:STATUS_S`, which takes a while to load
 CLEAR = "\x1b[H\x1b[2J"
@@ -30,8 +29,8 @@ def _seconds(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not LEAST_S <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"a number of seconds is at least {LEAST_S:g}, got {text!r}")
+    if not LEAST_S <= value <= MOST_S:
+        raise argparse.ArgumentTypeError(f"a number of seconds is from {LEAST_S:g} to {MOST_S:g}, got {text!r}")
     return value
 
 

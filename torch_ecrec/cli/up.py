@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import sys
@@ -129,7 +130,8 @@ def run(arguments: argparse.Namespace) -> int:
             teller.join(SILENT_S)  # it may still import, which must not be while the interpreter ends
         if not told:
             why = _why(cluster.ended or 0, arguments.checkpoint)
-            print(f"torch-ecrec: the coordinator ended with {cluster.ended}{why}", file=sys.stderr)
+            with contextlib.suppress(OSError):  # no room for it: the code says it, too
+                print(f"torch-ecrec: the coordinator ended with {cluster.ended}{why}", file=sys.stderr, flush=True)
             known = (DataLoss.exit_code, OtherCluster.exit_code)
             return cluster.ended if cluster.ended in known else ClusterUnavailable.exit_code
         if told == [signal.SIGTERM]:
@@ -181,4 +183,5 @@ def _tell_changes(cluster: Supervisor, over: threading.Event, shows: bool) -> No
                     return
                 at = "" if text.startswith(" ") else f"{time.strftime('%H:%M:%S')} "
                 line.clear()
-                print(f"{at}{text}", file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError):  # no room for it now: for the next one, perhaps
+                    print(f"{at}{text}", file=sys.stderr, flush=True)

@@ -1,4 +1,8 @@
-"""Turns Ctrl-C and SIGTERM into an exception, and a mark in case it gets lost, for commands that start processes."""
+"""Turns Ctrl-C, SIGTERM and SIGHUP into an exception, and a mark in case it gets lost.
+
+For commands that start processes. Trainers have a session of their own, which no signal to this process, or of its
+terminal, reaches: nothing else would end them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,11 @@ _interrupted = threading.Event()
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Makes SIGTERM end what runs in this context as Ctrl-C does, with all that it started."""
+    """Makes SIGTERM, and SIGHUP of a terminal that ends, end what runs in this context as Ctrl-C does, with all that it
+    started.
+
+    `nohup` has SIGHUP ignored, and so it stays.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -22,13 +30,15 @@ def sigterm_interrupts() -> Iterator[None]:
         raise KeyboardInterrupt
 
     _interrupted.clear()
-    before = signal.signal(signal.SIGTERM, interrupt)
-    before_int = signal.signal(signal.SIGINT, interrupt)
+    ends = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        ends.append(signal.SIGHUP)
+    before = {number: signal.signal(number, interrupt) for number in ends}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
-        signal.signal(signal.SIGINT, before_int)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def raise_if_interrupted() -> None:

@@ -400,7 +400,8 @@ def _exit_with_reason() -> _Ending:
                 with contextlib.suppress(OSError):  # no room for it, say
                     print(f"torch-ecrec: {type(reason).__name__}: {reason}", file=sys.stderr)
             if isinstance(reason, DataLoss) and (mark := loss_mark()) is not None:
-                mark.write_text(str(reason))
+                with contextlib.suppress(OSError):  # that it is there says most of it
+                    mark.write_text(str(reason))
             raise SystemExit(reason.exit_code)
 
     sys.excepthook = hook
@@ -421,7 +422,8 @@ def _start_local(job: JobSpec, trainer: int, code: CodeSpec, settings: Settings)
     own: Supervisor | None = None
     if trainer == 0:
         logs = _logs_folder()
-        print(f"torch-ecrec: a cluster of this process's own; what its processes say: {logs}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            print(f"torch-ecrec: a cluster of this process's own; what its processes say: {logs}", file=sys.stderr)
         own = Supervisor(code, spares=1, restart=True, logs=logs, environment=settings.environment())
         atexit.register(own.close)
     address = [own.join if own is not None else ""]

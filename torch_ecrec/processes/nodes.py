@@ -7,6 +7,7 @@ each). All of it follows from the address from which this host reaches the one w
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ipaddress
 import os
@@ -155,8 +156,11 @@ def run_torchrun(nodes: Nodes, join: str, script: Sequence[str], again: bool = F
                 process.send_signal(came.si_signo)
             if mark.exists() and not told:
                 told = True
-                print(f"torch-ecrec: trainers are not started again: {mark.read_text()}", file=sys.stderr, flush=True)
                 process.terminate()
+                with contextlib.suppress(OSError):  # no room for it: the code says it, too
+                    print(
+                        f"torch-ecrec: trainers are not started again: {mark.read_text()}", file=sys.stderr, flush=True
+                    )
         return DataLoss.exit_code if mark.exists() else exit_code_of(process.returncode)
 
 

@@ -47,6 +47,7 @@ TIER_FOR = ("all", "parities")
 RECORD_CHECKS = ("background", "use", "none")  # when a server looks for damage to its records
 EVALUATION_WIRES = ("wire", "int8")  # how rows travel that get no gradients
 POOLINGS = ("parts", "whole", "rows")  # of which tables servers make sums of long bags, most first
+LIMIT_MOST_S = 1e6  # 11 days, of any time limit: the system waits for 24 days at most, and takes more for less
 LOOK_AHEAD_MOST = 16  # batches that are drawn early, of an attached reader
 LOOK_AHEAD_AUTO = 4  # likewise, where that is left to us and servers want hints
 
@@ -326,6 +327,9 @@ class Settings:
         for name in ("call_timeout_s", "give_up_s", "heartbeat_s", "lease_s"):
             require(getattr(self, name) > 0, f"`{name}` must be positive, got {getattr(self, name)}")
         require(self.grace_s >= 0, f"`grace_s` must not be negative, got {self.grace_s}")
+        for name in ("call_timeout_s", "give_up_s", "heartbeat_s", "lease_s", "standstill_s", "grace_s"):
+            most = f"`{name}` must be at most {LIMIT_MOST_S:g} (11 days), got {getattr(self, name)}"
+            require(getattr(self, name) <= LIMIT_MOST_S, most)
         levels = self.failure_domain.split("/") if self.failure_domain else ["host"]
         require(
             all(levels) and len(levels) <= DOMAIN_LEVELS_MOST and len(self.failure_domain) <= DOMAIN_MOST,

@@ -13,6 +13,7 @@ size. The job is among the file's words, so that it can be imported again (`impo
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -102,7 +103,8 @@ def export(catalog: Catalog, manifest: Manifest, path: Path) -> int:
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error}; name another place, or make room") from error
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of a file system that is read-only, though there is no such file
+            part.unlink(missing_ok=True)
     return size
 
 
