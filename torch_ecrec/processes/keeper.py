@@ -3,9 +3,9 @@
     python keeper.py COMMAND ARGS...
 
 What a trainer has started, workers of a `DataLoader` or other programs, lives on when the trainer is killed, and has no
-parent then. Linux gives it to the nearest ancestor that takes orphans in (a *subreaper*): this process. When the command
-has ended, so does what it has left, and then this process, with the same exit code. So it does when its standard input
-closes: whoever has started it is gone, however that ended.
+parent then. Linux gives it to the nearest ancestor that takes orphans in (a *subreaper*): this process. When the
+command has ended, so does what it has left, and then this process, with the same exit code. So it does when its
+standard input closes: whoever has started it is gone, however that ended.
 
 It is run as a file and imports nothing of ours, so that it is there at once and wherever it is started.
 """

@@ -8,8 +8,8 @@ before they start; there they wait, each after its push, and say so, and this pr
 of them in that very step, however fast they are, and which step training goes on after is the same each time.
 
 Every wait ends: a run of which nothing has been heard for `limit_s` hangs, and is ended. What a killed trainer has
-started itself, workers of a `DataLoader` say, stays as long as its run, as it would on a host of its own. Whatever ends a
-rehearsal, SIGKILL included, ends all its processes (`processes/keeper.py`).
+started itself, workers of a `DataLoader` say, stays as long as its run, as it would on a host of its own. Whatever ends
+a rehearsal, SIGKILL included, ends all its processes (`processes/keeper.py`).
 """
 
 from __future__ import annotations
