@@ -15,9 +15,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
+import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -57,32 +58,43 @@ def end_below(root: int) -> None:
         time.sleep(TICK_S)
 
 
-def _end_with_parent() -> None:
-    while os.read(0, 4096):
-        pass
-    end_below(os.getpid())
-    os._exit(LOST)
-
-
 def main(command: list[str]) -> int:
     """Runs a command; returns its exit code, as a shell has it, once nothing is left of it."""
     with contextlib.suppress(AttributeError):  # another system than Linux
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # sent to all processes of a job: it is the last
         if signal.getsignal(number) is not signal.SIG_IGN:  # which what is started here would be given, too
-            signal.signal(number, lambda *_: None)
-    nothing = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
-    started = os.posix_spawn(command[0], command, os.environ, file_actions=nothing)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+            signal.signal(number, _wake)
+    signal.signal(signal.SIGCHLD, _wake)
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     while True:
-        ended, status = os.wait()  # also orphans
-        if ended == started:
+        ready, _, _ = select.select([0, woken], [], [])
+        if 0 in ready and not os.read(0, 4096):
             end_below(os.getpid())
-            with contextlib.suppress(ChildProcessError):  # until it has none
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-            code = os.waitstatus_to_exitcode(status)
-            return code if code >= 0 else 128 - code
+            return LOST
+        if woken in ready:
+            os.read(woken, 4096)
+            if (status := _reaped().get(process.pid)) is not None:
+                end_below(os.getpid())
+                _reaped()
+                code = os.waitstatus_to_exitcode(status)
+                return code if code >= 0 else 128 - code
+
+
+def _wake(*_: object) -> None:
+    """A signal handler: `select` returns, and no more."""
+
+
+def _reaped() -> dict[int, int]:
+    """Returns how the children have ended that have, orphans too."""
+    found = {}
+    with contextlib.suppress(ChildProcessError):  # it has none
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            found[ended[0]] = ended[1]
+    return found
 
 
 if __name__ == "__main__":
