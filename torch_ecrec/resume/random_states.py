@@ -62,15 +62,16 @@ def _numpy_state(of: Any) -> Any:
 
 def _set_numpy_state(state: Any) -> None:
     """Restores the state of NumPy's global generator, and what makes its bits, should that be another now."""
+    numbers: Any = np.random  # whose types lack two of the functions
     made_by = state["bit_generator"] if isinstance(state, Mapping) else state[0]  # a tuple in older snapshots
-    if made_by != type(np.random.get_bit_generator()).__name__:
-        if not hasattr(np.random, made_by):
+    if made_by != type(numbers.get_bit_generator()).__name__:
+        if not hasattr(numbers, made_by):
             raise RuntimeError(
                 f"NumPy's global random numbers were made by {made_by} before the restart, which is none of NumPy's:"
                 " call `numpy.random.set_bit_generator` before `attach` in each start of the script"
             )
-        np.random.set_bit_generator(getattr(np.random, made_by)())
-    np.random.set_state(state)
+        numbers.set_bit_generator(getattr(numbers, made_by)())
+    numbers.set_state(state)
 
 
 def same_state(a: Any, b: Any) -> bool:
