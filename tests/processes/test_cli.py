@@ -292,6 +292,19 @@ def test_who_reads_no_more_of_the_output_is_told_of_no_error(words: str) -> None
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.parametrize("words", ["--help", "settings", "bench --help"])
+@pytest.mark.parametrize("buffered", [False, True])
+def test_output_that_cannot_be_written_is_one_error(words: str, buffered: bool) -> None:
+    """As on a disk that is full. No mistake of the command line: 1, not 2."""
+    tool = [sys.executable, *([] if buffered else ["-u"]), "-m", "torch_ecrec", *words.split()]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            tool, cwd=ROOT, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S
+        )
+    assert (done.returncode, done.stderr) == (1, "torch-ecrec: No space left on device: 'standard output'\n")
+
+
 @pytest.mark.parametrize("own", ({}, {"RES_OPTIONS": "rotate"}), ids=("unset", "set"))
 def test_a_name_server_that_does_not_answer_is_not_waited_for_long(own: dict[str, str]) -> None:
     """Unless the user has said how long."""

@@ -101,3 +101,54 @@ def test_trainers_of_one_host_do_not_need_its_name(tmp_path: Path) -> None:
     with children.torchrun([str(tmp_path / "script.py"), str(tmp_path / "ours")], tmp_path / "log", {}) as job:
         assert job.wait(LIMIT_S) == 0, (tmp_path / "log").read_text()
     assert (tmp_path / "ours").read_text() == "127.0.0.1"
+
+
+LEAVES = """
+import os, signal, subprocess, sys
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+left = subprocess.Popen(["sleep", "600"], start_new_session=True)
+with open(sys.argv[1] + (".killed" if first else ".ended"), "w") as out:
+    out.write(str(left.pid))
+if first:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_what_trainers_have_started_ends_with_torchrun(tmp_path: Path) -> None:
+    """Programs of a trainer that is killed, and of one that comes to its end: they are nobody's children then."""
+    (tmp_path / "script.py").write_text(LEAVES)
+    words = ["--max-restarts", "1", str(tmp_path / "script.py"), str(tmp_path / "out")]
+    with children.torchrun(words, tmp_path / "log", {}) as job:
+        assert job.wait(LIMIT_S) == 0, (tmp_path / "log").read_text()
+    left = [int((tmp_path / f"out.{how}").read_text()) for how in ("killed", "ended")]
+    alive = [pid for pid in left if psutil.pid_exists(pid)]
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+    assert not alive
+
+
+OWNS = """
+import sys, time
+from pathlib import Path
+from torch_ecrec.processes.children import torchrun
+with torchrun([sys.argv[1], sys.argv[2]], Path(sys.argv[2] + ".log"), {}):
+    time.sleep(600)
+"""
+
+
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_trainers_end_with_who_has_started_torchrun_however_that_ends(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(WAITS)
+    out = tmp_path / "out"
+    owner = subprocess.Popen([sys.executable, "-c", OWNS, str(tmp_path / "script.py"), str(out)])
+    try:
+        wait_until(out.exists, LIMIT_S, "the trainer has started")
+        below = psutil.Process(owner.pid).children(recursive=True)
+    finally:
+        owner.kill()
+        owner.wait()
+    _, alive = psutil.wait_procs(below, 30.0)
+    for one in alive:
+        one.kill()
+    assert len(below) >= 2 and not alive

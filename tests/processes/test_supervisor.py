@@ -116,6 +116,19 @@ def test_a_final_end(tmp_path: Path, code: int) -> None:
         assert starts(tmp_path) == [0, 1] and running.ended is None
 
 
+def test_a_server_whose_disk_is_gone_is_no_more_and_the_folder_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (disk := tmp_path / "disk").mkdir()
+    tier = {"TORCH_ECREC_TIER": str(disk), "TORCH_ECREC_TIER_MEMORY_BYTES": str(64 << 20)}
+    with cluster(tmp_path / "logs", **tier) as running:
+        wait_until(lambda: len(living(running)) == 2, LIMIT_S, "two servers")
+        disk.rmdir()
+        os.kill(living(running)[0].pid, signal.SIGKILL)
+        wait_until(lambda: "is not started again" in caplog.text, LIMIT_S, "another one has ended, too")
+    assert f"not started again: torch-ecrec: `tier` must be a folder that exists, got {disk}: make it" in caplog.text
+
+
 @pytest.mark.parametrize("how", ["4", pytest.param("-6", marks=pytest.mark.slow)])
 def test_servers_that_end_soon_are_started_after_pauses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str

@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -148,6 +149,42 @@ def test_constraints_of_tables_that_are_not_there_are_told(caplog: pytest.LogCap
     caplog.clear()
     del limits["userz"]
     assert types(two(), planner_of(constraints=limits)) and "constraints name" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            lambda: planner_of(servers={"memory_bytes": 5}),
+            "`servers` must be a Servers, .*: pass Servers(memory_bytes=5)",
+        ),
+        (lambda: Servers(code={"slots": 4}), "`code` must be a CodeSpec, got {'slots': 4}: pass CodeSpec(slots=4)"),  # type: ignore[arg-type]
+        (
+            lambda: planner_of(constraints={"users": {"min_partition": 4}}),
+            "`constraint of table users` must be a Param",
+        ),
+        (lambda: planner_of(constraints=[OURS]), "`constraints` must be a dict, by names of tables, got "),
+        (lambda: EmbeddingShardingPlanner(topology={"world_size": 2}), "`topology` must be a Topology, got "),  # type: ignore[arg-type]
+        (lambda: DistributedModelParallel(two(), settings={"join": "a:1"}), "`settings` .*: pass Settings(join='a:1')"),  # type: ignore[arg-type]
+        (lambda: DistributedModelParallel(two(), code={"slots": 4}), "`code` must be a CodeSpec, got "),  # type: ignore[arg-type]
+    ],
+)
+def test_a_dict_in_place_of_what_it_describes_is_refused_by_name(given: Callable[[], object], says: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(says).replace(r"\.\*", ".*")):
+        given()
+
+
+@pytest.mark.parametrize(
+    "given", [{"num_poolings": [1.0, 2.0]}, {"batch_sizes": [4, 5]}, {"num_poolings": [1.0], "batch_sizes": [4, 5]}]
+)
+def test_lists_of_a_constraint_of_different_lengths_are_refused_by_name(given: dict[str, Any]) -> None:
+    """Which TorchRec, that takes one pooling factor if none is given, finds in the midst of its planning."""
+    with pytest.raises(
+        ValueError, match=r"the constraint of table users has 1 `pooling_factors`, .*2 `.*pass each of them"
+    ):
+        planner_of(constraints={"users": ParameterConstraints(**given)})
+    equal = {"pooling_factors": [3.0, 4.0], **{name: [1, 2] for name in given}}
+    types(two(), planner_of(constraints={"users": ParameterConstraints(**equal)}))
 
 
 @pytest.mark.parametrize("name", ["pooling_factors", "num_poolings"])

@@ -187,6 +187,25 @@ def test_generators_of_a_reader_are_found_and_put_back() -> None:
     assert draw() == expected and thing.sampler.epoch == 3
 
 
+@pytest.mark.parametrize("kind", ["MT19937", "PCG64", "Philox", "SFC64"])
+@pytest.mark.parametrize("again", ["MT19937", "PCG64"])
+def test_whatever_makes_numpys_global_numbers_is_put_back(kind: str, again: str) -> None:
+    """Another one, too, than the script has set since it was started again."""
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(getattr(np.random, kind)(5))
+        own = np.random.RandomState(getattr(np.random, kind)(6))
+        states = decode(encode(Generators({"own": own}).states(), "states"))
+        assert moved(states, random_states()) == []  # type: ignore[arg-type]
+        drawn = np.random.rand(3).tolist(), own.rand(3).tolist()
+        assert moved(states, random_states()) == ["NumPy"]  # type: ignore[arg-type]
+        np.random.set_bit_generator(getattr(np.random, again)(7))
+        Generators({"own": own}).set_(states)  # type: ignore[arg-type]
+        assert (np.random.rand(3).tolist(), own.rand(3).tolist()) == drawn
+    finally:
+        np.random.set_bit_generator(before)
+
+
 def test_it_is_told_which_generators_moved() -> None:
     before = random_states()
     assert moved(before, random_states()) == []

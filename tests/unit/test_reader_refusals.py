@@ -13,7 +13,7 @@ import pytest
 import torch
 from readers import MADE, PASS, Endless, Loop, Passes, loader
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from torch_ecrec.resume.loop import LoopInspector
 from torch_ecrec.resume.reader import Reader
@@ -157,6 +157,41 @@ def test_a_reader_that_draws_from_global_generators_in_the_middle_of_a_pass_is_r
     next(stream)
     with pytest.raises(RuntimeError, match=rf"draws from {names} in the middle of a pass.*state_dict"):
         next(stream)
+
+
+class Drawing:
+    """A sampler that draws from Python's global generator for each index."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (random.randrange(PASS) for _ in range(PASS))
+
+    def __len__(self) -> int:
+        return PASS
+
+
+def test_a_sampler_that_shares_a_global_generator_in_the_middle_of_a_pass_is_refused_at_once() -> None:
+    """After a restart its indices are drawn one behind the other, without what has drawn in between."""
+    stream = iter(Reader(loader(sampler=Drawing())))
+    for _ in range(2):
+        next(stream)
+        torch.rand(1), np.random.rand()  # a model's dropout, say: not what the sampler draws from
+    random.random()
+    with pytest.raises(
+        RuntimeError, match=r"the sampler of .* draws from Python's random in the .*a generator of its own"
+    ):
+        next(stream)
+
+
+@pytest.mark.parametrize(
+    "sampler", [Drawing, lambda: RandomSampler(range(PASS)), lambda: WeightedRandomSampler([1.0] * PASS, PASS)]
+)
+def test_a_sampler_that_draws_as_a_pass_begins_or_from_what_nobody_else_does_is_not(sampler: Any) -> None:
+    """That is brought back."""
+    reader = Reader(loader(sampler=sampler()))
+    for _ in reader.epochs(2):
+        for _ in reader:
+            torch.rand(1)
+        random.random()
 
 
 class Hidden:

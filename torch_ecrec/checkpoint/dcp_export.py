@@ -36,12 +36,12 @@ from torch_ecrec.nn.slices import DTYPES
 from torch_ecrec.records.schema import WEIGHT, Field
 from torch_ecrec.resume import values
 from torch_ecrec.runtime.checks import require
+from torch_ecrec.runtime.files import sync_folder
 from torch_ecrec.state_dicts.streamed import StreamedTable
 from torch_ecrec.storage import exporting
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.chain_reader import dense_of
 from torch_ecrec.storage.description import Description
-from torch_ecrec.storage.location import sync_folder
 from torch_ecrec.storage.manifest import Manifest
 from torch_ecrec.storage.tensor_file import SUFFIX, TensorFile
 

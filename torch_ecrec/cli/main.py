@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import io
 import logging
 import os
 import re
@@ -31,6 +32,7 @@ from torch_ecrec.cli import (
     doctor,
     drain,
     experiments,
+    output,
     plan,
     rehearse,
     run,
@@ -119,13 +121,41 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command in `argv`, or in the process's own command line. Entry point of the console script."""
     if argv is None:
         _open_standard_streams()
+        output.name_errors()
+    try:
+        code = _run(argv)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError as error:
+        if not _is_cut_off(sys.stdout):
+            return _fail(error, 2)
+        output.drop_rest()
+        return CUT_OFF
+    except ClusterError as error:
+        return _fail(error, error.exit_code)
+    except OSError as error:
+        if error.filename != output.NAME:
+            return _fail(error, 2)
+        output.drop_rest()
+        return _fail(error, 1)
+    except (ValueError, TypeError) as error:
+        return _fail(error, 2)
+    except ImportError as error:
+        return _fail(error, 1)
+
+
+def _run(argv: list[str] | None) -> int:
+    """Runs the command; returns its exit code."""
     words = sys.argv[1:] if argv is None else argv
     if (mistake := _misspelt(words)) is not None:
-        return _fail(ValueError(mistake), 2)
+        raise ValueError(mistake)
     top = parser(bench.named_in(words))
-    arguments, unknown = top.parse_known_args(argv)
+    arguments, unknown = _parsed(top, argv)
     if unknown:
-        return _fail(ValueError(_unknown(top, words, unknown[0])), 2)
+        raise ValueError(_unknown(top, words, unknown[0]))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     for handler in logging.getLogger().handlers:  # FBGEMM says of each of its 14 libraries that it has loaded it
         handler.addFilter(lambda record: record.levelno > logging.INFO or "fbgemm_gpu" not in record.pathname)
@@ -137,24 +167,18 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None and hasattr(arguments, "end_with_parent"):
         pass_over_words_to_scripts()
         on_signals(end_at_once)  # until they have something to leave in order: loading torch alone takes seconds
-    try:
-        code = COMMANDS[arguments.command].run(arguments)
-        if sys.stdout is not None:
-            sys.stdout.flush()
-        return code
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError as error:
-        if not _is_cut_off(sys.stdout):
-            return _fail(error, 2)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere, without a word
-        return CUT_OFF
-    except ClusterError as error:
-        return _fail(error, error.exit_code)
-    except (ValueError, TypeError, OSError) as error:
-        return _fail(error, 2)
-    except ImportError as error:
-        return _fail(error, 1)
+    return COMMANDS[arguments.command].run(arguments)
+
+
+def _parsed(top: Parser, argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Returns arguments, and what is unknown. What `--help` prints is printed here: argparse passes over its errors."""
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        try:
+            return top.parse_known_args(argv)
+        except SystemExit as ended:
+            code = ended.code
+    print(told.getvalue(), end="", flush=True)
+    sys.exit(code)
 
 
 def _is_cut_off(stream: TextIO) -> bool:

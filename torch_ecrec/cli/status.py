@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import sys
 import time
 from typing import Any
 
 from torch_ecrec.cli.arguments import add_join, asks, told_to_wait
+from torch_ecrec.cli.output import drop_rest
 from torch_ecrec.errors import ClusterUnavailable
 
 HELP = "say whether all is well, and what to do if not: exit code 0 OK, 1 WARN, 2 ERROR, 4 no answer"
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             print(text, flush=True)
         except BrokenPipeError:  # `| head` has read enough: the verdict is the same
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            drop_rest()
         return code
     screen = sys.stdout.isatty() and not arguments.json
     while True:

@@ -17,7 +17,8 @@ from torch_ecrec.bench import record
 from torch_ecrec.experiments import figures, scale
 from torch_ecrec.experiments.catalogue import Claim, Spec, all_specs
 from torch_ecrec.experiments.cells import groups
-from torch_ecrec.experiments.results import Results, named, write_whole
+from torch_ecrec.experiments.results import Results, named
+from torch_ecrec.runtime.files import write_whole
 
 JSON = "evidence"  # beside the page
 STORES = ", ".join(f"{name} {rate / 1e6:g} MB/s" for name, rate in scale.BANDWIDTHS.items())

@@ -26,6 +26,7 @@ from torch_ecrec.bench import record
 from torch_ecrec.experiments.catalogue import Spec
 from torch_ecrec.experiments.cells import Cell, Group, groups
 from torch_ecrec.experiments.scale import Scale
+from torch_ecrec.runtime.files import write_whole
 from torch_ecrec.spec.settings import Settings
 
 HEADER = ("processor", "cores", "memory_gib", "commit", "date", "command")  # of it, what a report shows
@@ -262,20 +263,4 @@ def _damaged(path: Path, reason: str) -> ValueError:
 
 
 def _write(path: Path, content: Any) -> None:
-    write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all, so that an interrupted run, or a full disk, leaves no half of one.
-
-    Raises:
-        OSError: it cannot be written; the message names it, which that of a full disk does not.
-    """
-    part = path.with_suffix(".part")
-    try:
-        part.write_bytes(content)
-        part.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    write_whole(path, (json.dumps(content, indent=1) + "\n").encode(), durable=True)  # a cell takes minutes

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 from torch_ecrec.runtime.checks import require, require_int
 
@@ -33,6 +34,20 @@ LEVEL = 1.1  # the most load of a slot, of the mean, where dealing tables can br
 TRIES = 16  # whole tables that are dealt for that
 SMALL = 8  # a slot's share of a table group has room for so many small tables, at least
 BATCH = 1024  # samples, for what a batch has of a small table
+
+
+def are_long(ids: Any, bags: Any) -> Any:
+    """Returns whether a sum for each of so many bags, with so many ids together, is clearly less than their rows.
+
+    Of numbers, or of arrays of them, as `are_long_in_parts`.
+    """
+    return ids >= LONG_BAG * bags
+
+
+def are_long_in_parts(ids: Any, rows: Any, bags: Any, slots: Any) -> Any:
+    """Likewise, where each slot of a table sums the ids that it has. Rows count if they are less: each travels once."""
+    least = LONG_BAG * bags * slots
+    return (ids >= least) & (rows >= least)
 
 
 @dataclass(frozen=True)
@@ -78,7 +93,7 @@ class Wanted:
     @property
     def long(self) -> bool:
         """Whether its bags are long enough to be pooled on its slots."""
-        return self.bag >= LONG_BAG
+        return bool(are_long(self.bag, 1))
 
     @property
     def load(self) -> float:

@@ -67,7 +67,7 @@ from torch_ecrec.resume.compiled import Compiled
 from torch_ecrec.resume.reader import Reader, Stateful
 from torch_ecrec.resume.tensor_bytes import TensorsOut, bytes_of
 from torch_ecrec.resume.trainer_state import TrainerState, check_optimizers
-from torch_ecrec.runtime.checks import plain_copy, take_bool, take_int, take_str
+from torch_ecrec.runtime.checks import plain_copy, require_kind, take_bool, take_int, take_str
 from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings
@@ -148,6 +148,13 @@ class DistributedModelParallel(ShardedAtAllPaths):
         unprotected = take_str("unprotected", unprotected)
         init_data_parallel = take_bool("init_data_parallel", init_data_parallel)
         init_parameters = take_bool("init_parameters", init_parameters)
+        for name, given, kind in (
+            ("settings", settings, Settings),
+            ("code", code, CodeSpec),
+            ("env", env, ShardingEnv),
+        ):
+            if given is not None:
+                require_kind(name, given, kind)
         device = None if device is None else torch.device(device)
         if model_tracker_configs is not None:
             raise ValueError(NO_TRACKER)

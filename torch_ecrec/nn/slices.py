@@ -27,7 +27,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torch_ecrec.client import pooling
-from torch_ecrec.layout.placing import LONG_BAG
+from torch_ecrec.layout.placing import are_long, are_long_in_parts
 from torch_ecrec.layout.routing import BagRoute, Homes, Parts, join_bags, route_bags
 from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.nn.repeats import bag_of_sample, lengths_of
@@ -128,7 +128,7 @@ class Slice:
     def _is_long(self, lengths_FB: np.ndarray) -> bool:
         """Returns whether one vector for each bag of the whole tables is clearly less than their rows."""
         of_whole = lengths_FB[self.homes.feature_P]
-        return bool(of_whole.sum() >= LONG_BAG * np.count_nonzero(of_whole)) and bool(of_whole.any())
+        return bool(are_long(of_whole.sum(), np.count_nonzero(of_whole))) and bool(of_whole.any())
 
     def _long_dealt(self, lengths_FB: np.ndarray) -> np.ndarray:
         """Returns the features of those tables on several slots for whose bags a vector from each slot is clearly less
@@ -141,7 +141,7 @@ class Slice:
         ids_T, bags_T = np.zeros((2, len(self._rows_T)), np.int64)
         np.add.at(ids_T, self._table_D, lengths_DB.sum(axis=1))
         np.add.at(bags_T, self._table_D, np.count_nonzero(lengths_DB, axis=1))
-        long_T = np.minimum(ids_T, self._rows_T) >= LONG_BAG * bags_T * self._slots_T
+        long_T = are_long_in_parts(ids_T, self._rows_T, bags_T, self._slots_T)
         chosen: np.ndarray = self.dealt_D[(long_T & (bags_T > 0))[self._table_D]]
         return chosen
 

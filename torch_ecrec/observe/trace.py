@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from torch_ecrec.observe.rehearsed import script_digest
+from torch_ecrec.runtime.files import write_whole
 
 HOLD = "hold"
 ATTACHED = "attached "  # before the name of something attached
@@ -137,8 +138,7 @@ def hold_at(folder: Path, step: int | None) -> None:
     if step is None:
         path.unlink(missing_ok=True)
         return
-    path.with_suffix(".new").write_text(str(step))
-    path.with_suffix(".new").replace(path)
+    write_whole(path, str(step).encode())
 
 
 def held_at(folder: Path) -> int | None:

@@ -35,7 +35,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torch_ecrec.compat.torchrec import ListedEnumerator
-from torch_ecrec.layout.placing import LONG_BAG
+from torch_ecrec.layout.placing import are_long, are_long_in_parts
 from torch_ecrec.nn.coverage import ERASURE_CODED, OURS, UNPROTECTED, coverage_of, is_inside, several_sides
 from torch_ecrec.nn.outputs import as_output_dtype
 from torch_ecrec.nn.sharder import all_table_specs, job_names, output_dtypes
@@ -246,11 +246,11 @@ class Enumerator(ListedEnumerator):
                 slices.setdefault((option.path, job.place_of_table[table.name][0]), []).append(fqn)
                 continue
             ids, bags = self._batch(option)
-            if pooling == "parts" and min(ids, table.rows) >= LONG_BAG * bags * len(job.slots_of(table.name)):
+            if pooling == "parts" and are_long_in_parts(ids, table.rows, bags, len(job.slots_of(table.name))):
                 found.append(fqn)
         for together in slices.values():
             ids, bags = map(sum, zip(*(self._batch(options[fqn]) for fqn in together), strict=True))
-            if ids >= LONG_BAG * bags:
+            if are_long(ids, bags):
                 found += together
         return found
 

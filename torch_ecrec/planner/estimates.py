@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 
 from torch_ecrec.records.optimizers import optimizer
 from torch_ecrec.records.tiers.budget import LEAST_SHARE, least_budget, need_of, room_of
-from torch_ecrec.runtime.checks import require, require_int, take_fields
+from torch_ecrec.runtime.checks import require, require_int, require_kind, take_fields
 from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
 from torch_ecrec.spec.settings import POOLINGS, WIRES
 
@@ -54,6 +54,7 @@ class Servers:
 
     def __post_init__(self) -> None:
         take_fields(self)
+        require_kind("code", self.code, CodeSpec)
         require(
             not self.tier or self.memory_bytes is not None,
             "`Servers(tier=True)` needs `memory_bytes`: how much of the records a server keeps in memory",

@@ -52,7 +52,7 @@ from torch_ecrec.nn.sharder import ServedSharding
 from torch_ecrec.planner.enumerator import Enumerator, costs_of, is_ours, total
 from torch_ecrec.planner.estimates import Servers, fit_of
 from torch_ecrec.planner.report import Report
-from torch_ecrec.runtime.checks import plain, plain_copy, require, shown, take_float, take_int, take_str
+from torch_ecrec.runtime.checks import plain, plain_copy, require, require_kind, shown, take_float, take_int, take_str
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +132,7 @@ def _plain_limits(table: str, given: ParameterConstraints) -> ParameterConstrain
     Raises:
         TypeError, ValueError: what says how many ids there are is no number.
     """
+    require_kind(f"constraint of table {table}", given, ParameterConstraints)
     made = copy.copy(plain_copy(given, [field.name for field in dataclasses.fields(given)]))
     found = vars(made)
     for name in _NUMBERS:
@@ -142,6 +143,12 @@ def _plain_limits(table: str, given: ParameterConstraints) -> ParameterConstrain
         for number in found[name] or ():
             finite = 0 <= take_float(f"{name} of table {table}", number) < math.inf
             require(finite, f"`{name} of table {table}` are {found[name]}")
+    lengths = {name: len(found[name]) for name in _NUMBERS if found[name]}
+    if len(set(lengths.values())) > 1:  # by default TorchRec takes one pooling factor
+        raise ValueError(
+            f"the constraint of table {table} has {', '.join(f'{n} `{name}`' for name, n in lengths.items())}: pass"
+            " each of them with one number for each feature of the table"
+        )
     return made
 
 
@@ -163,6 +170,7 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
         **more: what else TorchRec's takes, but for `enumerator`.
 
     Raises:
+        TypeError, ValueError: an argument is of another kind, or lists of a constraint have different lengths.
         ValueError: constraints that divide a collection, from `plan`; a plan with nothing on the servers.
         PlannerError: nothing fits.
     """
@@ -188,6 +196,12 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
             GreedyProposer(use_depth=False),
             UniformProposer(),
         ]
+        if servers is not None:
+            require_kind("servers", servers, Servers)
+        if topology is not None:
+            require_kind("topology", topology, Topology)
+        if not isinstance(constraints, Mapping | None):
+            raise TypeError(f"`constraints` must be a dict, by names of tables, got {shown(constraints)}")
         batch_size = None if batch_size is None else take_int("batch_size", batch_size, 0)
         limits = None if constraints is None else {t: _plain_limits(t, one) for t, one in constraints.items()}
         super().__init__(

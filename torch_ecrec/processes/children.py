@@ -17,11 +17,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from torch_ecrec.processes import keeper
+
 TAIL_LINES = 15
 TRACEBACK, ELASTIC = "Traceback (most recent call last)", "torch.distributed.elastic."
 # How trainers of one host meet. Left to itself, torchrun tells them the host's name. A container's need not resolve:
 # they would ask for it in vain, and say nothing but torch's warnings.
 STANDALONE = ("--standalone", "--local-addr", "127.0.0.1")
+KEEPER = (sys.executable, "-I", "-S", os.path.abspath(keeper.__file__))
 _RANK = re.compile(r"^\[(rank|default)?\d+\]:\s?")  # before each line of a trainer's
 # Without the first, torchrun (of torch 2.13) keeps one store for all starts of the trainers, with the addresses of
 # those that have ended in it.
@@ -91,7 +94,8 @@ class Child(Protocol):
 def torchrun(
     words: Sequence[str], log: Path, environment: Mapping[str, str], cwd: Path | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Trainers under torchrun, on this host; leaving ends them, however many times they were started.
+    """Trainers under torchrun, on this host; leaving ends them, however many times they were started, and whatever they
+    have started themselves. The end of this process does, too, however it ends (`keeper.py`).
 
     Args:
         words: what follows `torchrun` and how trainers of one host meet.
@@ -100,12 +104,12 @@ def torchrun(
         cwd: where they run; None: where this process does.
 
     Yields:
-        torchrun's process.
+        the process above torchrun, which ends as torchrun does.
     """
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "torch.distributed.run", *STANDALONE, *words],
-            stdin=subprocess.DEVNULL,
+            [*KEEPER, sys.executable, "-P", "-m", "torch.distributed.run", *STANDALONE, *words],
+            stdin=subprocess.PIPE,  # closed by the end of this process
             stdout=out,
             stderr=subprocess.STDOUT,
             cwd=cwd,
@@ -116,6 +120,8 @@ def torchrun(
         yield process
     finally:
         end_tree(process)
+        if process.stdin is not None:
+            process.stdin.close()
 
 
 def await_end(children: Sequence[Child], limit_s: float) -> None:
@@ -137,18 +143,7 @@ def free_port() -> int:
 
 def descendants(root: int) -> list[int]:
     """Processes under `root`. Linux only (/proc); elsewhere none."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            # "pid (name) state parent ...", where the name may hold anything
-            parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
-    found, queue = [], [root]
-    while queue:
-        below = children.get(queue.pop(), [])
-        found += below
-        queue += below
-    return found
+    return list(keeper.states_below(root))
 
 
 def end_tree(process: subprocess.Popen[bytes]) -> None:
@@ -156,10 +151,8 @@ def end_tree(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGSTOP)  # starts no more
-    pids = [*descendants(process.pid), process.pid]
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    keeper.end_below(process.pid)
+    process.kill()
     process.wait()
 
 

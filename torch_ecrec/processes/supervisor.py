@@ -68,6 +68,7 @@ LOADED_FOR_HTTP = "torch_ecrec.web.server"  # so that a coordinator that takes t
 class _Life:
     """A child. `quick`: how many before it, one after the other, have ended soon after their start."""
 
+    name: str
     child: Child
     since_s: float
     quick: int = 0
@@ -169,7 +170,7 @@ class Supervisor:
         finally:
             if error is not None:
                 error.close()
-        life = _Life(child, time.monotonic(), quick)
+        life = _Life(name, child, time.monotonic(), quick)
         with self._lock:
             self._lives.append(life)
         return life
@@ -274,13 +275,22 @@ class Supervisor:
         if not self.restart or code == 0:
             return
         if code in FINAL:
-            log.error("server process %d ended with %d, and is not started again", life.child.pid, code)
+            why = self._last_words(life.name)
+            log.error("server process %d ended with %d, and is not started again%s", life.child.pid, code, why)
             return
         quick = life.next_quick()
         pause_s = _pause_s(quick)
         when = f" in {pause_s:g} s" if pause_s else ""
         log.info("server process %d ended with %d; starting another%s", life.child.pid, code, when)
         self._due.append((time.monotonic() + pause_s, quick))
+
+    def _last_words(self, name: str) -> str:
+        """Returns the last line of a child's log; "" where it has none, since it speaks where this process does."""
+        lines: list[str] = []
+        if self.logs is not None:
+            with contextlib.suppress(OSError):
+                lines = self._log_of(name).read_text(errors="replace").splitlines()
+        return f": {lines[-1]}" if lines else ""
 
     def _start_due(self) -> None:
         now_s = time.monotonic()

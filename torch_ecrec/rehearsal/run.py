@@ -7,8 +7,9 @@ note every step (`observe/trace.py`). The step in which all trainers are to be k
 before they start; there they wait, each after its push, and say so, and this process kills them. So a kill meets all
 of them in that very step, however fast they are, and which step training goes on after is the same each time.
 
-Every wait ends: a run of which nothing has been heard for `limit_s` hangs, and is ended. Whatever ends a rehearsal ends
-all its processes.
+Every wait ends: a run of which nothing has been heard for `limit_s` hangs, and is ended. What a killed trainer has
+started itself, workers of a `DataLoader` say, stays as long as its run, as it would on a host of its own. Whatever ends
+a rehearsal, SIGKILL included, ends all its processes (`processes/keeper.py`).
 """
 
 from __future__ import annotations

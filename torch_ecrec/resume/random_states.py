@@ -28,7 +28,7 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 
 def random_states() -> dict[str, Any]:
     """Returns the states of the generators of Python, NumPy, torch, and its CUDA devices."""
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    states = {"python": random.getstate(), "numpy": _numpy_state(np.random), "torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()
     return states
@@ -37,7 +37,7 @@ def random_states() -> dict[str, Any]:
 def set_random_states(states: Mapping[str, Any]) -> None:
     """Restores what `random_states` returned. Generators without a saved state keep theirs."""
     random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
+    _set_numpy_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     if "cuda" in states:
         torch.cuda.set_rng_state_all(states["cuda"])
@@ -48,15 +48,30 @@ def moved(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     names = []
     if before["python"] != after["python"]:
         names.append("Python's random")
-    if not _same_numpy(before["numpy"], after["numpy"]):
+    if not same_state(before["numpy"], after["numpy"]):
         names.append("NumPy")
     if not torch.equal(before["torch"], after["torch"]):
         names.append("torch")
     return names
 
 
-def _same_numpy(a: Any, b: Any) -> bool:
-    return bool(a[0] == b[0] and np.array_equal(a[1], b[1]) and a[2:] == b[2:])
+def _numpy_state(of: Any) -> Any:
+    """Returns the state of NumPy's global generator, or of a `RandomState`, whatever makes its bits."""
+    return _copied(of.get_state(legacy=False))
+
+
+def _set_numpy_state(state: Any) -> None:
+    """Restores the state of NumPy's global generator, and what makes its bits, should that be another now."""
+    numbers: Any = np.random  # whose types lack two of the functions
+    made_by = state["bit_generator"] if isinstance(state, Mapping) else state[0]  # a tuple in older snapshots
+    if made_by != type(numbers.get_bit_generator()).__name__:
+        if not hasattr(numbers, made_by):
+            raise RuntimeError(
+                f"NumPy's global random numbers were made by {made_by} before the restart, which is none of NumPy's:"
+                " call `numpy.random.set_bit_generator` before `attach` in each start of the script"
+            )
+        numbers.set_bit_generator(getattr(numbers, made_by)())
+    numbers.set_state(state)
 
 
 def same_state(a: Any, b: Any) -> bool:
@@ -134,7 +149,7 @@ def state_of(thing: Any) -> Any:
     if isinstance(thing, np.random.Generator):
         return _copied(thing.bit_generator.state)
     if isinstance(thing, np.random.RandomState):
-        return thing.get_state()
+        return _numpy_state(thing)
     if isinstance(thing, random.Random):
         return thing.getstate()
     return thing.epoch

@@ -215,14 +215,32 @@ class EpochIterator(Iterator[Any]):
         """Asks the reader for its iterator."""
         self.batches = iter(reader)
         if has_indices(reader):
-            self._watch_indices()
+            self._watch_indices(reader)
 
-    def _watch_indices(self) -> None:
-        """Adds the indices that a DataLoader gets from its sampler to the checksum."""
+    def _watch_indices(self, reader: Iterable[Any]) -> None:
+        """Adds the indices that a DataLoader gets from its sampler to the checksum, and looks at how it draws them.
+
+        After a restart they are drawn again, one behind the other, from the states with which the pass began. That
+        gives the same unless somebody else has used the sampler's generator in between.
+        """
         next_index = next_index_of(self.batches)
+        left: dict[str, Any] | None = None  # the states that the draw before has left
 
         def watched() -> Any:
+            nonlocal left
+            before = random_states()
             index = next_index()
+            after = random_states()
+            if left is not None and (used := moved(before, after)):
+                shared = [name for name in moved(left, before) if name in used]
+                if shared:
+                    raise RuntimeError(
+                        f"the sampler of the reader ({type(reader).__name__}) draws from {' and '.join(shared)} in the"
+                        " middle of a pass, as does something else in between, and can therefore not be brought back"
+                        " after a restart by drawing again. Give the sampler a generator of its own, as an attribute"
+                        " (a `torch.Generator` or `random.Random`), or the reader state_dict and load_state_dict"
+                    )
+            left = after
             self.add(zlib.crc32(repr(index).encode()))
             return index
 

@@ -37,6 +37,14 @@ def require_int(name: str, value: object, least: int, most: int | None = None) -
         raise ValueError(f"`{name}` must be at most {most}, got {value}")
 
 
+def require_kind(name: str, value: object, kind: type) -> None:
+    """Raises TypeError unless `value` is of this class: a dict, as of a file of settings, is not taken apart."""
+    if not isinstance(value, kind):
+        named = isinstance(value, dict) and all(isinstance(key, str) for key in value)
+        given = ", ".join(f"{key}={shown(one)}" for key, one in value.items()) if named else "..."  # type: ignore[attr-defined]
+        raise TypeError(f"`{name}` must be a {kind.__name__}, got {shown(value)}: pass {kind.__name__}({given})")
+
+
 def plain(value: Any) -> Any:
     """Returns NumPy's numbers, bools and strings, and tensors without dimensions, as Python's; else `value`."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item") and not getattr(value, "is_meta", False):

@@ -35,7 +35,6 @@ import pickle
 import re
 import stat
 import tempfile
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +45,7 @@ from numba.core.serialize import dumps
 from numba.extending import is_jitted
 
 from torch_ecrec.compat.numba import FunctionFiles, UserFolder, locators, set_cache
+from torch_ecrec.runtime.files import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -207,14 +207,7 @@ class Entries:
 
     def save(self, key: Any, data: Any) -> None:
         """Saves `data`, and removes files of older sources from the folder."""
-        path = self._path(key)
-        part = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-        try:
-            part.write_bytes(dumps((key, data)))  # type: ignore[no-untyped-call]
-            os.replace(part, path)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
+        write_whole(self._path(key), dumps((key, data)))  # type: ignore[no-untyped-call]
         tag = re.escape(self._name.rpartition(".")[2])
         of_others = re.compile(rf".*\.{tag}\.(?!{self._sources})[0-9a-f]{{16}}\.[0-9a-f]{{32}}\.nbc")
         self._remove(lambda name: of_others.fullmatch(name) is not None)

@@ -24,7 +24,7 @@ import msgspec
 from torch_ecrec.layout.placing import SHARDINGS, Piece, Wanted, place
 from torch_ecrec.records.optimizers import optimizer
 from torch_ecrec.records.schema import ITEM_BYTES, Schema
-from torch_ecrec.runtime.checks import plain, require, require_int, take_fields, take_float, take_str
+from torch_ecrec.runtime.checks import plain, require, require_int, require_kind, take_fields, take_float, take_str
 
 if TYPE_CHECKING:  # they load Numba, which takes a second: not to read a command line, or to end while starting
     from torch_ecrec.layout.stripes import Layout
@@ -218,6 +218,7 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         take_fields(self)
+        require_kind("code", self.code, CodeSpec)
         require(len(self.tables) > 0, "a job needs at least one table")
         require_int("trainers", self.trainers, 1, TRAINERS_MOST)
         require_int("seed", self.seed, 0)

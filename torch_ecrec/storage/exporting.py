@@ -13,11 +13,9 @@ size. The job is among the file's words, so that it can be imported again (`impo
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
-import secrets
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,11 +24,11 @@ import numpy as np
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.records.positions import Bytes
 from torch_ecrec.records.schema import ITEM_BYTES, Field
+from torch_ecrec.runtime.files import written_whole
 from torch_ecrec.spec.job import JobSpec, TableSpec
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.chain_reader import records_of
 from torch_ecrec.storage.description import Description
-from torch_ecrec.storage.location import sync_folder
 from torch_ecrec.storage.manifest import Manifest
 from torch_ecrec.storage.tensor_file import DTYPES, SUFFIX
 
@@ -95,17 +93,11 @@ def export(catalog: Catalog, manifest: Manifest, path: Path) -> int:
     """
     if path.suffix != SUFFIX:
         raise ValueError(f"an exported file ends in {SUFFIX}, got {path}")
-    part = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     try:
-        size = _write(catalog, manifest, part)
-        os.replace(part, path)
-        sync_folder(path.absolute().parent)
+        with written_whole(path, durable=True) as part:
+            return _write(catalog, manifest, part)
     except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error}; name another place, or make room") from error
-    finally:
-        with contextlib.suppress(OSError):  # of a file system that is read-only, though there is no such file
-            part.unlink(missing_ok=True)
-    return size
+        raise CheckpointError(f"cannot write {path}: {error.strerror}; name another place, or make room") from error
 
 
 def _write(catalog: Catalog, manifest: Manifest, path: Path) -> int:
@@ -127,7 +119,6 @@ def _write(catalog: Catalog, manifest: Manifest, path: Path) -> int:
             offset += tensor.nbytes
         _fill(catalog, manifest, job, places)
         whole.flush()
-        os.fsync(file.fileno())
     return size
 
 

@@ -32,6 +32,7 @@ import fsspec
 
 from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.runtime.checks import require
+from torch_ecrec.runtime.files import sync_folder
 from torch_ecrec.storage.direct import DirectFile
 
 # An object appears when it was closed, as a whole. Elsewhere a file can be seen while it grows.
@@ -375,15 +376,6 @@ def _make_folder(path: Path) -> None:
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
         sync_folder(folder.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Makes the names in a folder durable."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # elsewhere ---------------------------------------------------------------------------------------------

@@ -569,10 +569,12 @@ def _prove(sock: socket.socket, where: str, timeout_s: float, known: bytes = b""
         shown = _bytes_of(said.get("proof"))
         both = [secret for secret in secrets if is_proof(shown, secret, LISTENER, mine, theirs)]
         if len(theirs) != NONCE_BYTES or not both:
-            other = "has another secret" if said.get("type") in ("proof", "refused") and theirs else "has none"
+            has_one = said.get("type") in ("proof", "refused") and theirs
+            other = "has another secret" if has_one else "has none"
+            kept = "; a running cluster keeps the secret that it began with: to change it, stop all of it first"
             raise NotProved(
                 f"the coordinator at {where} does not know the secret of this process ({SECRET_SET}): it {other}, or"
-                " is none of this cluster"
+                f" is none of this cluster{kept if has_one else ''}"
             )
         sock.sendall(encode_line({"type": "proof", "proof": proof(both[0], CALLER, mine, theirs).hex()}))
     except TimeoutError as error:
