@@ -122,7 +122,10 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if (mistake := _misspelt(words)) is not None:
         return _fail(ValueError(mistake), 2)
-    top = parser(bench.named_in(words))
+    try:
+        top = parser(bench.named_in(words))
+    except ImportError as error:  # a benchmark is imported for its arguments
+        return _fail(_lacking(error), 1)
     arguments, unknown = top.parse_known_args(argv)
     if unknown:
         return _fail(ValueError(_unknown(top, words, unknown[0])), 2)
@@ -154,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, TypeError, OSError) as error:
         return _fail(error, 2)
     except ImportError as error:
-        return _fail(error, 1)
+        return _fail(_lacking(error), 1)
 
 
 def _is_cut_off(stream: TextIO) -> bool:
@@ -202,6 +205,14 @@ def _unknown(top: Parser, words: list[str], word: str) -> str:
     near = difflib.get_close_matches(word.partition("=")[0], options, 1)
     meant = f"did you mean {near[0]}?" if near else f"`{name} --help` lists all"
     return f"there is no option {word} of `{name}`; {meant}"
+
+
+def _lacking(error: ImportError) -> ImportError:
+    """Returns the error with what to do, if it is a package that the extra `demo` brings."""
+    name = (error.name or "").partition(".")[0]
+    if name not in ("matplotlib", "psutil"):
+        return error
+    return ImportError(f"this needs the package {name}: pip install 'torch-ecrec[demo]'")
 
 
 def _fail(error: Exception, code: int) -> int:
