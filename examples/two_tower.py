@@ -9,7 +9,8 @@ To see it survive, give it a cluster of its own, and `kill -9` whatever you like
 
     torch-ecrec up --servers 3 --spares 1 -k 2 -r 1 --port 29400 &
     TORCH_ECREC_JOIN=127.0.0.1:29400 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 \\
-        torchrun --standalone --max-restarts 10 --nproc-per-node 2 examples/two_tower.py --epochs 20
+        torchrun --standalone --local-addr 127.0.0.1 --max-restarts 10 \\
+        --nproc-per-node 2 examples/two_tower.py --epochs 20
 """
 
 from __future__ import annotations

@@ -13,7 +13,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # what type checkers and editors see of `_PLACES`
+if TYPE_CHECKING:  # what type checkers and editors see of `_PLACES` and `_MODULES`
+    from torch_ecrec import checkpoint as checkpoint
+    from torch_ecrec import errors as errors
+    from torch_ecrec import model_parallel as model_parallel
+    from torch_ecrec import planner as planner
     from torch_ecrec.errors import (
         ClusterError,
         ClusterUnavailable,
@@ -58,7 +62,7 @@ _PLACES = {
     "NonFiniteGradient": "torch_ecrec.errors",
 }
 
-_MODULES = ("checkpoint", "planner")  # documented as `torch_ecrec.checkpoint.save`; they load torch
+_MODULES = ("checkpoint", "errors", "model_parallel", "planner")  # documented as `torch_ecrec.checkpoint.save`
 
 if not TYPE_CHECKING:  # else every name that is not there would be of type Any, in place of an error
 
@@ -69,3 +73,7 @@ if not TYPE_CHECKING:  # else every name that is not there would be of type Any,
         if name not in _PLACES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(importlib.import_module(_PLACES[name]), name)
+
+    def __dir__() -> list[str]:
+        """What completion at a prompt and `help` show: also names that were not asked for yet."""
+        return sorted({*globals(), *_PLACES, *_MODULES})

@@ -4,7 +4,13 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_de
 from torch_ecrec.model_parallel import DistributedModelParallel, get_default_sharders
 """
 
+# ruff: noqa: E402  (what is missing is said before something fails to load it)
+
 from typing import Any
+
+from torch_ecrec.runtime.installed import require_torchrec
+
+require_torchrec()
 
 from torchrec.distributed import model_parallel as theirs
 from torchrec.distributed.model_parallel import (

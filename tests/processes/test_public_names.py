@@ -38,8 +38,15 @@ def test_every_public_name_has_a_place() -> None:
         torch_ecrec.Nonsense  # noqa: B018
 
 
+def test_completion_at_a_prompt_offers_every_public_name() -> None:
+    """In a process that has asked for none yet, as `dir` looks at modules."""
+    command = [sys.executable, "-c", "import torch_ecrec; print(*dir(torch_ecrec))"]
+    run = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    assert {*NAMES, *torch_ecrec._MODULES, "__version__"} <= set(run.stdout.split())
+
+
 def test_the_root_alone_loads_nothing() -> None:
-    code = "import sys, torch_ecrec; assert not [m for m in sys.modules if m.startswith('torch')][1:]"
+    code = "import sys, torch_ecrec; dir(torch_ecrec); assert not [m for m in sys.modules if m.startswith('torch')][1:]"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600, cwd=ROOT)
 
 
@@ -47,13 +54,14 @@ def test_type_checkers_see_the_classes(tmp_path: Path) -> None:
     """Each name is its class, not Any, and a name that is not there is an error."""
     (tmp_path / "mypy.ini").write_text(CONFIG)
     lines = ["import torch_ecrec", *(f"reveal_type(torch_ecrec.{name})" for name in NAMES), "torch_ecrec.Nonsense"]
+    lines[1:1] = ["torch_ecrec.checkpoint.save, torch_ecrec.planner.Servers, torch_ecrec.errors.DataLoss"]  # no error
     (tmp_path / "user.py").write_text("\n".join(lines) + "\n")
     command = [sys.executable, "-m", "mypy", "--config-file", str(tmp_path / "mypy.ini")]
     command += ["--cache-dir", str(tmp_path / "cache"), str(tmp_path / "user.py")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
     told = [line.partition("user.py:")[2] for line in run.stdout.splitlines() if "user.py:" in line]
     assert len(told) == len(NAMES) + 1, run.stdout + run.stderr
-    for number, (name, line) in enumerate(zip(NAMES, told, strict=False), start=2):
+    for number, (name, line) in enumerate(zip(NAMES, told, strict=False), start=3):
         cls = getattr(torch_ecrec, name)
         assert line.startswith(f'{number}: note: Revealed type is "def ('), line
         assert line.endswith(f') -> {cls.__module__}.{name}"'), line

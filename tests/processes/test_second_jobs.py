@@ -124,7 +124,8 @@ def test_a_second_job_in_a_cluster(tmp_path: Path) -> None:
         assert status.era == 0 and status.finished and status.step == STEPS
         with launched(running, tmp_path, "c", hold=False) as third:
             assert [child.process.wait(LIMIT_S) for child in third] == [JoinRefused.exit_code] * 2
-        assert "has ended" in third[0].log.read_text() and "--again" in third[0].log.read_text()
+        said = third[0].log.read_text()
+        assert f"has ended: all its trainers were done, after step {STEPS}." in said and "--again" in said
         assert running.status().era == 0
         with launched(running, tmp_path, "d", "TORCH_ECREC_AGAIN", hold=False):
             wait_until(lambda: running.status().era == 1, LIMIT_S, "it is trained on")

@@ -113,6 +113,8 @@ def test_looking_leaves_nothing_behind(tmp_path: Path) -> None:
         ["-m", "torch_ecrec", "run", "--", "train.py"],
         ["-c", "from torch_ecrec import DistributedModelParallel"],
         ["-c", "import torch_ecrec.planner"],
+        ["-c", "import torch_ecrec.checkpoint"],
+        ["-c", "import torch_ecrec.model_parallel"],
     ],
     ids=lambda words: words[2] if words[0] == "-m" else words[1].split()[-1],
 )
@@ -130,6 +132,30 @@ def test_what_is_not_installed_is_named_with_what_installs_it(what: list[str], m
     name = {"torchrec": "TorchRec", "fbgemm_gpu": "FBGEMM"}[missing]
     assert done.returncode == 1 and f"{name} is not installed; on a CPU: python -m pip install torch==" in done.stderr
     assert sorted(os.listdir(tmp_path)) in (["sitecustomize.py"], ["__pycache__", "sitecustomize.py"]), "nothing began"
+
+
+COSTS = "--hosts 20 --mtbf-hours 99 --save 60 --load 60 --restart 60 --stall 1 --repair 60 --parity-share 0.01"
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [("psutil", "bench placement"), ("psutil", "chaos --minutes 1"), ("matplotlib", f"plan {COSTS} --plot a.png")],
+)
+def test_a_package_of_an_extra_is_named_with_the_extra(missing: str, words: str, tmp_path: Path) -> None:
+    """Also of a benchmark, which is imported for its arguments."""
+    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules[{missing!r}] = None")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-m", "torch_ecrec", *words.split()],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.endswith(f"torch-ecrec: this needs the package {missing}: pip install 'torch-ecrec[demo]'\n")
+    assert "Traceback" not in done.stderr
 
 
 # an optimizer without parameters ------------------------------------------------------------------------------------

@@ -9,6 +9,12 @@ And what an import of TorchRec's own has to know of a model, without any cluster
 checkpoint.describe(DLRMTrain(...), "job.json", trainers=2)
 """
 
+# ruff: noqa: E402  (what is missing is said before something fails to load it)
+
+from torch_ecrec.runtime.installed import require_torchrec
+
+require_torchrec()
+
 from torch_ecrec.checkpoint.describing import describe
 from torch_ecrec.checkpoint.portions import load, save
 

@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, TypeError) as error:
         return _fail(error, 2)
     except ImportError as error:
-        return _fail(error, 1)
+        return _fail(_lacking(error), 1)
 
 
 def _run(argv: list[str] | None) -> int:
@@ -226,6 +226,14 @@ def _unknown(top: Parser, words: list[str], word: str) -> str:
     near = difflib.get_close_matches(word.partition("=")[0], options, 1)
     meant = f"did you mean {near[0]}?" if near else f"`{name} --help` lists all"
     return f"there is no option {word} of `{name}`; {meant}"
+
+
+def _lacking(error: ImportError) -> ImportError:
+    """Returns the error with what to do, if it is a package that the extra `demo` brings."""
+    name = (error.name or "").partition(".")[0]
+    if name not in ("matplotlib", "psutil"):
+        return error
+    return ImportError(f"this needs the package {name}: pip install 'torch-ecrec[demo]'")
 
 
 def _fail(error: Exception, code: int) -> int:

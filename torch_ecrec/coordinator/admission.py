@@ -36,7 +36,7 @@ def join_refusal(state: ClusterState, join: Join) -> str | None:
     if (other := build_refusal(state, join)) is not None:
         return other
     reason = state.job.refusal(join.job)
-    return f"{reason}. {_remedy(state)}" if reason else state.launches.refusal(join)
+    return f"{reason}. {_remedy(state)}" if reason else state.launches.refusal(join, state.step)
 
 
 def build_refusal(state: ClusterState, word: Join | Compare) -> str | None:

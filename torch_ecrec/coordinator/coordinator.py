@@ -198,7 +198,7 @@ class Coordinator:
     def checkpoint(self, after: int | None) -> str:
         """Asks for a checkpoint now, for a person; see `Checkpointing.ask`."""
         state = self._state
-        return state.checkpointing.ask(after, state.progress.step or state.job.step)
+        return state.checkpointing.ask(after, state.step)
 
     def kill(self, name: str) -> str:
         """Tells a member to die, for somebody who wants to see it. Returns why not, or ""."""

@@ -71,11 +71,11 @@ class Launches:
         """All trainers have said that they are done."""
         return self._job.spec is not None and self._members.done >= set(range(self._job.spec.trainers))
 
-    def refusal(self, join: Join) -> str | None:
-        """Returns why a job that has ended does not go on for this trainer, or None."""
+    def refusal(self, join: Join, step: int) -> str | None:
+        """Returns why a job that has ended, after `step`, does not go on for this trainer, or None."""
         if join.role != "trainer" or not self.finished or join.again or self._is_next(join):
             return None
-        return TRAIN_ON.format(step=self._job.step)
+        return TRAIN_ON.format(step=step)
 
     def _is_next(self, join: Join) -> bool:
         """Its launch trained last, and has started it again."""

