@@ -29,7 +29,7 @@ SPECS = catalogue.all_specs()
 
 def test_the_artefacts_experiments_are_there() -> None:
     normal, recovery = (
-        [f"{kind}-{number}" for number in range(1, last)] for kind, last in (("normal", 5), ("recovery", 4))
+        [f"{kind}-{number}" for number in range(1, last)] for kind, last in (("normal", 5), ("recovery", 5))
     )
     assert list(SPECS) == [*normal, *recovery, "accuracy", "cpr"]
     assert SPECS["normal-1"].models == list(scale.MODELS)
