@@ -63,6 +63,9 @@ TYPED: dict[str, tuple[list[str], int, str]] = {
         "torch-ecrec: a stripe of k + r = 3 records needs as many slots, got 2 servers: two members on one server would"
         " be lost together; use more servers or a smaller k or r",
     ),
+    "too many spares": (
+        ["up", "--spares", "2147483648"], 2, "torch-ecrec: `spares` must be at most 10000, got 2147483648",
+    ),
     "a bucket without its scheme": (
         ["up", "--checkpoint", "bucket/run", "--checkpoint-every", "10"], 2,
         "torch-ecrec: 'bucket/run' is no place for checkpoints: a bucket is named with its scheme (s3://bucket/run),"
@@ -106,6 +109,15 @@ def test_what_is_typed(mistake: str, tmp_path: Path, nobody: int) -> None:
     assert found == code, text
     wanted = wanted if "HOST:PORT" in wanted else place(wanted)
     assert text == wanted or re.fullmatch(wanted, text, re.DOTALL), f"{text!r} after {time.monotonic() - begun_s:.1f} s"
+
+
+def test_who_waits_for_a_coordinator_hears_that_its_host_is_not_known() -> None:
+    code, text = said("serve", "--join", "nohost.invalid:7000", TORCH_ECREC_GIVE_UP_S="8")
+    assert code == 4
+    assert (
+        "no coordinator answers at nohost.invalid:7000, a host that is not known here (`getent hosts nohost.invalid`);"
+        " it is waited for, "
+    ) in text
 
 
 SET: dict[str, tuple[dict[str, str], str]] = {

@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -168,8 +169,9 @@ class Member:
                 else (f"torch-ecrec coordinator --host {host} --port {port} ..., or torch-ecrec up --port {port}")
             )
             log.warning(
-                "no coordinator answers at %s; it is waited for, %.0f of %g s so far. It is started by: %s",
+                "no coordinator answers at %s%s; it is waited for, %.0f of %g s so far. It is started by: %s",
                 named,
+                "" if "://" in named or _is_known(host) else f", a host that is not known here (`getent hosts {host}`)",
                 time.monotonic() - since_s,
                 self.settings.give_up_s,
                 start,
@@ -390,3 +392,12 @@ def by_kind(bytes_sent: Mapping[str, int]) -> dict[str, int]:
 def exit_code_of(error: BaseException) -> int:
     """Returns the exit code of a process that ended with `error`."""
     return error.exit_code if isinstance(error, ClusterError) else 1
+
+
+def _is_known(host: str) -> bool:
+    """Returns whether a host's name leads to an address here."""
+    try:
+        socket.getaddrinfo(host.strip("[]"), None)
+    except socket.gaierror:
+        return False
+    return True

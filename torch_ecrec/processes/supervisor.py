@@ -39,7 +39,7 @@ from torch_ecrec.runtime.addresses import parse_host, text_of
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.runtime.lifetime import belongs_here, tell_to_end
 from torch_ecrec.runtime.threads import Worker, log_error
-from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.spec.job import SLOTS_MOST, CodeSpec
 from torch_ecrec.spec.settings import new_run
 from torch_ecrec.transport.whereabouts import ask_status
 from torch_ecrec.web.place import Place
@@ -115,7 +115,7 @@ class Supervisor:
         coordinator: Sequence[str] = (),
         http: Place | None = None,
     ) -> None:
-        require_int("spares", spares, 0)
+        require_int("spares", spares, 0, SLOTS_MOST)
         host = parse_host(host)
         self.code, self.spares, self.restart, self.logs, self.http = code, spares, restart, logs, http
         # a peer that dies is routine here: RPC's own complaints would drown what matters

@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from torch_ecrec.spec.job import SLOTS_MOST as SLOTS_MOST
+
 COUNT_MOST = 1 << 53
-SLOTS_MOST = 10_000
 TABLES_MOST = 100_000
 MEMBERS_MOST = 100_000
 MESSAGES_MOST = 1000

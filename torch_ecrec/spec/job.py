@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # they load Numba, which takes a second: not to read a comman
 FIELD_SIZE = 256  # elements of the code's field, so members of a stripe at most; `codec.field` has its own
 PROTECTIONS = ("parity", "none")
 # More than any job has: a number that is read somewhere is compared before anything of its size is made.
-ROWS_MOST, DIM_MOST, SLOTS_MOST, TRAINERS_MOST = 1 << 48, 1 << 24, 1 << 20, 1 << 20
+ROWS_MOST, DIM_MOST, SLOTS_MOST, TRAINERS_MOST = 1 << 48, 1 << 24, 10_000, 1 << 20
 
 
 @dataclass(frozen=True, init=False)
