@@ -427,6 +427,8 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
         (exactness, "--steps 1", "`steps` must be at least 2"),
         (exactness, "--long-steps 0", "`long-steps` must be at least 2"),
         (exactness, "--moments -1", "`moments` must be at least 0"),
+        (train, "--seconds nan", "`seconds` must be positive"),
+        (train, "--warmup -1", "`warmup` must be at least 1"),
         (train, "--hosts -1", "`hosts` must be at least 0"),
         (train, "--hosts 2 --link-gbit -1", "`--link-gbit` must not be negative"),
         (train, "--link-gbit 1", "`--link-gbit` goes with `--hosts`"),
