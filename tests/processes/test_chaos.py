@@ -88,6 +88,7 @@ def test_arguments_are_completed(tmp_path: Path) -> None:
         (["--events", "term-all", "--hosts", "4"], "`--events term-all` does not go with `--hosts`"),
         (["--events", "term-all", "-k", "1"], "of a cluster with the code that a script gets which says nothing"),
         (["--events", "term-all", "--optimizer", "adam"], "`--optimizer adam`, which counts steps"),
+        (["--check-power", "1" + 30 * "0"], "`check-power` must be at most 2147483647, got 1"),
         (["--check-power", "19"], "`check-power` must be at least 20, got 19"),
     ],
 )

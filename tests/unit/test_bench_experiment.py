@@ -27,6 +27,7 @@ from torch_ecrec.bench import (
 )
 from torch_ecrec.bench.experiment import VARIANTS, Experiment, Model, Part, Running, Steps, Stopped, parse_mode
 from torch_ecrec.bench.places import Here
+from torch_ecrec.cli.main import main
 from torch_ecrec.demo.training import DemoRun, require_device
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.spec.job import CodeSpec
@@ -424,6 +425,10 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
         (exactness, "--cases few --trainers 1 1", "`--trainers` has a number twice"),
         (exactness, "--cases few --trainers 0", "`trainers` must be at least 1"),
         (exactness, "--steps 1", "`steps` must be at least 2"),
+        (exactness, "--long-steps 0", "`long-steps` must be at least 2"),
+        (exactness, "--moments -1", "`moments` must be at least 0"),
+        (train, "--seconds nan", "`seconds` must be positive"),
+        (train, "--warmup -1", "`warmup` must be at least 1"),
         (train, "--hosts -1", "`hosts` must be at least 0"),
         (train, "--hosts 2 --link-gbit -1", "`--link-gbit` must not be negative"),
         (train, "--link-gbit 1", "`--link-gbit` goes with `--hosts`"),
@@ -462,6 +467,11 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 )
 def test_bad_arguments_start_nothing(benchmark: Any, words: str, says: str, tmp_path: Path) -> None:
     refuses(benchmark, words.split(), says, tmp_path)
+
+
+def test_a_seed_below_0_is_refused_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "operators", "--seed", "-1", "--out", str(tmp_path / "out")]) == 2
+    assert "`seed` must be at least 0, got -1" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("words", ["train --hosts 3", "connections --hosts", "outages --events cut"])

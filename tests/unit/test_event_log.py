@@ -30,6 +30,16 @@ def test_events_are_lines_of_json_and_what_was_there_stays(tmp_path: Path) -> No
     assert next(iter(found[0])) == "time_s" and found[0]["time_s"] <= found[1]["time_s"]
 
 
+def test_the_first_event_is_not_joined_to_a_line_without_an_end(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"time_s": 1.0, "event": "left"}\n{"time_s": 2.0, "ev', encoding="utf-8")  # it was killed there
+    log = EventLog(path)
+    log.happened({"event": "joined"})
+    log.close()
+    before, half, after = path.read_text(encoding="utf-8").splitlines()
+    assert json.loads(before)["event"] == "left" and half.endswith('"ev') and json.loads(after)["event"] == "joined"
+
+
 def test_a_file_that_has_grown_is_renamed_and_some_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     log = EventLog(path, most_bytes=1000, kept=2)

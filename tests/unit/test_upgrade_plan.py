@@ -1,4 +1,4 @@
-"""What `torch-ecrec upgrade` does next, by a status: whom it drains, where it waits, and what it says."""
+"""What `torch-ecrec upgrade` does next, by a status: whom it drains, where it waits, and what it says; and `drain`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coordinator_harness import Harness, known, rejoin
 from coordinator_words import healthy, member, status
 
 import torch_ecrec
-from torch_ecrec.cli import upgrade
+from torch_ecrec.cli import drain, upgrade
 from torch_ecrec.cli.upgrade import Plan
 from torch_ecrec.processes import coordination, launch, supervisor
 from torch_ecrec.protocol.status import MemberStatus, MoveStatus, RegatheringStatus, Status, json_of
@@ -120,6 +120,22 @@ def test_the_command_waits_for_a_coordinator_that_was_started_again(
         return
     assert upgrade.run(arguments) == 0 and next(looks, None) is None
     assert "waits: the coordinator does not know where slots are" in capsys.readouterr().out
+
+
+def test_a_drain_ends_when_the_server_is_lost_in_the_middle_of_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It asked again and again, and for ever, for a server that nobody knows any more."""
+    begun, left = (of(server(0, OLD, **about), *SERVING[1:]) for about in ({"draining": True}, {"alive": False}))
+    again = status(slots=[], members=[])  # of a coordinator to which nobody has come back yet
+    refused = {"type": "refused", "reason": "no server is called 'server-0'"}
+    answers = iter([json_of(begun), refused, json_of(again), refused, json_of(left)])
+    monkeypatch.setattr(drain, "asker", lambda join: lambda word, limit_s, led=False: next(answers))
+    monkeypatch.setattr(drain, "asks", lambda arguments: (Settings(), "10.0.0.1:29400"))
+    monkeypatch.setattr(drain, "ASK_S", 0.0)
+    asked = argparse.Namespace(what="server-0", undo=False, no_wait=False)
+    assert drain.run(asked) == 1 and next(answers, None) is None
+    assert "server-0 was lost before all its slots had moved" in capsys.readouterr().out
 
 
 def test_in_the_end_it_says_who_runs_what_and_what_is_left() -> None:

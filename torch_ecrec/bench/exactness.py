@@ -159,7 +159,8 @@ def rows(found: Sequence[tuple[Case, Mapping[str, Any]]]) -> list[dict[str, Any]
 def run(arguments: argparse.Namespace) -> int:
     """Runs all cases, prints them and the times of all kills, writes OUT/exactness.json. Returns 1 if any differs."""
     require_device(arguments.device)
-    record.require_counts(arguments, "steps", "batch_size", least=2)
+    record.require_counts(arguments, "steps", "long_steps", "batch_size", least=2)
+    require_int("moments", arguments.moments, 0)
     for trainers in arguments.trainers:
         require_int("trainers", trainers, 1)
     require(len(set(arguments.trainers)) == len(arguments.trainers), "`--trainers` has a number twice")

@@ -164,7 +164,8 @@ def check(arguments: argparse.Namespace) -> tuple[workload.Shape, list[Mode]]:
     require_device(arguments.device)
     if arguments.device == "cuda" and any(mode.code is None for mode in modes):
         workload.require_fbgemm_cuda()
-    record.require_counts(arguments, "blocks", "trainers")
+    record.require_counts(arguments, "blocks", "trainers", "least_steps", "warmup", "checkpoint_every")
+    record.require_positive(arguments, "seconds")
     record.require_counts(arguments, "hosts", least=0)
     require(arguments.link_gbit >= 0, f"`--link-gbit` must not be negative, got {arguments.link_gbit}")
     require(arguments.hosts > 0 or not arguments.link_gbit, "`--link-gbit` goes with `--hosts`")

@@ -7,6 +7,7 @@ import importlib
 from typing import Any
 
 from torch_ecrec.demo.interrupts import sigterm_interrupts
+from torch_ecrec.runtime.checks import require_int
 
 HELP = "run a benchmark"
 BENCHMARKS = {
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser, benchmark: str | None = None)
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the benchmark that is named."""
+    require_int("seed", getattr(arguments, "seed", 0), 0)  # NumPy, or a trainer, would refuse it without its name
     arguments.out.mkdir(parents=True, exist_ok=True)
     with sigterm_interrupts():  # some have trainers
         return int(_module_of(arguments.bench).run(arguments))

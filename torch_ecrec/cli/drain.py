@@ -37,6 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
         if answer["type"] == "refused":
             if not accepted:
                 raise ValueError(answer["reason"])
+            if is_gone(of_message(ask({"type": "status"}, limit_s)), arguments.what):
+                lost = f"{arguments.what} was lost before all its slots had moved: they are rebuilt elsewhere"
+                print(f"{lost} (`torch-ecrec status`)", flush=True)
+                return 1
         else:
             status = of_message(answer)
             accepted, left = True, slots_left(status)
@@ -47,6 +51,12 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.undo or arguments.no_wait or not left:
                 return 0
         time.sleep(ASK_S)
+
+
+def is_gone(status: Status, what: str) -> bool:
+    """Returns whether no server of that name or domain is there, of a coordinator that knows who is."""
+    there = any(what == one.name or f"{one.domain}/".startswith(f"{what}/") for one in status.servers)
+    return bool(status.slots) and status.regathering is None and not there
 
 
 def slots_left(status: Status) -> list[int]:

@@ -26,19 +26,23 @@ from torch_ecrec.demo.training import DemoRun, require_device
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.processes.launch import warm
 from torch_ecrec.runtime.checks import require, require_int
-from torch_ecrec.spec.job import CodeSpec, OptimizerSpec
+from torch_ecrec.spec.job import SLOTS_MOST, TRAINERS_MOST, CodeSpec, OptimizerSpec
+
+NUMBER_MOST = (1 << 31) - 1  # of steps, and of what is drawn for each: more than any machine has room for
+SEED_MOST = (1 << 63) - 1  # that of torch's generators
 
 
 def check(arguments: argparse.Namespace) -> tuple[CodeSpec, list[KillSpec]]:
     """Checks all arguments before anything starts. Raises ValueError."""
     code = CodeSpec(arguments.servers, arguments.k, arguments.r, arguments.protection)
-    require_int("spares", arguments.spares, 0)
-    require_int("steps", arguments.steps, 1)
-    require_int("batch-size", arguments.batch_size, 1)
-    require_int("ids", arguments.ids, 1)
-    require_int("trainers", arguments.trainers, 1)
-    require_int("seed", arguments.seed, 0)
-    require_int("snapshot-every", arguments.snapshot_every, 1)
+    require_int("spares", arguments.spares, 0, SLOTS_MOST)
+    require_int("steps", arguments.steps, 1, NUMBER_MOST)
+    require_int("batch-size", arguments.batch_size, 1, NUMBER_MOST)
+    require_int("ids", arguments.ids, 1, NUMBER_MOST)
+    require_int("trainers", arguments.trainers, 1, TRAINERS_MOST)
+    require_int("seed", arguments.seed, 0, SEED_MOST)
+    require_int("snapshot-every", arguments.snapshot_every, 1, NUMBER_MOST)
+    require_int("max-restarts", arguments.max_restarts, 0, NUMBER_MOST)
     OptimizerSpec(arguments.optimizer)
     require_device(arguments.device)
     kills = parse_kills(arguments.kill, code.slots, arguments.steps, arguments.trainers)

@@ -5,16 +5,18 @@
 A thread of its own writes, so that a disk that hangs holds nobody up. Events that it cannot take are counted, and the
 count is an event, too, once it can: {"event": "events_lost", "number": 12}. A file that has grown to `MOST_BYTES` is
 renamed to FILE.1, the one before to FILE.2, and so on, `KEPT` of them. A coordinator that is started again goes on in
-the same file.
+the same file, on a line of its own: the one before may have been killed in the middle of a line.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 import time
 from collections.abc import Mapping
+from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,16 @@ def require_writable(path: Path) -> None:
 
 class _File(RotatingFileHandler):
     """A rotating log file that raises errors of writing, instead of printing them."""
+
+    def _open(self) -> TextIOWrapper:
+        """Opens the file; ends a line that a killed coordinator, or a full disk, has left without its end."""
+        file = super()._open()
+        if Path(self.baseFilename).is_file() and file.tell():  # no pipe or terminal
+            with open(self.baseFilename, "rb") as before:
+                before.seek(-1, os.SEEK_END)
+                if before.read(1) != b"\n":
+                    file.write("\n")
+        return file
 
     def handleError(self, record: logging.LogRecord) -> None:
         raise  # it is called where the error is handled

@@ -39,7 +39,7 @@ from torch_ecrec.rehearsal import compare, outputs
 from torch_ecrec.rehearsal.compare import Trace, Verdict
 from torch_ecrec.rehearsal.outputs import Output
 from torch_ecrec.runtime.checks import require, require_int
-from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.spec.job import SLOTS_MOST, TRAINERS_MOST, CodeSpec
 
 TICK_S = 0.05
 _RANK = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)  # torch's, before each line of an exception
@@ -343,10 +343,10 @@ def plan_of(arguments: argparse.Namespace) -> tuple[Plan, list[int]]:
     require(bool(script), "name the script: torch-ecrec rehearse [OPTIONS] -- train.py ARGS...")
     require(script[0] == "-m" or Path(script[0]).is_file(), f"{script[0]}: no such file")
     require(script != ["-m"], "`-m` needs the name of a module")
-    require_int("nproc-per-node", arguments.nproc_per_node, 1)
+    require_int("nproc-per-node", arguments.nproc_per_node, 1, TRAINERS_MOST)
     require_int("restarts", arguments.restarts, 1)
     require_int("steps", arguments.steps, 0)
-    require_int("spares", arguments.spares, 0)
+    require_int("spares", arguments.spares, 0, SLOTS_MOST)
     require(arguments.limit_s > 0, f"`--limit-s` must be positive, got {arguments.limit_s}")
     steps = arguments.steps or None
     try:

@@ -65,7 +65,7 @@ def check(arguments: argparse.Namespace) -> CodeSpec:
         check_alone(arguments)
     check_tier(arguments)
     if arguments.check_power is not None:
-        require_int("check-power", arguments.check_power, STEPS_LEAST)
+        require_int("check-power", arguments.check_power, STEPS_LEAST, demo.NUMBER_MOST)
     require(0 < arguments.minutes < math.inf, f"`--minutes` must be positive, got {arguments.minutes}")
     arguments.kill, arguments.compare, arguments.max_restarts = ["none"], True, 10_000
     arguments.steps = PACE_STEPS
