@@ -150,9 +150,9 @@ def test_a_wrapper_within_a_wrapper_is_refused_by_name(unprotected: str) -> None
     """TorchRec's around ours failed at "Tensor.item() cannot be called on meta tensors"."""
     ours, _ = shard(Net(collection()))
     for outer in (ours, Beside(ours)):
-        with pytest.raises(RuntimeError, match="wrapped in another DistributedModelParallel.*leave the outer one out"):
+        with pytest.raises(RuntimeError, match="wrapped in another DistributedModelParallel"):
             torchrec.distributed.DistributedModelParallel(outer, device=CPU)
-        with pytest.raises(ValueError, match="(the model|other) is a DistributedModelParallel already"):
+        with pytest.raises(ValueError, match=r"(the model|other) is a DistributedModelParallel already"):
             DistributedModelParallel(outer, session=ours.session, unprotected=unprotected)
 
 

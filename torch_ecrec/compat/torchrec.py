@@ -69,8 +69,8 @@ class ShardedAtAllPaths(DistributedModelParallel):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "_dmp_wrapped_module" and self.__dict__.get("_modules", {}).get(name) is value:
             raise RuntimeError(
-                "a torch_ecrec.DistributedModelParallel is wrapped in another DistributedModelParallel, which would shard"
-                " and average what it has sharded and averages itself; leave the outer one out"
+                "a torch_ecrec.DistributedModelParallel is wrapped in another DistributedModelParallel, which would"
+                " shard and average what it has sharded and averages itself; leave the outer one out"
             )
         super().__setattr__(name, value)
 
