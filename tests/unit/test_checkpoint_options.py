@@ -1,6 +1,9 @@
 """Options of checkpoints: what `up`, `demo` and `chaos` are told reaches the coordinator that they start."""
 
 import dataclasses
+import itertools
+import os
+from pathlib import Path
 
 import pytest
 
@@ -54,7 +57,8 @@ def test_chaos_has_all_that_a_coordinator_is_told() -> None:
     arguments = parser().parse_args(["chaos"])
     arguments.checkpoint, arguments.beyond = "store", "checkpoint"
     there = checkpoints_of(parser().parse_args(["coordinator", *checkpoint_arguments(arguments)]))
-    assert (there.url, there.beyond, there.every_s, there.policy) == ("store", "checkpoint", 3.0, "consecutive")
+    assert (there.url, there.beyond) == (os.path.abspath("store"), "checkpoint")
+    assert (there.every_s, there.policy) == (3.0, "consecutive")
     assert there.timeout_s == CheckpointSettings().timeout_s
 
 
@@ -63,3 +67,12 @@ def test_a_time_that_cannot_be_is_refused(seconds: str) -> None:
     arguments = parser().parse_args(["up", *WORDS, "--checkpoint-timeout", seconds])
     with pytest.raises(ValueError, match=f"`timeout_s` must be positive, got {float(seconds)}"):
         checkpoint_arguments(arguments)
+
+
+def test_a_relative_folder_is_the_same_to_processes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers were told `store`, and looked for it in their own working directory."""
+    monkeypatch.chdir(tmp_path)
+    words = ["up", "--servers", "3", "--checkpoint", "store", "--checkpoint-every", "5", "--restore"]
+    for restore, whole in (("old@3", f"{tmp_path}/old@3"), ("newest", "newest"), ("s3://b/old@3", "s3://b/old@3")):
+        options = dict(itertools.pairwise(checkpoint_arguments(parser().parse_args([*words, restore]))))
+        assert (options["--checkpoint"], options["--restore"]) == (f"{tmp_path}/store", whole)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchrec
 from fake_session import FakeSession
 from managed import whole
 from models import (
@@ -141,7 +142,18 @@ UNPROTECTED = {
 def test_what_nobody_protects_is_refused_by_name(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         DistributedModelParallel(Beside(make()), session=FakeSession(job_of(Beside(nn.Identity()))))
-    assert 'unprotected="allow"' in str(caught.value)
+    assert ('unprotected="allow"' in str(caught.value)) == (make is not sharded_before)  # that has an owner
+
+
+@pytest.mark.parametrize("unprotected", ["refuse", "allow"])
+def test_a_wrapper_within_a_wrapper_is_refused_by_name(unprotected: str) -> None:
+    """TorchRec's around ours failed at "Tensor.item() cannot be called on meta tensors"."""
+    ours, _ = shard(Net(collection()))
+    for outer in (ours, Beside(ours)):
+        with pytest.raises(RuntimeError, match="wrapped in another DistributedModelParallel"):
+            torchrec.distributed.DistributedModelParallel(outer, device=CPU)
+        with pytest.raises(ValueError, match=r"(the model|other) is a DistributedModelParallel already"):
+            DistributedModelParallel(outer, session=ours.session, unprotected=unprotected)
 
 
 def test_all_that_is_unprotected_is_named_at_once() -> None:

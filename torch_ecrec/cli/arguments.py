@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import re
 import sys
 import threading
@@ -259,7 +260,11 @@ def _add_beyond(add: Callable[..., object]) -> None:
 
 
 def checkpoints_of(arguments: argparse.Namespace) -> CheckpointSettings:
-    """Returns what `add_checkpoints` has read. Raises ValueError if the arguments contradict each other."""
+    """Returns what `add_checkpoints` has read, and makes folders of this machine whole paths in it.
+
+    Raises:
+        ValueError: the arguments contradict each other.
+    """
     from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
     from torch_ecrec.storage.location import require_place
 
@@ -268,9 +273,12 @@ def checkpoints_of(arguments: argparse.Namespace) -> CheckpointSettings:
         bool(arguments.checkpoint) == bool(arguments.checkpoint_every),
         "--checkpoint URL and --checkpoint-every N go together: where checkpoints are kept, and how often",
     )
-    for url in (arguments.checkpoint, arguments.restore.partition("@")[0]):
+    for name in ("checkpoint", "restore"):
+        url = getattr(arguments, name)
         if url and url != "newest":
-            require_place(url)
+            require_place(url.partition("@")[0] if name == "restore" else url)
+            if "://" not in url and "::" not in url:  # servers and trainers may have another working directory
+                setattr(arguments, name, os.path.abspath(os.path.expanduser(url)))
     return CheckpointSettings(
         url=arguments.checkpoint,
         every_steps=every_steps,

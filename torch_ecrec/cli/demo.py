@@ -13,7 +13,6 @@ from torch_ecrec.cli.arguments import (
     add_tier,
     add_training,
     checkpoint_arguments,
-    checkpoints_of,
     code_of,
     require_http,
     tier_environment,
@@ -63,7 +62,4 @@ def run(arguments: argparse.Namespace) -> int:
     code_of(arguments)
     from torch_ecrec.demo.run import run_demo
 
-    checkpoints_of(arguments)  # a place that is none is refused as it was given
-    if arguments.checkpoint and "://" not in arguments.checkpoint:
-        arguments.checkpoint = str(Path(arguments.checkpoint).resolve())  # trainers have another working directory
     return run_demo(arguments, checkpoint_arguments(arguments), tier_environment(arguments))

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardedModule, ShardingPlan, ShardingType
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
@@ -60,6 +61,7 @@ class Coverage:
         unprotected: path -> why it is not protected; "" is the model itself.
         planned: unprotected collections that the plan leaves to TorchRec: snapshots may keep these.
         dense: paths of collections that the plan makes data-parallel.
+        sharded: unprotected modules that something else has sharded before.
     """
 
     served: dict[str, Collection]
@@ -67,6 +69,7 @@ class Coverage:
     remapping: dict[str, str]
     planned: tuple[str, ...] = ()
     dense: tuple[str, ...] = ()
+    sharded: tuple[str, ...] = ()
 
     @property
     def left(self) -> list[str]:
@@ -85,10 +88,11 @@ class Coverage:
         wrong = {path: reason for path, reason in self.unprotected.items() if path not in kept}
         if wrong and unprotected in ("refuse", "snapshot"):
             small = bool(self.planned) and unprotected == "refuse"
+            allowed = not wrong.keys() <= set(self.sharded)  # these are to be given as they were before
             raise ValueError(
                 "a lost trainer would lose what the servers do not serve:\n"
                 + "\n".join(f"  {path or 'the model'}: {reason}" for path, reason in wrong.items())
-                + '\nTo train it without protection, as TorchRec does, say unprotected="allow"'
+                + '\nTo train it without protection, as TorchRec does, say unprotected="allow"' * allowed
                 + ('; to keep small tables with every snapshot of the trainers, unprotected="snapshot"' * small)
             )
 
@@ -123,6 +127,9 @@ def coverage_of(module: nn.Module, plan: ShardingPlan | None, sharders: Sequence
         module: the model, not sharded.
         plan: as given to `DistributedModelParallel`.
         sharders: those for modules that are not served.
+
+    Raises:
+        ValueError: a `DistributedModelParallel`, TorchRec's or ours, is in the model.
     """
     planned = plan.plan if plan is not None else {}
     chosen = planned if chooses(plan) else {}
@@ -133,8 +140,16 @@ def coverage_of(module: nn.Module, plan: ShardingPlan | None, sharders: Sequence
     remapped: set[int] = set()  # these modules, and the collections in them
     by_plan: list[str] = []
     dense: list[str] = []
+    sharded: list[str] = []
 
     def look(path: str, child: nn.Module) -> None:
+        if isinstance(child, DistributedModelParallel):
+            raise ValueError(
+                f"{path or 'the model'} is a DistributedModelParallel already, which has sharded its tables; give the"
+                " model as it was before, to one DistributedModelParallel"
+            )
+        if isinstance(child, ShardedModule):
+            sharded.append(path)
         reason = None if _is_served(child) else _reason(child, tables_of, path in planned)
         types = _types_of(path, chosen) if _is_served(child) else {}
         if type(child) in _KEPT and set(types.values()) == {ShardingType.DATA_PARALLEL.value}:
@@ -170,7 +185,7 @@ def coverage_of(module: nn.Module, plan: ShardingPlan | None, sharders: Sequence
 
     look("", module)
     kept = (path for path in by_plan if type(module.get_submodule(path)) in _KEPT)
-    return Coverage(served, unprotected, remapping, tuple(kept), tuple(dense))
+    return Coverage(served, unprotected, remapping, tuple(kept), tuple(dense), tuple(sharded))
 
 
 def chooses(plan: ShardingPlan | None) -> bool:
