@@ -160,7 +160,7 @@ def sweep_writes(who: str, policy: str, every: int) -> None:
 @pytest.mark.parametrize(("who", "policy"), thinned(list(ACTS), POLICIES, 3))
 def test_somebody_dies_at_writes_of_a_checkpoint(who: str, policy: str) -> None:
     """At portions, and before manifests."""
-    sweep_writes(who, policy, every=13)
+    sweep_writes(who, policy, every=11)
 
 
 @pytest.mark.slow

@@ -26,9 +26,14 @@ OWN = "reader"
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
+def random_states_of_host() -> dict[str, Any]:
+    """Returns the states of the generators of Python, NumPy and torch on a CPU."""
+    return {"python": random.getstate(), "numpy": _numpy_state(np.random), "torch": torch.get_rng_state()}
+
+
 def random_states() -> dict[str, Any]:
     """Returns the states of the generators of Python, NumPy, torch, and its CUDA devices."""
-    states = {"python": random.getstate(), "numpy": _numpy_state(np.random), "torch": torch.get_rng_state()}
+    states = random_states_of_host()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()
     return states

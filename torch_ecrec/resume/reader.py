@@ -50,7 +50,14 @@ from torch_ecrec.compat.torch import next_index_of, set_next_index
 from torch_ecrec.resume.altered import Watched, is_held, may_give_again, watched
 from torch_ecrec.resume.checksum import checksum_of, checksum_of_sums
 from torch_ecrec.resume.loop import LoopInspector
-from torch_ecrec.resume.random_states import Generators, moved, random_states, same_state, set_random_states
+from torch_ecrec.resume.random_states import (
+    Generators,
+    moved,
+    random_states,
+    random_states_of_host,
+    same_state,
+    set_random_states,
+)
 from torch_ecrec.resume.values import decode, encode
 from torch_ecrec.runtime.checks import take_int
 from torch_ecrec.spec.settings import LOOK_AHEAD_AUTO
@@ -228,9 +235,9 @@ class EpochIterator(Iterator[Any]):
 
         def watched() -> Any:
             nonlocal left
-            before = random_states()
+            before = random_states_of_host()
             index = next_index()
-            after = random_states()
+            after = random_states_of_host()
             if left is not None and (used := moved(before, after)):
                 shared = [name for name in moved(left, before) if name in used]
                 if shared:
