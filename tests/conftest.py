@@ -177,6 +177,7 @@ def _no_process_left_behind() -> Iterator[None]:
         mark = mark_of(outer, f"{os.getpid()}.{time.time_ns()}")
     os.environ[MARK] = mark
     yield
+    gc.collect()  # what refers to itself, as a reader that was left in the middle of a pass, has workers until then
     left = wait_for_none(lambda: leftover(os.getpid(), mark), LEAVE_S)
     if outer is None:
         del os.environ[MARK]
