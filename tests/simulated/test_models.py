@@ -125,7 +125,8 @@ def check(model: Model, lives: list[Life]) -> None:
     codes = {life.code for life in lives} or {Life().code}
     pooling = "parts" if len(codes) == 1 and not model.exact else "whole"
     code = codes.pop() if pooling == "parts" else Life().code
-    with mock.patch.object(slices, "LONG_BAG", 0.0):
+    every = {"are_long": lambda ids, bags: ids >= 0, "are_long_in_parts": lambda ids, rows, bags, slots: ids >= 0}
+    with mock.patch.multiple(slices, **every):
         healthy = _check(model, lives, code, pooling)
         COUNTED["models with parts"] += healthy.in_parts > 0
         if healthy.in_parts:
