@@ -266,7 +266,7 @@ def checkpoints_of(arguments: argparse.Namespace) -> CheckpointSettings:
         ValueError: the arguments contradict each other.
     """
     from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
-    from torch_ecrec.storage.location import require_place
+    from torch_ecrec.storage.location import is_folder, require_place
 
     every_steps, every_s = arguments.checkpoint_every or (0, 0.0)
     require(
@@ -277,7 +277,7 @@ def checkpoints_of(arguments: argparse.Namespace) -> CheckpointSettings:
         url = getattr(arguments, name)
         if url and url != "newest":
             require_place(url.partition("@")[0] if name == "restore" else url)
-            if "://" not in url and "::" not in url:  # servers and trainers may have another working directory
+            if is_folder(url):  # servers and trainers may have another working directory
                 setattr(arguments, name, os.path.abspath(os.path.expanduser(url)))
     return CheckpointSettings(
         url=arguments.checkpoint,

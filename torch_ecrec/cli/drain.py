@@ -55,7 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def is_gone(status: Status, what: str) -> bool:
     """Returns whether no server of that name or domain is there, of a coordinator that knows who is."""
-    there = any(what == one.name or f"{one.domain}/".startswith(f"{what}/") for one in status.servers)
+    from torch_ecrec.protocol.status import is_meant
+
+    there = any(is_meant(what, one.name, one.domain) for one in status.servers)
     return bool(status.slots) and status.regathering is None and not there
 
 

@@ -17,7 +17,7 @@ from torch_ecrec.coordinator import domains
 from torch_ecrec.protocol.bounds import Address, Role
 from torch_ecrec.protocol.build import bits_told
 from torch_ecrec.protocol.messages import Drains, Entering, FromCoordinator, Join
-from torch_ecrec.protocol.status import Report
+from torch_ecrec.protocol.status import Report, is_meant
 
 NAMES_OF_A_TERM = 1000  # numbers of one coordinator's servers begin at a multiple of it, and lives of its trainers
 TICK_MOST_S = 2.0  # between two calls of `Members.on_tick`, unless the coordinator itself was stopped
@@ -105,7 +105,7 @@ class Members:
     def drain(self, what: str, undo: bool) -> str:
         """Marks the servers of this name, or in this failure domain, to be without slots. Returns why not, or ""."""
         here = self.present("server")
-        found = [one for one in here if what == one.name or (one.domain and f"{one.domain}/".startswith(f"{what}/"))]
+        found = [one for one in here if is_meant(what, one.name, one.domain)]
         for one in found:
             if one.draining == undo:
                 one.draining = not undo

@@ -666,6 +666,11 @@ class Status(Struct, frozen=True, kw_only=True, tag_field="type", tag="status"):
         }
 
 
+def is_meant(what: str, name: str, domain: str) -> bool:
+    """Returns whether `torch-ecrec drain WHAT` is about a server: by its name, or by a failure domain that it is in."""
+    return what == name or (bool(domain) and f"{domain}/".startswith(f"{what}/"))
+
+
 def json_of(status: Status) -> dict[str, Any]:
     """Returns a status as an object of JSON: the inverse of `of_message`."""
     found: dict[str, Any] = msgspec.to_builtins(status)

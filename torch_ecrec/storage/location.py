@@ -54,10 +54,15 @@ _ADVICE = {
 _SCHEME_LOST = re.compile(r"(s3a?|gs|gcs|abfss?|az|oss|oci|hdfs|https?|ftp|memory|file)(:/?[^/:]|:$|/)", re.IGNORECASE)
 
 
+def is_folder(url: str) -> bool:
+    """Returns whether a place for checkpoints is named as a folder of this machine, and not by a URL."""
+    return "://" not in url and "::" not in url
+
+
 def require_place(url: str) -> None:
     """Raises ValueError where a place for checkpoints looks like a URL that has lost its scheme, or a part of it: it
     would be taken for a folder of this machine."""
-    if "://" in url or "::" in url:
+    if not is_folder(url):
         return
     found, path = _SCHEME_LOST.match(url), Path(os.path.expanduser(url))
     if path.is_absolute() or url.startswith(".") or (Path.cwd() / path.parts[0]).exists():
@@ -111,8 +116,8 @@ class Location:
         require(bool(url), "`url` of a place for checkpoints must not be empty")
         self.on_bytes: Callable[[int], None] = lambda count: None
         self.url = url.rstrip("/") or "/"
-        protocol, separator, path = url.partition("://")
-        local = not separator and "::" not in url
+        protocol, _, path = url.partition("://")
+        local = is_folder(url)
         if local or protocol in ("file", "local"):
             self._store: _Store = _Local(Path(os.path.abspath(os.path.expanduser(url if local else path))))
         else:

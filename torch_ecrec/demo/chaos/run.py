@@ -27,7 +27,6 @@ from torch_ecrec.demo.training import STALL_LIMIT_S, DemoRun, example
 from torch_ecrec.demo.troubled_store import TroubledStore
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.processes.children import descendants, end_tree, free_port, tail
-from torch_ecrec.protocol.status import SlotReport
 from torch_ecrec.records.tiers.trouble import ERRORS, trouble_signals
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import BEYOND_EVENTS, FLIP_EVENTS, STORE_EVENTS, TIER_EVENTS, Settings
@@ -312,10 +311,6 @@ class ChaosRun(DemoRun):
             for slot in one.report.slots or []
         }
 
-    def _slots_of(self, member: str) -> list[SlotReport]:
-        """Returns what a server has said last of its slots. Called with the lock."""
-        return [slot for one in self.record.members if one.name == member for slot in one.report.slots or []]
-
     def _flip(self, kind: str, since_s: float) -> None:
         """Flips a bit in the memory of a server with a slot; no other event comes with it."""
         with self._lock:
@@ -352,7 +347,8 @@ class ChaosRun(DemoRun):
 
     def _failed_reads(self, member: str) -> int:
         """Reads of a server's disk that have failed, as it said last. Called with the lock."""
-        return sum(slot.tier_failed_reads for slot in self._slots_of(member))
+        of_it = (one for one in self.record.members if one.name == member)
+        return sum(slot.tier_failed_reads for one in of_it for slot in one.report.slots or [])
 
     def _begin(
         self,
