@@ -572,7 +572,7 @@ def test_ctrl_c_ends_a_cluster() -> None:
     with command("up", *SMALL) as up:
         join = up.read_until(r"cluster at (\S+)")[1]
         up.wait_until("two servers", lambda: len(status_of(join).members) == 2)
-        assert len(up.living()) == 4
+        assert len(up.living()) == 5, "up, what it forks from, coordinator, two servers"
         assert up.interrupt() == 0
         assert not [line for line in up.err if "Traceback" in line]
 
@@ -597,7 +597,7 @@ def test_ctrl_c_ends_a_demo(tmp_path: Path) -> None:
     words = ["--data", str(tmp_path / "rows.tsv"), "--out", str(tmp_path), "--trainers", "1", "--batch-size", "16"]
     with command("demo", *words, *SMALL, "--steps", "5000", "--kill", "server:1@4999") as demo:
         demo.read_until(r"step +[1-9]\d*/5000")
-        assert len(demo.living()) >= 6, "demo, coordinator, two servers, torchrun, trainer"
+        assert len(demo.living()) >= 7, "demo, what it forks from, coordinator, two servers, torchrun, trainer"
         assert demo.interrupt() == 130
         assert not [line for line in demo.err if "Traceback" in line]
     result = json.loads((tmp_path / "result.json").read_text())
