@@ -42,7 +42,7 @@ from mutations import (
 
 from torch_ecrec.spec.job import CodeSpec
 
-LOSING = dict(random_trainer_kills=3, trainers_return=True, steps=8, kill_probability=0.01)
+LOSING = dict(random_trainer_kills=4, trainers_return=True, steps=12, kill_probability=0.015)
 
 MUTATIONS = {
     no_undo: hunt(begin=21),
@@ -78,7 +78,7 @@ MUTATIONS = {
     parities_not_undone: hunt(**LOSING),
     not_made_durable: hunt(**LOSING),
     short_log: hunt(**LOSING),
-    start_at_settled: hunt(begin=13, **LOSING),
+    start_at_settled: hunt(200, begin=116, **LOSING),
 }
 
 

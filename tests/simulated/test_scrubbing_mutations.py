@@ -14,7 +14,7 @@ from harness.scenario import LOADS, Scenario
 from schedules import first_failure
 
 from torch_ecrec.codec import seals
-from torch_ecrec.durability.holdings import Missing
+from torch_ecrec.durability.holdings import HERE, Missing
 from torch_ecrec.durability.parity import Parity
 from torch_ecrec.durability.rebuild import Rebuild, _Repair
 from torch_ecrec.durability.scrubber import Scrubber
@@ -85,8 +85,8 @@ def damage_is_not_missing(patch: pytest.MonkeyPatch) -> None:
     """What is damaged is used until it is repaired, and is written over then."""
 
     def damage(self: Missing, table_group: int, parity: bool, positions_U: np.ndarray) -> None:
-        if not self._flags:
-            self._count(False)
+        if not self._states:
+            self._count(HERE)
         self.damaged.setdefault((table_group, parity), set()).update(positions_U.tolist())
 
     patch.setattr(Missing, "damage", damage)

@@ -136,8 +136,8 @@ class Doing:
 
     def install(self) -> None:
         at, parity = self.some(), bool(self.rng.integers(2))
-        missing = np.zeros(self.rows, bool)
-        missing[at[self.rng.random(len(at)) < 0.7]] = True
+        missing = np.zeros(self.rows, np.uint8)
+        missing[at[self.rng.random(len(at)) < 0.7]] = 1
         values = [self.rng.integers(0, 256, (len(at), self.shards[0].schema.nbytes), np.uint8) for _ in range(2)]
         both(self.shards, lambda s: np.array(s.install_(CODE, at, missing.copy(), [1, 2], values, 0, parity)))
 

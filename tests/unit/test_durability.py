@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from torch_ecrec.codec.linear import LinearCode
-from torch_ecrec.durability.holdings import Holdings, Missing
+from torch_ecrec.durability.holdings import HERE, Holdings, Missing
 from torch_ecrec.durability.none import Unprotected
 from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.protocol import wire
@@ -211,11 +211,11 @@ def test_once_nothing_is_missing_the_notes_of_it_need_no_memory() -> None:
     shard: Any = SimpleNamespace(data_rows=rows, parity_rows=100)
     missing = Missing([shard], whole=False)
     whole, some = resident_bytes(), np.arange(100)
-    missing.of(0, False)[100:] = False
+    missing.of(0, False)[100:] = HERE
     assert missing.on_installed(0, False, np.arange(100, 101), rows - 100) == 0
     assert missing.lacks(0, False, some) and whole - resident_bytes() < rows // 2, "some are missing"
-    missing.of(0, False)[some] = False
-    missing.of(0, True)[some] = False
+    missing.of(0, False)[some] = HERE
+    missing.of(0, True)[some] = HERE
     missing.on_installed(0, False, some, 100)
     missing.on_installed(0, True, some, 100)
     assert missing.remaining == 0 and missing.has_all_data and whole - resident_bytes() > rows // 2

@@ -231,7 +231,7 @@ def test_many_steps_are_undone_made_again_and_decoded_to_the_same_bits(kind):
         assert np.array_equal(data.gather(every), after[step - 1])
     for step in range(4, 9):
         assert np.array_equal(apply(step), deltas[step]) and np.array_equal(data.gather(every), after[step])
-    lost, missing = Shard(schema, 30, 0), np.ones(30, bool)
+    lost, missing = Shard(schema, 30, 0), np.ones(30, np.uint8)
     have = [sibling.gather(every), parity.gather(every, parity=True)]
     assert lost.install_(code, every, missing, [1, 2], have, 0) == 30
     assert np.array_equal(lost.gather(every), after[8])

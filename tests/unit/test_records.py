@@ -295,7 +295,7 @@ def test_what_a_shard_applies_it_undoes(kind):
     after = one.gather(every)
     assert np.array_equal(np.flatnonzero((before != after).any(axis=1)), positions)
     parity.fold_(code, positions, deltas, np.ones(3, np.uint8))
-    lost, missing = Shard(schema, 9, 0), np.ones(9, bool)
+    lost, missing = Shard(schema, 9, 0), np.ones(9, np.uint8)
     have = [other.gather(every), parity.gather(every, parity=True)]
     assert lost.install_(code, every, missing, [1, 2], have, 0) == 9 and not missing.any()
     assert np.array_equal(lost.gather(every), after)

@@ -191,7 +191,7 @@ def test_whatever_changes_a_record_or_a_parity_keeps_its_seal_up(kind: str, weig
     merged = merge([(every, rng.standard_normal((8, 5), np.float32))])
     fold(0, one.apply_(spec, merged, 0.1, 5, {}).deltas_UB, every)
     assert whole() == [[2], [], [5]]
-    lost, missing = Shard(schema, 8, 0), np.ones(8, bool)
+    lost, missing = Shard(schema, 8, 0), np.ones(8, np.uint8)
     lost.install_(code, every, missing, [1, 3], [other.gather(every), parity.gather(every, parity=True)], 0)
     assert lost.broken_run(0, 8).tolist() == []
     assert ones.all()

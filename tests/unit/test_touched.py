@@ -16,7 +16,7 @@ ONES = np.ones(2, dtype=np.uint8)
 
 
 def install(shard: Shard, parity: bool) -> None:
-    missing = np.ones(ROWS, dtype=np.bool_)
+    missing = np.ones(ROWS, dtype=np.uint8)
     shard.install_(CODE, AT, missing, (0, 1), (SOME, SOME), 2, parity)
 
 

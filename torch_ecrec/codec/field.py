@@ -279,7 +279,7 @@ def _combine_rows(target_NW: Any, rows_U: Any, wanted_N: Any, sources_K: Any, co
         row = rows_U[i]
         length = 0  # of a run: its rows follow each other in the target as in the sources
         while i + length < len(rows_U) and rows_U[i + length] == row + length and wanted_N[row + length]:
-            wanted_N[row + length] = False
+            wanted_N[row + length] = 0
             length += 1
         result, first = target + row * words * WORD_BYTES, i * words * WORD_BYTES
         if length and is_xor:
@@ -420,14 +420,14 @@ def combine(coefficients_RK: Bytes, sources: Sequence[Bytes] | Bytes, name: str 
 
 
 def combine_rows_(
-    target_NB: Bytes, rows_U: Rows, wanted_N: NDArray[np.bool_], coefficients_K: Bytes, sources: Sequence[Bytes]
+    target_NB: Bytes, rows_U: Rows, wanted_N: Bytes, coefficients_K: Bytes, sources: Sequence[Bytes]
 ) -> int:
     """target[rows[i]] = the sum over m of coefficients[m] * sources[m][i] where that row is wanted, in place.
 
     Args:
         target_NB: (N, B) uint8, contiguous. Mutated. Must not alias a source.
         rows_U: (U,) int64, in 0..N-1. Fastest in runs of rows that follow each other.
-        wanted_N: (N,) bool, contiguous. Mutated: False for all `rows_U` afterwards.
+        wanted_N: (N,) uint8, contiguous, zero where a row is not wanted. Mutated: zero for all `rows_U` afterwards.
         coefficients_K: (K,) uint8.
         sources: K >= 1 arrays (U, B) uint8.
 
@@ -443,9 +443,9 @@ def combine_rows_(
         raise ValueError(
             f"`coefficients_K` must be ({len(sources)},) uint8, one or more for as many sources, got {got}"
         )
-    if wanted_N.shape != (len(target_NB),) or wanted_N.dtype != np.bool_ or not wanted_N.flags.c_contiguous:
+    if wanted_N.shape != (len(target_NB),) or wanted_N.dtype != BYTE or not wanted_N.flags.c_contiguous:
         got = f"{wanted_N.dtype} of {wanted_N.shape}"
-        raise ValueError(f"`wanted_N` must be contiguous bool of shape ({len(target_NB)},), got {got}")
+        raise ValueError(f"`wanted_N` must be contiguous uint8 of shape ({len(target_NB)},), got {got}")
     for source_UB in sources:
         _check_rows(target_NB, rows_U, source_UB, 0)
     words, addresses_K = _in_place(sources)
@@ -462,4 +462,4 @@ def warm() -> None:
     xor_rows_(target_NB, rows_U, source_UB)
     fold_rows_(target_NB, rows_U, source_UB, np.full(1, 2, np.uint8))
     combine(np.array([[1, 1], [1, 2]], np.uint8), [source_UB, source_UB])
-    combine_rows_(target_NB, rows_U, np.ones(2, np.bool_), np.ones(1, np.uint8), [source_UB])
+    combine_rows_(target_NB, rows_U, np.ones(2, np.uint8), np.ones(1, np.uint8), [source_UB])

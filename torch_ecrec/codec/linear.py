@@ -24,7 +24,6 @@ import functools
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from torch_ecrec.codec import seals
 from torch_ecrec.codec.field import FIELD_SIZE, PRODUCT, Bytes, Rows, combine, combine_rows_, fold_rows_
@@ -157,7 +156,7 @@ class LinearCode:
         self,
         target_NB: Bytes,
         rows_U: Rows,
-        wanted_N: NDArray[np.bool_],
+        wanted_N: Bytes,
         have: Sequence[int],
         values: Sequence[Bytes],
         want: int,
@@ -167,7 +166,7 @@ class LinearCode:
         Args:
             target_NB: (N, B) uint8, contiguous. Mutated. Must not alias `values`.
             rows_U: (U,) int64, in 0..N-1, where the record of each stripe goes; fastest in runs.
-            wanted_N: (N,) bool. Mutated: False for all `rows_U` afterwards.
+            wanted_N: (N,) uint8, zero where a record is not wanted. Mutated: zero for all `rows_U` afterwards.
             have, values, want: as for `decode`.
 
         Returns:

@@ -29,6 +29,8 @@ from torch_ecrec.spec.job import JobSpec
 Change = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 RUNS_AT_ONCE = 1 << 20  # positions
+# Of a record: it is there; it is missing, and nobody repairs it; its repair is under way; and somebody waits for it.
+HERE, LOST, REPAIRED, AWAITED = range(4)
 
 
 def with_coefficient(part: tuple[np.ndarray, np.ndarray], coefficient: int) -> Change:
@@ -40,26 +42,30 @@ def with_coefficient(part: tuple[np.ndarray, np.ndarray], coefficient: int) -> C
 class Missing:
     """Which records and parities are missing. They only get fewer while the slot lives, but for `lose` and `damage`.
 
+    A byte for each record and parity: `HERE`, or what is done about it (`LOST`, `REPAIRED`, `AWAITED`).
+
     Args:
         shards: of the slot, one of each table group.
         whole: true if nothing is missing (a slot at the start of a job).
     """
 
     def __init__(self, shards: Sequence[Shard], whole: bool) -> None:
-        self._flags: dict[tuple[int, bool], np.ndarray] = {}
+        self._states: dict[tuple[int, bool], np.ndarray] = {}
         self._shards = shards
         self.total = 0  # records and parities
         self._left = {False: 0, True: 0}  # of them, how many are missing; by whether parities
         self.damaged: dict[tuple[int, bool], set[int]] = {}  # of those that are missing: they were here, and damaged
         if not whole:
-            self._count(True)
+            self._count(LOST)
 
-    def _count(self, missing: bool) -> None:
+    def _count(self, state: int) -> None:
         for table_group, shard in enumerate(self._shards):
             for parity, count in ((False, shard.data_rows), (True, shard.parity_rows)):
-                self._flags[table_group, parity] = np.full(count, missing)
+                # zeros take no memory until they are written
+                states_P = np.zeros(count, np.uint8) if state == HERE else np.full(count, state, np.uint8)
+                self._states[table_group, parity] = states_P
                 self.total += count
-                self._left[parity] += count * missing
+                self._left[parity] += count * (state != HERE)
 
     @property
     def remaining(self) -> int:
@@ -69,26 +75,60 @@ class Missing:
     @property
     def kinds(self) -> list[tuple[int, bool]]:
         """(table group, whether parities) of all that was ever missing."""
-        return list(self._flags)
+        return list(self._states)
 
     @property
     def done_fraction(self) -> float:
         return 1.0 if self.total == 0 else 1.0 - self.remaining / self.total
 
     def of(self, table_group: int, parity: bool) -> np.ndarray:
-        """Returns (P,) bool, whether each record (or parity) is missing; only where anything ever was."""
-        return self._flags[table_group, parity]
+        """Returns (P,) uint8, `HERE` or how each record (or parity) is missing; only where anything ever was."""
+        return self._states[table_group, parity]
 
     def lacks(self, table_group: int, parity: bool, positions_U: np.ndarray) -> bool:
         """Returns whether any of these is missing; (U,) int64."""
-        return self.remaining > 0 and bool(self._flags[table_group, parity][positions_U].any())
+        return self.remaining > 0 and bool(self._states[table_group, parity][positions_U].any())
+
+    def are(self, table_group: int, parity: bool, positions_U: np.ndarray) -> np.ndarray:
+        """Returns (U,) bool, whether each of these is missing; only where anything ever was."""
+        missing_U: np.ndarray = self._states[table_group, parity][positions_U] != HERE
+        return missing_U
 
     def present(self, table_group: int, parity: bool, positions_U: np.ndarray) -> np.ndarray | None:
         """Returns (U,) bool, whether each of these is there; None if nothing of the slot is missing."""
-        return None if self.remaining == 0 else ~self._flags[table_group, parity][positions_U]
+        return None if self.remaining == 0 else ~self.are(table_group, parity, positions_U)
+
+    # repair -------------------------------------------------------------------------------------
+
+    def lost(self, table_group: int, parity: bool, first: int, end: int) -> np.ndarray:
+        """Returns (U,) int64, ascending: which of the positions from `first` to `end` nobody repairs."""
+        return first + np.flatnonzero(self._states[table_group, parity][first:end] == LOST)
+
+    def on_repair(self, table_group: int, parity: bool, positions_U: np.ndarray) -> None:
+        """Notes that the repair of these has begun; (U,) int64, of what `lost` has returned."""
+        self._states[table_group, parity][positions_U] = REPAIRED
+
+    def wait_for(self, table_group: int, parity: bool, positions_U: np.ndarray) -> np.ndarray | None:
+        """Notes that somebody waits for those of these records, (U,) int64, that are missing.
+
+        Returns:
+            Whose repair must begin now, (N,) int64, ascending, without duplicates: nobody had begun it. None if none
+            of these records is missing.
+        """
+        states_P = self._states[table_group, parity]
+        gone_N = positions_U[states_P[positions_U] != HERE]
+        if not len(gone_N):
+            return None
+        begun_N = np.unique(gone_N[states_P[gone_N] == LOST])
+        states_P[gone_N] = AWAITED
+        return begun_N
+
+    def is_awaited(self, table_group: int, parity: bool, positions_U: np.ndarray) -> bool:
+        """Returns whether somebody waits for one of these, (U,) int64, as it is missing."""
+        return bool((self._states[table_group, parity][positions_U] == AWAITED).any())
 
     def on_installed(self, table_group: int, parity: bool, positions_U: np.ndarray, count: int) -> int:
-        """Notes that these are there, so many of them since now; `Shard.install_` has cleared their flags.
+        """Notes that these are there, so many of them since now; `Shard.install_` has noted it of each.
 
         Returns:
             How many of them had been damaged.
@@ -109,24 +149,27 @@ class Missing:
 
     def find(self) -> None:
         """Notes that all data records are there, however they came."""
-        for (_, parity), flags_P in self._flags.items():
+        for (_, parity), states_P in self._states.items():
             if not parity:
-                flags_P[:] = False
+                states_P[:] = HERE
         self._left[False] = 0
         self._let_go()
 
     def _let_go(self) -> None:
-        """Once nothing is missing, all flags are zeros, which need no memory: a byte for each record."""
-        for flags_P in self._flags.values() if not self.remaining else ():
-            release(flags_P)
+        """Once nothing is missing, all states are zeros, which need no memory: a byte for each record."""
+        for states_P in self._states.values() if not self.remaining else ():
+            release(states_P)
+
+    # loss ---------------------------------------------------------------------------------------
 
     def lose(self, table_group: int, positions_U: np.ndarray, parity: bool = True) -> None:
         """Notes that these parities (or records), (U,) int64 without duplicates, stand for nothing any more."""
-        if not self._flags:
-            self._count(False)
-        flags_P = self._flags[table_group, parity]
-        self._left[parity] += int((~flags_P[positions_U]).sum())
-        flags_P[positions_U] = True
+        if not self._states:
+            self._count(HERE)
+        states_P = self._states[table_group, parity]
+        new_U = positions_U[states_P[positions_U] == HERE]
+        self._left[parity] += len(new_U)
+        states_P[new_U] = LOST
 
     def damage(self, table_group: int, parity: bool, positions_U: np.ndarray) -> None:
         """Notes that these records or parities, (U,) int64 without duplicates, are not what they should be."""

@@ -32,13 +32,11 @@ from torch_ecrec.layout import repair
 from torch_ecrec.layout.stripes import StripeGroup
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.wire import A
-from torch_ecrec.records.pages import release
 from torch_ecrec.spec.settings import Settings
 
 RETRY_S = 0.02  # pause before the first new attempt; later ones wait for longer
 RETRY_MOST_S = 0.5
 PORTIONS_AT_ONCE = 3  # so that a new host and those it reads from work at the same time
-NOBODY, REPAIRED, AWAITED = range(3)  # of a missing record: whether its repair is under way, and a request waits for it
 
 
 class Rebuild:
@@ -56,7 +54,6 @@ class Rebuild:
     ) -> None:
         self.slot, self.host, self.scrubber, self.folds, self.settings = slot, host, scrubber, folds, settings
         self.held, self.missing = slot.held, slot.held.missing
-        self.state: dict[tuple[int, bool], np.ndarray] = {}  # per position; it counts only where something is missing
         self.portions: deque[tuple[int, bool, int, int]] = deque()
         self.begin_anew()
         self.throttle = Throttle(settings.rebuild_bytes_per_s, settings.rebuild_chunk_bytes, slot.held.code.k)
@@ -72,24 +69,21 @@ class Rebuild:
             return False
         missing = False
         for table_group, positions_U in enumerate(positions):
-            gone = positions_U[self.missing.of(table_group, False)[positions_U]]
-            if len(gone):
-                missing = True
-                state = self.state[table_group, False]
-                new = np.unique(gone[state[gone] == NOBODY])
-                state[gone] = AWAITED
-                for group in self.held.layouts[table_group].group(self.held.index, False, new):
-                    _Repair(self, table_group, False, new[group.where], group)
+            missing |= self._wait_for(table_group, False, positions_U)
         return missing
+
+    def _wait_for(self, table_group: int, parity: bool, positions_U: np.ndarray) -> bool:
+        """Starts the repair of those of these that are missing, where nobody has; returns whether any is."""
+        new = self.missing.wait_for(table_group, parity, positions_U)
+        if new is None:
+            return False
+        for group in self.held.layouts[table_group].group(self.held.index, parity, new):
+            _Repair(self, table_group, parity, new[group.where], group)
+        return True
 
     def begin_anew(self) -> None:
         """Has the background go through everything once more when it is started, as more is missing than before."""
-        self._note_kinds()
         self.portions = deque(self._portions())
-
-    def _note_kinds(self) -> None:
-        for kind in self.missing.kinds:
-            self.state.setdefault(kind, np.zeros(len(self.missing.of(*kind)), np.uint8))
 
     def mend(self, table_group: int, parity: bool, positions: np.ndarray) -> None:
         """Repairs these, which are damaged: from now on they are missing, and their repair starts at once.
@@ -100,12 +94,7 @@ class Rebuild:
             positions: (U,) int64, ascending.
         """
         self.missing.damage(table_group, parity, positions)
-        self._note_kinds()
-        state = self.state[table_group, parity]
-        new = positions[state[positions] == NOBODY]
-        state[positions] = AWAITED
-        for group in self.held.layouts[table_group].group(self.held.index, parity, new):
-            _Repair(self, table_group, parity, new[group.where], group)
+        self._wait_for(table_group, parity, positions)
 
     # repair -------------------------------------------------------------------------------------
 
@@ -148,9 +137,7 @@ class Rebuild:
         limited, now_s = self._is_limited(), self.host.now_s()
         while self.portions:
             table_group, parity, first, end = self.portions.popleft()
-            state = self.state[table_group, parity]
-            lacks = self.missing.of(table_group, parity)[first:end] & (state[first:end] == NOBODY)
-            positions = first + np.flatnonzero(lacks)
+            positions = self.missing.lost(table_group, parity, first, end)
             if limited:
                 most = self.throttle.most_records(self.held.shards[table_group].schema.nbytes, now_s)
                 if len(positions) > most:
@@ -158,7 +145,7 @@ class Rebuild:
                     self.portions.appendleft((table_group, parity, rest, end))
                     positions, end = positions[:most], rest
             if len(positions):
-                state[positions] = REPAIRED
+                self.missing.on_repair(table_group, parity, positions)
                 (group,) = self.held.layouts[table_group].group(self.held.index, parity, positions)
                 self.portions_under_way += 1
                 _Repair(self, table_group, parity, positions, group, self._on_portion)
@@ -189,20 +176,12 @@ class Rebuild:
         """Notes that so many bytes are read for a repair; negative: that they are not, after all."""
         self.unpaid_bytes += count
 
-    def on_installed(self, table_group: int, parity: bool, positions: np.ndarray, count: int) -> None:
-        """Notes that none of these is missing any more; `count` of them were."""
-        state = self.state[table_group, parity]
-        is_awaited = bool((state[positions] == AWAITED).any())
-        state[positions] = NOBODY
+    def on_installed(self, table_group: int, parity: bool, positions: np.ndarray, count: int, awaited: bool) -> None:
+        """Notes that none of these is missing any more; `count` of them were, and somebody may have waited for one."""
         mended = self.missing.on_installed(table_group, parity, positions, count)
         if mended:
             self.scrubber.on_mended(mended)
-        if self.missing.remaining == 0:
-            for state_P in self.state.values():  # what is still being repaired was brought back otherwise
-                if state_P.any():
-                    state_P[:] = NOBODY
-                release(state_P)  # a byte for each record: zeros need no memory
-        if is_awaited or self.missing.remaining == 0:
+        if awaited or self.missing.remaining == 0:
             self.slot.progress()
         self.slot.check_rebuilt()
 
@@ -320,7 +299,7 @@ class _Repair:
 
     def _too_many(self, gone: dict[int, np.ndarray]) -> np.ndarray:
         """Returns (U,) bool, which stripes lack more members than the code repairs: these and the one to repair."""
-        still = self.held.missing.of(self.table_group, self.parity)[self.positions]
+        still = self.held.missing.are(self.table_group, self.parity, self.positions)
         counts = np.sum([np.zeros(len(self.positions), np.int64), *gone.values()], axis=0)
         too_many: np.ndarray = still & (counts + 1 > self.layout.n - self.layout.k)
         return too_many
@@ -376,15 +355,16 @@ class _Repair:
             self._again()
             return
         self.attempt += 1  # nothing that still arrives counts
-        held, positions, missing = self.held, self.positions, self.held.missing.of(self.table_group, self.parity)
-        shard = held.shards[self.table_group]
+        held, positions, missing = self.held, self.positions, self.held.missing
+        shard, kind = held.shards[self.table_group], (self.table_group, self.parity)
         # of those that are not missing any more, what is there already stands for the newest step
-        moved = [np.where(missing[positions[rows_M]], positions[rows_M], -1) for rows_M, _, _ in changes]
+        moved = [np.where(missing.are(*kind, positions[rows_M]), positions[rows_M], -1) for rows_M, _, _ in changes]
+        awaited = missing.is_awaited(*kind, positions)
         reads, values = self.plan.reads, [self._values(member) for member in self.plan.reads]
-        count = shard.install_(held.code, positions, missing, reads, values, self.group.member, self.parity)
+        count = shard.install_(held.code, positions, missing.of(*kind), reads, values, self.group.member, self.parity)
         for rows_M, (_, deltas_MB, coefficients_M) in zip(moved, changes, strict=True):
             shard.fold_(held.code, rows_M, deltas_MB, coefficients_M, self.parity)
-        self.rebuild.on_installed(self.table_group, self.parity, positions, count)
+        self.rebuild.on_installed(*kind, positions, count, awaited)
         if self.then is not None:
             self.then()
 

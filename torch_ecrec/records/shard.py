@@ -292,7 +292,7 @@ class Shard:
         self,
         code: LinearCode,
         positions_U: Positions,
-        missing_P: NDArray[np.bool_],
+        missing_P: Bytes,
         have: Sequence[int],
         values: Sequence[Bytes],
         want: int,
@@ -303,7 +303,8 @@ class Shard:
         Args:
             code: of the stripes.
             positions_U: (U,) int64, where the record of each stripe goes.
-            missing_P: (P,) bool, of all records. Mutated: False for all `positions_U` afterwards.
+            missing_P: (P,) uint8, of all records; zero where one is there. Mutated: zero for all `positions_U`
+                afterwards.
             have, values, want: as for `LinearCode.decode`.
             parity: whether the positions are of parity records.
 
@@ -313,7 +314,7 @@ class Shard:
         Raises:
             As `LinearCode.decode_rows_`.
         """
-        store, wanted_U = self._stores[parity], missing_P[positions_U]
+        store, wanted_U = self._stores[parity], missing_P[positions_U] != 0
         installed_U = positions_U[wanted_U]
         view = store.at(installed_U, Use.REPLACE)
         if store.in_place:
@@ -322,7 +323,7 @@ class Shard:
             if len(installed_U) < len(positions_U):
                 values = [value_UB[wanted_U] for value_UB in values]
             scatter(view.records_XB.view(np.uint32), view.at_U, as_words(code.decode(have, values, want)))
-            missing_P[positions_U] = False
+            missing_P[positions_U] = 0
             count = len(installed_U)
         self._touch(parity, positions_U)
         if view.seals_X is not None:
