@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -122,6 +123,25 @@ def test_a_process_has_so_many_segments_at_most(monkeypatch: pytest.MonkeyPatch)
     assert pool.take(SIZE) is None
     kept.pop()
     assert len(take(pool, 20 * SIZE)) == 20 * SIZE, "a free one makes room, though it is too small"
+
+
+def test_what_nobody_has_used_for_a_while_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"s": 100.0}
+    monkeypatch.setattr(shared, "time", SimpleNamespace(monotonic=lambda: now["s"]))
+    pool, reader = Pool(1 << 30), Reader()
+    memory, kept = take(pool, 10 * SIZE), take(pool)
+    segment = segment_of(pool, memory)
+    pool.lend(segment, reader.forget)
+    pool.give_back(segment)
+    del memory
+    take(pool)  # frees the large one, and then another small one
+    now["s"] += shared.IDLE_S / 2
+    take(pool)  # the small one, again
+    assert free_bytes(pool) > 10 * SIZE and not reader.forgotten
+    now["s"] += shared.IDLE_S / 2 + 1
+    take(pool)
+    assert reader.forgotten == [segment.number], "its reader need not look at it any more"
+    assert free_bytes(pool) == segment_of(pool, kept).size and pool.bytes == 2 * free_bytes(pool)
 
 
 def test_small_needs_do_not_take_large_segments() -> None:

@@ -25,6 +25,8 @@ def test_cases_are_sizes_by_limits_and_one_idle_each() -> None:
     assert [case.idle for case in recovery.cases([1.0], [], None, True)] == [True]
     names = [case.name for case in recovery.cases([1.0], [0.0], None, True, share=0.25)]
     assert names == [f"1 GB, {how}{memory}" for how in ("no limit", "idle") for memory in ("", ", 25 % in memory")]
+    names = [case.name for case in recovery.cases([1.0], [0.0], None, True, share=0.25, in_memory=False)]
+    assert names == [f"1 GB, {how}, 25 % in memory" for how in ("no limit", "idle")]
 
 
 @pytest.mark.parametrize("gigabytes", [0.02, 1.0, 8.0])
@@ -62,6 +64,9 @@ def test_figures_of_a_kill() -> None:
     assert figures["during_share"] == figures["calm_share"] == pytest.approx(0.5, rel=0.03)
     noisy = faults.figures_of_kill(kill_at(10.0), steps, 14.0, windows_s, 100, lost, 0.05)
     assert noisy == {**figures, "stolen": 0.05, "calm_share": None}
+    resident = [(4.0, 9_000_000), (5.0, 3_000_000), (9.0, 2_000_000), (11.0, 4_000_000), (12.0, 0), (13.0, 8_000_000)]
+    told = faults.figures_of_kill(kill_at(10.0), steps, 14.0, windows_s, 100, lost, 0.01, resident)
+    assert told == {**figures, "before_resident_mb": 3.0, "during_resident_mb": 4.0}
 
 
 def test_what_others_get_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +86,7 @@ def test_nobody_trains_while_idle() -> None:
     figures = faults.figures_of_kill(kill_at(10.0), Steps(0), 14.0, (5.0, 15.0, 20.0), 100, (2, 1), 0.0)
     rates = {f"{phase}_samples_per_s" for phase in ("before", "during", "after")}
     assert {name for name, value in figures.items() if value is None} == {
-        "first_step_s", "stall_s", "during_share", "calm_share", *rates
+        "first_step_s", "stall_s", "during_share", "calm_share", *rates, "before_resident_mb", "during_resident_mb"
     }  # fmt: skip
 
 

@@ -272,7 +272,8 @@ class Running:
         ready: what each trainer said once its model was built.
         steps: those of free training (`go`).
         record: of the cluster's events and statuses; `told`: the events, with the moment of each, as some may lack
-            while no coordinator leads; `unhealthy_s`: moments of statuses that had a slot which is not healthy.
+            while no coordinator leads; `unhealthy_s`: moments of statuses that had a slot which is not healthy;
+            `resident`: with the moment of each status, the most memory of a server with a slot, in bytes.
         watch: of the cluster, where the part is watched.
     """
 
@@ -293,6 +294,7 @@ class Running:
         self.record = Record(self.model.trainers, 0 if self.mode.code is None else self.mode.code.slots)
         self.told: list[tuple[float, events.AnyEvent]] = []
         self.unhealthy_s: list[float] = []
+        self.resident: list[tuple[float, int]] = []
         self._gone = ""  # why the coordinator is
         self._answers: list[deque[dict[str, Any]]] = [deque() for _ in range(self.model.trainers)]
         self._ended: list[int] = []  # trainers whose output has ended
@@ -403,6 +405,9 @@ class Running:
             elif message.get("type") == "status" and (status := self.record.status) is not None:
                 if not all(slot.healthy for slot in status.slots):
                     self.unhealthy_s.append(status.time_s)
+                servers = [member for member in status.members if member.role == "server" and not member.spare]
+                sizes = [member.report.process.resident_bytes for member in servers if member.report.process]
+                self.resident.append((status.time_s, max(sizes, default=0)))
             self.changed.notify_all()
 
     def on_closed(self, reason: str) -> None:

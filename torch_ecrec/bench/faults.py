@@ -15,7 +15,7 @@ Lost are the data and parity records of the slot. Samples per second are of all 
 window that ends at the kill, `during` from the kill until all is rebuilt, the pause included, `after` over a window
 once a spare is there again (the next kill's `before`). A step counts in part where a window cuts it. `stolen` is the
 share of the cores of a virtual machine that others on its hardware got meanwhile, `calm_share` the `during_share` of a
-kill where that is little.
+kill where that is little. Resident is the most memory of a server with a slot, `before` and `during`.
 
 Of an outage, in seconds after it: `longest_s`, the longest time between the ends of two steps until training was
 undisturbed again; `detected_s`, somebody was taken for lost or fenced; `placed_s`, slots had another host;
@@ -68,6 +68,7 @@ KILLED = (
     *("lost_mb", "lost_data_mb", "lost_mb_per_s", "lost_data_mb_per_s"),
     *("before_samples_per_s", "during_samples_per_s", "after_samples_per_s", "during_share"),
     *("stolen", "calm_share"),
+    *("before_resident_mb", "during_resident_mb"),
 )
 HOST, KILL, CUT, ONE_WAY = "host", "kill", "cut", "cut-one-way"
 LEADER, LEADER_AND_SERVER, DRAIN = "leader", "leader-and-server", "drain"
@@ -110,6 +111,7 @@ def figures_of_kill(
     samples: int,
     lost: tuple[int, int],
     stolen: float,
+    resident: Sequence[tuple[float, int]] = (),
 ) -> dict[str, float | None]:
     """Returns all figures of one kill, named in `KILLED`.
 
@@ -121,6 +123,7 @@ def figures_of_kill(
         samples: in one step of all trainers.
         lost: bytes of data and of parity records.
         stolen: the share of all cores that others got, in `before` or `during`, whichever is more.
+        resident: moments, and the most memory of a server then, in bytes.
     """
     start_s, rehosted_s, rebuilt_s = kill.kill_s, kill.rehosted_s, kill.rebuilt_s
     assert rehosted_s is not None and rebuilt_s is not None
@@ -150,7 +153,14 @@ def figures_of_kill(
         "during_share": share,
         "stolen": stolen,
         "calm_share": share if stolen <= STOLEN_MOST else None,
+        **{f"{name}_resident_mb": most_mb(resident, *spans[name]) for name in ("before", "during")},
     }
+
+
+def most_mb(sizes: Sequence[tuple[float, int]], begin_s: float, end_s: float) -> float | None:
+    """Returns the most of some bytes between two moments, in 10^6; None if none are of that time."""
+    most = max((size for time_s, size in sizes if begin_s <= time_s <= end_s), default=0)
+    return most / MB if most else None
 
 
 def kill_host(running: Running, rng: random.Random) -> Killed:
@@ -241,7 +251,7 @@ class Kill:
         with running.changed:
             steps = Steps(0) if self.idle else running.steps  # nobody trained: rates and steps mean nothing
             windows_s, samples = (before_s, after_s, end_s), running.model.samples
-            figures = figures_of_kill(kill, steps, spare_s, windows_s, samples, lost, stolen)
+            figures = figures_of_kill(kill, steps, spare_s, windows_s, samples, lost, stolen, running.resident)
         self._before_s = after_s
         return {"slot": kill.number, "server": kill.member, "pid": kill.pid, "kill_s": kill.kill_s, **figures}
 

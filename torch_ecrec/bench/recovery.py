@@ -60,6 +60,7 @@ SHOWN = {
         "stolen",
         "calm_share",
     ),
+    "most memory of a server": ("before_resident_mb", "during_resident_mb"),
 }
 
 
@@ -96,6 +97,7 @@ def cases(
     idle: bool,
     share: float | None = None,
     distances: Sequence[int] = (LOOK_AHEAD_AUTO,),
+    in_memory: bool = True,
 ) -> list[Case]:
     """Returns all cases, ordered by size.
 
@@ -106,6 +108,7 @@ def cases(
         idle: whether the rebuild is also measured alone.
         share: of records in memory, of a second case beside each; None: there are no second ones.
         distances: how many batches are drawn early, at most, each in a case of its own where trainers train.
+        in_memory: whether what has a second case is measured in memory, too.
     """
     found: list[Case] = []
     for size in gigabytes:
@@ -114,7 +117,7 @@ def cases(
         found += [Case(size, 0.0, True)] * idle
     if share is None:
         return found
-    return [one for case in found for one in (case, dataclasses.replace(case, share=share))]
+    return [one for case in found for one in (*[case] * in_memory, dataclasses.replace(case, share=share))]
 
 
 def rows_per_table(gigabytes: float) -> int:
@@ -280,6 +283,7 @@ def check(arguments: argparse.Namespace) -> CodeSpec:
     code = CodeSpec(arguments.servers, arguments.k, arguments.r)
     if arguments.tier is not None:
         check_folder(arguments.tier)
+    require(arguments.tier is not None or not arguments.no_in_memory, "`--no-in-memory` goes with `--tier DIR`")
     require(0 < arguments.share <= 1, f"`--share` is of all records, 0 to 1, got {arguments.share}")
     record.require_counts(arguments, "spares", least=0)
     record.require_counts(arguments, "trainers", "batch_size", "kills")
@@ -317,6 +321,7 @@ def run(arguments: argparse.Namespace) -> int:
         not arguments.no_idle,
         None if arguments.tier is None else arguments.share,
         arguments.ahead,
+        not arguments.no_in_memory,
     )
     parts = [part_of(case, code, arguments) for case in todo]
     name = record.labelled("recovery", arguments)
@@ -381,6 +386,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tier", type=Path, metavar="DIR", help="a folder on a disk: measure each case with records there, too"
     )
     parser.add_argument("--share", type=float, default=0.25, help="of records in memory, with --tier (default 0.25)")
+    parser.add_argument("--no-in-memory", action="store_true", help="with --tier: do not measure the cases in memory")
     parser.add_argument(
         "--ahead",
         type=int,

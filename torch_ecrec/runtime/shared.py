@@ -23,6 +23,7 @@ import math
 import mmap
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,6 +37,7 @@ LEAST_BYTES = 1 << 14  # less is copied faster than it is lent
 SEGMENTS_MOST = 256  # of a process; each is an open file, of which it may have 1024
 SPARE_MOST = 2  # a segment serves for what needs at least its half
 _GRAIN = 1 << 16  # sizes are multiples of it
+IDLE_S = 10.0  # a segment that nobody has used for so long goes back to the system
 
 Forget = Callable[[int], object]  # a reader's: told, with the pool's lock held, which segment is not used again
 
@@ -120,6 +122,7 @@ class Segment:
         self.lent = 0  # how often it was lent and not given back
         self.lost = False  # lent to somebody who will not say when it is given back
         self.dropped = False
+        self.freed_s = 0.0  # when it was given back
         self.readers: set[Forget] = set()
 
     def __del__(self, close: Any = os.close) -> None:
@@ -161,6 +164,9 @@ class Pool:
         """Returns `size` bytes, uninitialised; None if the pool is full."""
         with self._lock:
             self._sort_gone()
+            now_s = time.monotonic()
+            while self._free and now_s - self._free[0].freed_s > IDLE_S:
+                self._drop(self._free.pop(0))
             segment = self._reuse(size) or self._make(size)
             if segment is None:
                 return None
@@ -212,6 +218,7 @@ class Pool:
         if segment.lost:
             self._drop(segment)
         elif not segment.lent and not segment.dropped and segment not in self._free:
+            segment.freed_s = time.monotonic()
             self._free.append(segment)
 
     def _reuse(self, size: int) -> Segment | None:
