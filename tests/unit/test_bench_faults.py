@@ -64,9 +64,9 @@ def test_figures_of_a_kill() -> None:
     assert figures["during_share"] == figures["calm_share"] == pytest.approx(0.5, rel=0.03)
     noisy = faults.figures_of_kill(kill_at(10.0), steps, 14.0, windows_s, 100, lost, 0.05)
     assert noisy == {**figures, "stolen": 0.05, "calm_share": None}
-    resident = [(4.0, 9_000_000), (5.0, 3_000_000), (9.0, 2_000_000), (11.0, 4_000_000), (12.0, 0), (13.0, 8_000_000)]
-    told = faults.figures_of_kill(kill_at(10.0), steps, 14.0, windows_s, 100, lost, 0.01, resident)
-    assert told == {**figures, "before_resident_mb": 3.0, "during_resident_mb": 4.0}
+    memory = [(4.0, 9_000_000), (5.0, 3_000_000), (9.0, 2_000_000), (11.0, 4_000_000), (12.0, 0), (13.0, 8_000_000)]
+    told = faults.figures_of_kill(kill_at(10.0), steps, 14.0, windows_s, 100, lost, 0.01, memory)
+    assert told == {**figures, "before_memory_mb": 3.0, "during_memory_mb": 4.0}
 
 
 def test_what_others_get_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_nobody_trains_while_idle() -> None:
     figures = faults.figures_of_kill(kill_at(10.0), Steps(0), 14.0, (5.0, 15.0, 20.0), 100, (2, 1), 0.0)
     rates = {f"{phase}_samples_per_s" for phase in ("before", "during", "after")}
     assert {name for name, value in figures.items() if value is None} == {
-        "first_step_s", "stall_s", "during_share", "calm_share", *rates, "before_resident_mb", "during_resident_mb"
+        "first_step_s", "stall_s", "during_share", "calm_share", *rates, "before_memory_mb", "during_memory_mb"
     }  # fmt: skip
 
 

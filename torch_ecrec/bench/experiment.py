@@ -67,6 +67,7 @@ from torch_ecrec.observe import events
 from torch_ecrec.observe.progress import Progress
 from torch_ecrec.processes.children import await_end, descendants, tail
 from torch_ecrec.processes.launch import warm
+from torch_ecrec.protocol.status import Status
 from torch_ecrec.runtime import allocator
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.runtime.threads import Worker, log_error
@@ -273,7 +274,8 @@ class Running:
         steps: those of free training (`go`).
         record: of the cluster's events and statuses; `told`: the events, with the moment of each, as some may lack
             while no coordinator leads; `unhealthy_s`: moments of statuses that had a slot which is not healthy;
-            `resident`: with the moment of each status, the most memory of a server with a slot, in bytes.
+            `memory`: with the moment of each status, the most memory of a server with a slot, in bytes, beyond what the
+            least of all servers ever had: one without rows. Only where records are on disks.
         watch: of the cluster, where the part is watched.
     """
 
@@ -294,7 +296,8 @@ class Running:
         self.record = Record(self.model.trainers, 0 if self.mode.code is None else self.mode.code.slots)
         self.told: list[tuple[float, events.AnyEvent]] = []
         self.unhealthy_s: list[float] = []
-        self.resident: list[tuple[float, int]] = []
+        self.memory: list[tuple[float, int]] = []
+        self._bare_bytes = 0  # of a server without rows
         self._gone = ""  # why the coordinator is
         self._answers: list[deque[dict[str, Any]]] = [deque() for _ in range(self.model.trainers)]
         self._ended: list[int] = []  # trainers whose output has ended
@@ -405,10 +408,21 @@ class Running:
             elif message.get("type") == "status" and (status := self.record.status) is not None:
                 if not all(slot.healthy for slot in status.slots):
                     self.unhealthy_s.append(status.time_s)
-                servers = [member for member in status.members if member.role == "server" and not member.spare]
-                sizes = [member.report.process.resident_bytes for member in servers if member.report.process]
-                self.resident.append((status.time_s, max(sizes, default=0)))
+                self._note_memory(status)
             self.changed.notify_all()
+
+    def _note_memory(self, status: Status) -> None:
+        """Notes what servers with a budget take: to look at all memory of others would cost them."""
+        sizes = {}
+        for member in status.members if "TORCH_ECREC_TIER" in self.mode.settings else ():
+            if member.role == "server" and member.alive:
+                with contextlib.suppress(psutil.Error):  # it has ended
+                    sizes[member.name] = psutil.Process(member.pid).memory_full_info().pss, member.spare
+        if sizes:
+            least = min(size for size, _ in sizes.values())
+            self._bare_bytes = min(self._bare_bytes or least, least)
+            most = max((size for size, spare in sizes.values() if not spare), default=self._bare_bytes)
+            self.memory.append((status.time_s, most - self._bare_bytes))
 
     def on_closed(self, reason: str) -> None:
         """Called when the connection with the coordinator has ended."""

@@ -15,7 +15,7 @@ Lost are the data and parity records of the slot. Samples per second are of all 
 window that ends at the kill, `during` from the kill until all is rebuilt, the pause included, `after` over a window
 once a spare is there again (the next kill's `before`). A step counts in part where a window cuts it. `stolen` is the
 share of the cores of a virtual machine that others on its hardware got meanwhile, `calm_share` the `during_share` of a
-kill where that is little. Resident is the most memory of a server with a slot, `before` and `during`.
+kill where that is little. Memory is the most that a server has beyond one without rows, `before` and `during`.
 
 Of an outage, in seconds after it: `longest_s`, the longest time between the ends of two steps until training was
 undisturbed again; `detected_s`, somebody was taken for lost or fenced; `placed_s`, slots had another host;
@@ -68,7 +68,7 @@ KILLED = (
     *("lost_mb", "lost_data_mb", "lost_mb_per_s", "lost_data_mb_per_s"),
     *("before_samples_per_s", "during_samples_per_s", "after_samples_per_s", "during_share"),
     *("stolen", "calm_share"),
-    *("before_resident_mb", "during_resident_mb"),
+    *("before_memory_mb", "during_memory_mb"),
 )
 HOST, KILL, CUT, ONE_WAY = "host", "kill", "cut", "cut-one-way"
 LEADER, LEADER_AND_SERVER, DRAIN = "leader", "leader-and-server", "drain"
@@ -111,7 +111,7 @@ def figures_of_kill(
     samples: int,
     lost: tuple[int, int],
     stolen: float,
-    resident: Sequence[tuple[float, int]] = (),
+    memory: Sequence[tuple[float, int]] = (),
 ) -> dict[str, float | None]:
     """Returns all figures of one kill, named in `KILLED`.
 
@@ -123,7 +123,7 @@ def figures_of_kill(
         samples: in one step of all trainers.
         lost: bytes of data and of parity records.
         stolen: the share of all cores that others got, in `before` or `during`, whichever is more.
-        resident: moments, and the most memory of a server then, in bytes.
+        memory: moments, and the most memory of a server then, beyond one without rows, in bytes.
     """
     start_s, rehosted_s, rebuilt_s = kill.kill_s, kill.rehosted_s, kill.rebuilt_s
     assert rehosted_s is not None and rebuilt_s is not None
@@ -153,7 +153,7 @@ def figures_of_kill(
         "during_share": share,
         "stolen": stolen,
         "calm_share": share if stolen <= STOLEN_MOST else None,
-        **{f"{name}_resident_mb": most_mb(resident, *spans[name]) for name in ("before", "during")},
+        **{f"{name}_memory_mb": most_mb(memory, *spans[name]) for name in ("before", "during")},
     }
 
 
@@ -251,7 +251,7 @@ class Kill:
         with running.changed:
             steps = Steps(0) if self.idle else running.steps  # nobody trained: rates and steps mean nothing
             windows_s, samples = (before_s, after_s, end_s), running.model.samples
-            figures = figures_of_kill(kill, steps, spare_s, windows_s, samples, lost, stolen, running.resident)
+            figures = figures_of_kill(kill, steps, spare_s, windows_s, samples, lost, stolen, running.memory)
         self._before_s = after_s
         return {"slot": kill.number, "server": kill.member, "pid": kill.pid, "kill_s": kill.kill_s, **figures}
 

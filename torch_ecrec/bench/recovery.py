@@ -60,7 +60,7 @@ SHOWN = {
         "stolen",
         "calm_share",
     ),
-    "most memory of a server": ("before_resident_mb", "during_resident_mb"),
+    "most memory of a server, beyond one without rows": ("before_memory_mb", "during_memory_mb"),
 }
 
 
