@@ -453,6 +453,28 @@ def test_gradients_of_a_parameter_that_is_trained_from_some_step_on_wait_for_the
         assert second.losses == first.losses and same(first, second), step
 
 
+def test_gradients_that_no_optimizer_steps_with_come_back() -> None:
+    """They add up for good, and count where all gradients are clipped: a restart began them anew, without a word."""
+
+    def run(trainer: Trainer) -> Trainer:
+        optimizer = torch.optim.Adam([trainer.model.module.over.weight], lr=LR)
+        batches = passes(trainer.model.attach(optimizer=optimizer, reader=Passes(), losses=trainer.losses))
+        while trainer.model.steps_done < END:
+            optimizer.zero_grad()
+            loss, value = trainer.model(next(batches))
+            loss.backward()
+            nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.01)
+            optimizer.step()
+            trainer.losses.append(float(value))
+        return trainer
+
+    first = run(made())
+    for step in range(1, END - 1):
+        second = run(made(first.session, step, seed=2))
+        assert second.losses == first.losses, step
+        assert torch.equal(second.model.module.over.weight, first.model.module.over.weight), step
+
+
 def test_snapshots_go_on_though_a_refused_step_moves_the_turns() -> None:
     """A turn of two steps ends after an odd one from there on, and a snapshot is due after every even one."""
 

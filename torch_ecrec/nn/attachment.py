@@ -253,6 +253,7 @@ class Attachment:
             self._settings_at_first = self._settings.changed()
             self._checks.check_sealed(self._restored and self._session.step > 1)
             self._checks.check_schedulers()
+            self._checks.check_reductions()
 
     def _load_what_loops_reset(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
         """Restores again what a loop may change before its first step: gradients, buffers, settings of modules."""
@@ -312,10 +313,10 @@ class Attachment:
 
     def _keep(self, before: bytes, checksum: int | None) -> None:
         """Hands this trainer's part of the step before to the servers."""
-        self._checks.check_groups()
-        self._checks.check_buffers()
-        self._checks.check_kept()
         parameters = list(dense_parameters(self._live_model))
+        self._checks.check_groups()
+        self._checks.check_shapes(parameters)
+        self._checks.check_kept()
         waiting, zeros = self._gradients.find(parameters)
         own = encode(
             {
