@@ -284,7 +284,7 @@ class DistributedModelParallel(ShardedAtAllPaths):
             reader,
             {**named, **stateful},
             own=list(stateful),
-            look_ahead=settings.look_ahead,
+            settings=settings,
         )
         if self.session.restarted:
             step, parts = self.session.resume()
