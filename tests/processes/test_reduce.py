@@ -11,9 +11,10 @@ import forked
 import pytest
 import torch
 import torch.distributed as dist
-from models import Net, collection, shard
+from models import Net, batch_of, collection, shard
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 
 from torch_ecrec.nn.reduce import OrderedMean
 
@@ -49,6 +50,7 @@ def three_trainers(trainer: int, folder: str) -> None:
     a_late_start_gives_the_same_weights(trainer, {})
     a_late_start_gives_the_same_weights(trainer, AS_IN_TORCHREC)
     a_model_of_three_trainers_uses_it(trainer)
+    an_order_that_is_not_that_of_trainers_is_refused(trainer)
     dist.barrier()
     a_lost_trainer_raises_in_the_backward(trainer)
 
@@ -177,6 +179,15 @@ def a_model_of_three_trainers_uses_it(trainer: int) -> None:
     assert isinstance(state, OrderedMean)
     model.init_data_parallel()
     assert len(wrapped._comm_hooks) == 1
+
+
+def an_order_that_is_not_that_of_trainers_is_refused(trainer: int) -> None:
+    """TorchRec's own hook for fp16 is added up in another order after a restart: other bits, without a word."""
+    wrapper = DefaultDataParallelWrapper(allreduce_comm_precision="fp16")
+    model, _ = shard(Net(collection()), TRAINERS, trainer, data_parallel_wrapper=wrapper)
+    batches = model.attach(reader=[batch_of(4, trainer)])
+    with pytest.raises(RuntimeError, match=r"fp16_compress_hook.* adds the gradients of 3 trainers in an order"):
+        next(iter(batches))
 
 
 def a_lost_trainer_raises_in_the_backward(trainer: int) -> None:

@@ -40,6 +40,7 @@ from torch_ecrec.errors import NonFiniteGradient
 from torch_ecrec.nn.attachment import STEPS_OF_A_DRAW, STEPS_UNSEEN
 from torch_ecrec.nn.dense import Header
 from torch_ecrec.observe.rehearsed import mark, script_digest
+from torch_ecrec.spec.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -453,6 +454,28 @@ def test_gradients_of_a_parameter_that_is_trained_from_some_step_on_wait_for_the
         assert second.losses == first.losses and same(first, second), step
 
 
+def test_gradients_that_no_optimizer_steps_with_come_back() -> None:
+    """They add up for good, and count where all gradients are clipped: a restart began them anew, without a word."""
+
+    def run(trainer: Trainer) -> Trainer:
+        optimizer = torch.optim.Adam([trainer.model.module.over.weight], lr=LR)
+        batches = passes(trainer.model.attach(optimizer=optimizer, reader=Passes(), losses=trainer.losses))
+        while trainer.model.steps_done < END:
+            optimizer.zero_grad()
+            loss, value = trainer.model(next(batches))
+            loss.backward()
+            nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.01)
+            optimizer.step()
+            trainer.losses.append(float(value))
+        return trainer
+
+    first = run(made())
+    for step in range(1, END - 1):
+        second = run(made(first.session, step, seed=2))
+        assert second.losses == first.losses, step
+        assert torch.equal(second.model.module.over.weight, first.model.module.over.weight), step
+
+
 def test_snapshots_go_on_though_a_refused_step_moves_the_turns() -> None:
     """A turn of two steps ends after an odd one from there on, and a snapshot is due after every even one."""
 
@@ -598,3 +621,34 @@ def test_that_a_script_was_not_rehearsed_is_told_as_a_job_begins(
     monkeypatch.setattr(sys.modules["__main__"], "__file__", None)
     mark(tmp_path, script_digest())
     assert told(made()) == 1, "a notebook: nobody knows"
+
+
+def test_settings_of_torch_are_those_of_before_a_restart(caplog: pytest.LogCaptureFixture) -> None:
+    """A job that was started again with another OMP_NUM_THREADS went on otherwise, without a word."""
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    try:
+        torch.set_num_threads(threads + 1)
+        first = attach(made())
+        first.steps(4)
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(torch.bfloat16)
+        torch.use_deterministic_algorithms(True)
+        second = attach(made(first.session, 2, seed=2))
+        assert torch.get_num_threads() == threads
+        second.steps(4)
+        assert torch.get_num_threads() == threads + 1 and torch.get_default_dtype() == dtype
+        assert not torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+        torch.use_deterministic_algorithms(False)
+    assert f"threads: {threads + 1}, not {threads}" in caplog.text and "default dtype: float32, not" in caplog.text
+
+
+@pytest.mark.parametrize("other", [{"wire": "bfloat16"}, {"evaluation_wire": "int8"}, {"pooling": "parts"}])
+def test_settings_on_which_bits_depend_stay_those_of_before_a_restart(other: dict[str, str]) -> None:
+    first = attach(made(settings=Settings(pooling="rows")))
+    first.steps(4)
+    attach(made(first.session, 3, seed=2, settings=Settings()))
+    with pytest.raises(ValueError, match=f"training went on with TORCH_ECREC_{next(iter(other)).upper()}=.*other bits"):
+        attach(made(first.session, 3, seed=2, settings=Settings(**other)))

@@ -8,13 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from attached import END, Passes, Trainer, attach, made, passes, unscheduled
 from models import batch_of, dense_parameters
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torchmetrics import MeanMetric
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
+from torch_ecrec.compat.torchrec import wrapped_module
 from torch_ecrec.nn.dense import own_of
 from torch_ecrec.resume.trainer_state import unwrapped
 from torch_ecrec.resume.values import decode, encode
@@ -254,13 +258,52 @@ def test_a_buffer_that_will_not_fit_after_a_restart_is_told_before(kind: str, ca
     first.steps(2)
     first.model.module.seen = {"comes": torch.ones(2), "grows": torch.ones(3), "goes": None}.get(kind, torch.ones(2))
     first.steps(5)
-    told = "buffers of the model have other shapes than at `attach` (seen)"
+    told = "tensors of the model have other shapes than at `attach` (seen)"
     assert caplog.text.count(told) == (kind != "stays")
     if kind == "stays":
         with_buffer(made(first.session, 3, seed=2)).steps(5)
     else:
         with pytest.raises(ValueError, match=r"buffers seen|differ in buffers seen"):
             with_buffer(made(first.session, 3, seed=2))
+
+
+def test_a_parameter_that_comes_later_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """After a restart it is an error, since the model has none."""
+    trainer = attach(made())
+    trainer.steps(2)
+    trainer.model.module.late = nn.Parameter(torch.ones(2))
+    trainer.steps(5)
+    assert caplog.text.count("tensors of the model have other shapes than at `attach` (late)") == 1
+
+
+def add_up(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A user's own."""
+    return allreduce_hook(None, bucket)
+
+
+# torch insists on annotations that are classes, not their names
+add_up.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+
+
+@pytest.mark.parametrize("kind", ["PowerSGD", "own with a state", "without a state"])
+def test_a_state_by_which_gradients_are_averaged_is_not_forgotten(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """What PowerSGD had put off was lost, without a word."""
+    trainer = made()
+    hook, state = {
+        "PowerSGD": (powerSGD_hook, PowerSGDState(None)),
+        "own with a state": (add_up, Passes()),
+        "without a state": (allreduce_hook, None),
+    }[kind]
+    wrapped_module(trainer.model).register_comm_hook(state, hook)
+    attach(trainer)
+    if kind == "PowerSGD":
+        with pytest.raises(
+            RuntimeError, match=r"^powerSGD_hook, which averages dense gradients, keeps a PowerSGDState"
+        ):
+            trainer.steps(1)
+    else:
+        trainer.steps(2)
+    assert caplog.text.count("add_up, which averages dense gradients, keeps a Passes") == (kind == "own with a state")
 
 
 def test_an_optimizer_of_parameters_outside_the_model_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

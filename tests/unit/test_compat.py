@@ -348,9 +348,9 @@ def test_a_module_with_a_state_of_its_own() -> None:
 
 def test_a_hook_that_sums_gradients_is_seen(group: dist.ProcessGroup) -> None:
     model = DistributedDataParallel(nn.Linear(1, 1))
-    assert not of_torch.has_communication_hook(model)
+    assert not of_torch.communication_hooks(model)
     model.register_comm_hook(None, allreduce_hook)
-    assert of_torch.has_communication_hook(model)
+    assert of_torch.communication_hooks(model) == [(allreduce_hook, None)]
 
 
 def test_what_torch_leaves_in_an_optimizer() -> None:

@@ -24,6 +24,8 @@ from models import (
     table,
 )
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -147,13 +149,46 @@ def test_what_nobody_protects_is_refused_by_name(make: Any, message: str) -> Non
 
 @pytest.mark.parametrize("unprotected", ["refuse", "allow"])
 def test_a_wrapper_within_a_wrapper_is_refused_by_name(unprotected: str) -> None:
-    """TorchRec's around ours failed at "Tensor.item() cannot be called on meta tensors"."""
     ours, _ = shard(Net(collection()))
     for outer in (ours, Beside(ours)):
-        with pytest.raises(RuntimeError, match="wrapped in another DistributedModelParallel"):
-            torchrec.distributed.DistributedModelParallel(outer, device=CPU)
         with pytest.raises(ValueError, match=r"(the model|other) is a DistributedModelParallel already"):
             DistributedModelParallel(outer, session=ours.session, unprotected=unprotected)
+
+
+@pytest.mark.parametrize(
+    "wrapper",
+    [torchrec.distributed.DistributedModelParallel, DistributedDataParallel, FullyShardedDataParallel, nn.DataParallel],
+)
+def test_another_wrapper_around_what_is_served_is_refused_by_name(wrapper: type[nn.Module]) -> None:
+    """Around `model.module` TorchRec's and torch's began: nothing was kept of such a model's steps, without a word."""
+    ours, _ = shard(Net(collection()))
+    for outer in (ours, Beside(ours), ours.module, Beside(ours.module), ours.module.collections[0]):
+        with pytest.raises(RuntimeError, match=f"^{wrapper.__name__} is put around a {type(outer).__name__} whose"):
+            wrapper(module=outer)
+    DistributedDataParallel(nn.Linear(1, 1))
+    with pytest.raises(RuntimeError, match="DistributedModelParallel is put around a Beside whose tables are on"):
+        DistributedModelParallel(Beside(ours.module), session=ours.session, unprotected="allow")
+
+
+class Recorded(nn.Module):
+    def __init__(self, tables: nn.Module) -> None:
+        super().__init__()
+        self.tables = tables
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.tables(KeyedJaggedTensor(["f0"], ids, lengths=torch.ones_like(ids))).values()
+
+
+def test_what_records_a_model_is_refused_by_name() -> None:
+    made = EmbeddingBagCollection(tables=[table("t", 20, 4, "f0")], device=CPU)
+    model = shard(Recorded(made))[0].module
+    for record in (
+        lambda: torch.jit.script(model),
+        lambda: torch.jit.trace(model, torch.arange(3)),
+        lambda: torch.fx.symbolic_trace(nn.Sequential(model.tables)),
+    ):
+        with pytest.raises(RuntimeError, match="cannot record a lookup of rows that are on the servers"):
+            record()
 
 
 def test_all_that_is_unprotected_is_named_at_once() -> None:

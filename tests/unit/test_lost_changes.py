@@ -60,6 +60,13 @@ def one_for_two_tables() -> nn.Module:
     return made
 
 
+def one_for_two_collections() -> nn.Module:
+    """It failed deep in torch, or, where no optimizer was attached, the two were trained apart."""
+    made = Net(bags("t"), bags("t"))
+    made.collections[1].embedding_bags["t"].weight = made.collections[0].embedding_bags["t"].weight
+    return made
+
+
 def changed(change: Callable[[EmbeddingBagCollection], Any]) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         made = bags()
@@ -85,6 +92,10 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "tied": (tied, "table songs: its weights are also `over.weight` of the model"),
     "tied by a second path": (tied_by_a_second_path, "table songs: its weights are also `scores.weight` of the model"),
     "one for two tables": (one_for_two_tables, "table u: its weights are also those of table t"),
+    "one for two collections": (
+        one_for_two_collections,
+        "table t: its weights are also those of table t of another collection",
+    ),
     "hook of a weight": (
         changed(lambda m: m.embedding_bags["t"].weight.register_hook(lambda g: g)),
         "table t: its weights have hooks",

@@ -428,3 +428,18 @@ class WithBuffer(nn.Module):
 
     def forward(self, batch: Any) -> torch.Tensor:
         return self.over(self.norm(self.tables(batch.sparse_features).values())).tanh().sum()
+
+
+def test_a_trainer_whose_loop_is_longer_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended with torch's word that a connection was closed, and nothing of what to do."""
+
+    def closed(*_: object, **__: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    model, _ = shard(Net(collection()))
+    model._step._group = object()
+    monkeypatch.setattr("torch_ecrec.nn.step.dist.all_reduce", closed)
+    loss, _ = model(batch_of(4, 0))
+    with pytest.raises(RuntimeError, match="Connection closed") as caught:
+        loss.backward()
+    assert "step 1: another trainer has ended, or was lost" in "".join(caught.value.__notes__)

@@ -50,6 +50,7 @@ __all__ = [
     "children_of",
     "chunk_of_shard",
     "chunk_of_tensor",
+    "communication_hooks",
     "compile_settings",
     "copy_attached",
     "dynamic_of",
@@ -57,7 +58,6 @@ __all__ = [
     "frames_compiled",
     "group_of",
     "group_with",
-    "has_communication_hook",
     "has_state_dict_hooks",
     "has_tensor_hooks",
     "is_scheduled",
@@ -260,9 +260,9 @@ class OwnState(nn.Module):
         raise NotImplementedError
 
 
-def has_communication_hook(parallel: DistributedDataParallel) -> bool:
-    """Returns whether a hook that sums gradients was registered by `register_comm_hook`. No public name lists it."""
-    return bool(parallel._comm_hooks)
+def communication_hooks(parallel: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
+    """Returns the hooks that sum gradients (`register_comm_hook`), with their states. No public name lists them."""
+    return list(parallel._comm_hooks)
 
 
 # optimizers -----------------------------------------------------------------------------------------

@@ -61,18 +61,7 @@ class ShardedAtAllPaths(DistributedModelParallel):
 
     TorchRec's own leaves it unsharded under the second name in one parent, since it looks into `named_children`, which
     passes that over. The method that replaces modules is private; the constructor calls it.
-
-    Another wrapper around this one is refused. While TorchRec's looks for what it can shard, it puts each child in its
-    place again; nothing else sets what is there. Later it would fail at the tables' placeholders, without their names.
     """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "_dmp_wrapped_module" and self.__dict__.get("_modules", {}).get(name) is value:
-            raise RuntimeError(
-                "a torch_ecrec.DistributedModelParallel is wrapped in another DistributedModelParallel, which would"
-                " shard and average what it has sharded and averages itself; leave the outer one out"
-            )
-        super().__setattr__(name, value)
 
     def _init_dmp(self, module: nn.Module) -> nn.Module:
         places = [

@@ -38,6 +38,7 @@ from torch_ecrec.nn.gradients import WaitingGradients, put_back_
 from torch_ecrec.nn.imported import begin_with_
 from torch_ecrec.nn.module_settings import ModuleSettings
 from torch_ecrec.nn.step import SparseStep
+from torch_ecrec.resume import arithmetic
 from torch_ecrec.resume.checksum import checksum_of
 from torch_ecrec.resume.loop import LoopInspector
 from torch_ecrec.resume.random_states import random_states, set_random_states
@@ -45,6 +46,7 @@ from torch_ecrec.resume.reader import Reader, Stateful
 from torch_ecrec.resume.trainer_state import TrainerState
 from torch_ecrec.resume.values import decode, encode
 from torch_ecrec.runtime.checks import plain
+from torch_ecrec.spec.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ class Attachment:
         dense: packs the model's dense part, and says after which steps; told of the optimizers.
         optimizers, reader, stateful: as given to `attach`, schedulers among `stateful`.
         own: names of those among `stateful` that are the user's: they may count passes, and batches.
-        look_ahead: of the settings.
+        settings: of this process.
 
     Raises:
         TypeError: a part of its state cannot be kept.
@@ -76,14 +78,16 @@ class Attachment:
         reader: Iterable[Any] | None,
         stateful: Mapping[str, Stateful],
         own: Sequence[str],
-        look_ahead: str = "0",
+        settings: Settings,
     ) -> None:
         self._model, self._dense = weakref.ref(model), dense
         self._step, self._session = step, step.session
         self._state = TrainerState(optimizers, stateful, model.fused_optimizer)
         self._own = own
         inspector = LoopInspector(self._counters, attached=bool(own))
-        self.reader = None if reader is None else Reader(reader, self._on_draw, inspector, look_ahead)
+        self._arithmetic = arithmetic.of_settings(settings)
+        self._arithmetic_then: Mapping[str, Any] | None = None  # of torch; put back when the first step begins
+        self.reader = None if reader is None else Reader(reader, self._on_draw, inspector, settings.look_ahead)
         self._announcing: Announcing | None = None
         if self.reader is not None and self.reader.looks_ahead:
             self._announcing = Announcing(self.reader, model, step.session)
@@ -248,11 +252,14 @@ class Attachment:
     def _begin(self) -> None:
         if not self.begun:
             self.begun = True
+            if self._arithmetic_then is not None:
+                arithmetic.set_of_torch(self._arithmetic_then)
             if self._settings_then is not None:
                 self._load_what_loops_reset(self._settings_then)
             self._settings_at_first = self._settings.changed()
             self._checks.check_sealed(self._restored and self._session.step > 1)
             self._checks.check_schedulers()
+            self._checks.check_reductions()
 
     def _load_what_loops_reset(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
         """Restores again what a loop may change before its first step: gradients, buffers, settings of modules."""
@@ -306,16 +313,17 @@ class Attachment:
                 "reader": None if self.reader is None else self.reader.saved(at_forward),
                 "state": self._state.encoded(),
                 "settings": self._settings.changed(),
+                "arithmetic": [arithmetic.of_torch(), self._arithmetic],
             },
             "attached",
         )
 
     def _keep(self, before: bytes, checksum: int | None) -> None:
         """Hands this trainer's part of the step before to the servers."""
-        self._checks.check_groups()
-        self._checks.check_buffers()
-        self._checks.check_kept()
         parameters = list(dense_parameters(self._live_model))
+        self._checks.check_groups()
+        self._checks.check_shapes(parameters)
+        self._checks.check_kept()
         waiting, zeros = self._gradients.find(parameters)
         own = encode(
             {
@@ -362,6 +370,9 @@ class Attachment:
             )
         own = owns[self._session.trainer]
         before: Any = decode(own["before"])
+        if "arithmetic" in before:  # an earlier build has not kept it
+            self._arithmetic_then, settings_then = before["arithmetic"]
+            arithmetic.check_settings(settings_then, self._arithmetic)
         self._state.check(
             self._state.decoded(before["state"]), ["reader"] * ((before["reader"] is None) != (self.reader is None))
         )

@@ -3,15 +3,16 @@
     check_sealed      what is attached moved between `attach` and the first step: that would happen once more
     (when made)       a scheduler is attached, and its optimizer is not kept
     check_schedulers  a scheduler moves rates that are kept, and is not attached itself
+    check_reductions  gradients are averaged by what keeps a state, or in an order that follows from the steps before
     check_tracing     a pipeline that traced the model changed it
     check_groups      an optimizer was given parameters after `attach`
-    check_buffers     a buffer of the model has another shape than at `attach`
+    check_shapes      a buffer or parameter of the model has another shape than at `attach`, or was not there
     check_kept        an optimizer keeps in attributes what moves with its steps, or an attached module in buffers and
                       states of metrics that are in no state_dict, and nothing brings them back
     (on every step)   an optimizer that is not attached steps parameters of the model
 
-All are found while training runs undisturbed, long before a restart needs it; of buffers the log is told, since a cache
-may have its first shape again by then. `attachment.py` says when each is due.
+All are found while training runs undisturbed, long before a restart needs it; of shapes the log is told, since a cache
+may have its first one again by then. `attachment.py` says when each is due.
 What leaves no trace in anything that is attached (a warm-up around an optimizer, a `ReduceLROnPlateau`) is not seen
 here: `torch-ecrec rehearse` finds it.
 """
@@ -28,15 +29,20 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torch_ecrec.compat.torch import is_scheduled, is_torchs_own, transient_buffers, version_of
+from torch_ecrec.compat.torch import communication_hooks, is_scheduled, is_torchs_own, transient_buffers, version_of
+from torch_ecrec.compat.torchrec import wrapped_module
 from torch_ecrec.nn.dense import buffers_of, dense_parameters
+from torch_ecrec.nn.local_shards import data_parallel
 from torch_ecrec.nn.module_settings import ModuleSettings
+from torch_ecrec.nn.reduce import OrderedMean
 from torch_ecrec.resume import optimizer_steps
 from torch_ecrec.resume.checksum import checksum_of_all
 from torch_ecrec.resume.trainer_state import TrainerState
@@ -72,7 +78,9 @@ class AttachmentChecks:
         optimizer_steps.watch(self._check_known)
         self._sealed = self._seal()
         self._groups = self._groups_now()
-        self._shapes: dict[str, object] | None = _shapes_of(model)  # of buffers at `attach`; None: it was told
+        self._shapes: dict[str, object] | None = _shapes_of(
+            model, dense_parameters(model)
+        )  # at `attach`; None: it was told
         self._attributes: dict[str, int] | None = None  # attributes after the first step
         self._unsaved: list[tuple[str, nn.Module, str]] | None = None  # what they are called, whose they are, which
 
@@ -156,6 +164,33 @@ class AttachmentChecks:
                     " `attach(optimizer=[...])`"
                 )
 
+    def check_reductions(self) -> None:
+        """Checks that dense gradients are averaged alike in every life.
+
+        torch lays its buckets out anew after the first backward of a life. Where three or more trainers' values are
+        added depends on the place in a bucket, so do the bits, unless they are added in trainer order (`reduce.py`).
+        """
+        model = self._model()
+        for one in data_parallel(wrapped_module(model)) if isinstance(model, DistributedModelParallel) else ():
+            trainers = dist.get_world_size(one.process_group)
+            for hook, state in communication_hooks(one):
+                keeps = state is not None and not isinstance(state, dist.ProcessGroup)
+                if isinstance(state, OrderedMean) or (trainers < 3 and not keeps):
+                    continue
+                why = (
+                    f"keeps a {type(state).__name__}, which nothing brings back"
+                    if keeps
+                    else f"adds the gradients of {trainers} trainers in an order that is another one after a restart"
+                )
+                said = f"{hook.__qualname__}, which averages dense gradients, {why}: other bits would follow"
+                if not hook.__module__.startswith("torch."):
+                    log.warning("%s, unless it is made for that; rehearse the script", said)
+                    continue
+                raise RuntimeError(
+                    f"{said}. Leave it out (`register_comm_hook`, `allreduce_comm_precision`), or leave out `attach`,"
+                    " if trainers never go on after a loss"
+                )
+
     def check_tracing(self, before: Mapping[str, Mapping[str, Any]]) -> None:
         """Refuses settings that changed while a pipeline was made: it traces the model, at each start again."""
         now = self._settings.changed()
@@ -180,15 +215,19 @@ class AttachmentChecks:
                 " `attach` comes first again. Add them before `attach`, with `requires_grad` False until they train"
             )
 
-    def check_buffers(self) -> None:
-        """Checks that no buffer came, went, or got another shape: a restart does not restore what does not fit."""
+    def check_shapes(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Checks that no tensor came, went, or got another shape: a restart does not restore what does not fit.
+
+        Args:
+            parameters: the dense ones that the model has now.
+        """
         model = self._model()
-        if self._shapes is None or model is None or (now := _shapes_of(model)) == self._shapes:
+        if self._shapes is None or model is None or (now := _shapes_of(model, parameters)) == self._shapes:
             return
         names = sorted(name for name, _ in now.items() ^ self._shapes.items())
         self._shapes = None
         log.warning(
-            "buffers of the model have other shapes than at `attach` (%s): if trainers are started again, training will"
+            "tensors of the model have other shapes than at `attach` (%s): if trainers are started again, training will"
             " not go on, since the script makes these as they were first. Give them the shapes that they keep, or run"
             " the model once, before `attach`",
             ", ".join(dict.fromkeys(names)),
@@ -268,8 +307,9 @@ class AttachmentChecks:
             self._left_out(f"what {type(optimizer).__name__} steps outside the model is not attached, and began anew")
 
 
-def _shapes_of(model: nn.Module) -> dict[str, object]:
-    return {name: None if is_lazy(buffer) else tuple(buffer.shape) for name, buffer in buffers_of(model)}
+def _shapes_of(model: nn.Module, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, object]:
+    tensors = (*buffers_of(model), *parameters)
+    return {name: None if is_lazy(tensor) else tuple(tensor.shape) for name, tensor in tensors}
 
 
 def _unsaved_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:

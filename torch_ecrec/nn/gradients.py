@@ -1,9 +1,12 @@
 """Dense gradients that wait for their optimizer's step: accumulated over several backwards, or kept for later.
 
-A snapshot between two backwards of one optimizer step would lose them, so it keeps them. Gradients that an optimizer
-has stepped with are left over: a loop puts them to zero before the next backward, or at some time. Of these a snapshot
-keeps only that they are there, and they come back as zeros. That makes a difference for a parameter that the next
-backward does not reach: an optimizer with momentum moves it if its gradient is zero, and not if it has none.
+A snapshot between two backwards of one optimizer step would lose them, so it keeps them. So it does with those that no
+attached optimizer steps with: they count when all are clipped, or in what the loop does by hand.
+
+Gradients that an optimizer has stepped with are left over: a loop puts them to zero before the next backward, or at
+some time. Of these a snapshot keeps only that they are there, and they come back as zeros. That makes a difference for
+a parameter that the next backward does not reach: an optimizer with momentum moves it if its gradient is zero, and not
+if it has none.
 
 What would not come back is refused: a backward that adds to a gradient that is left over, and an optimizer that steps
 with one once more.
@@ -91,7 +94,7 @@ class WaitingGradients:
         waiting, zeros = {}, {}
         for name, parameter in parameters:
             gradient, of = parameter.grad, id(parameter)
-            if gradient is None or of not in self._stepped:
+            if gradient is None:
                 continue
             used = self._used.get(of) == version_of(gradient)
             if not used and _is_there(gradient):

@@ -43,9 +43,9 @@ from torchrec.distributed.types import (
 from torch_ecrec.compat.torch import (
     IncompatibleKeys,
     ShardedTensor,
+    communication_hooks,
     group_of,
     group_with,
-    has_communication_hook,
     timeout_of,
     tree_leaves,
 )
@@ -59,7 +59,14 @@ from torch_ecrec.nn.local_shards import LocalShards, data_parallel, shards_of
 from torch_ecrec.nn.recorder import recorded, tell_of_shared_store, tell_unless_rehearsed
 from torch_ecrec.nn.reduce import OrderedMean
 from torch_ecrec.nn.repeats import samples_of
-from torch_ecrec.nn.script_checks import check_lost_changes, explain_empty_optimizers, watch_batches
+from torch_ecrec.nn.script_checks import (
+    averages,
+    check_lost_changes,
+    check_not_served,
+    explain_empty_optimizers,
+    refuse_wrappers,
+    watch_batches,
+)
 from torch_ecrec.nn.served import show_tables
 from torch_ecrec.nn.sharder import all_table_specs, columns_of, job_names, output_dtypes, sharders_for, types_in
 from torch_ecrec.nn.step import SparseStep
@@ -164,6 +171,7 @@ class DistributedModelParallel(ShardedAtAllPaths):
         covered = coverage_of(module, plan, others)
         check_lost_changes(module, covered.served, covered.remapping)
         covered.check(unprotected)
+        check_not_served(module, type(self).__name__)
         names = job_names(covered.served)
         tables = all_table_specs(module, covered.served, names, others, plan)
         outputs = output_dtypes(module, covered.served, others, plan)
@@ -192,6 +200,7 @@ class DistributedModelParallel(ShardedAtAllPaths):
         )
         watch_batches(self)
         show_tables(self)
+        refuse_wrappers()
         explain_empty_optimizers([table.name for table in tables])
         self._step, self.coverage, self._unprotected, self._compiled = step, covered, unprotected, Compiled()
         self._settings = settings
@@ -206,10 +215,11 @@ class DistributedModelParallel(ShardedAtAllPaths):
     def init_data_parallel(self) -> None:
         """As in TorchRec, but gradients of three or more trainers are summed in trainer order (`reduce.py`)."""
         before, group = is_data_parallel(self), trainers_of(self)
-        super().init_data_parallel()
+        with averages(self):
+            super().init_data_parallel()
         if not before and group is not None and dist.get_world_size(group) > 2:
             for one in data_parallel(wrapped_module(self)):
-                if not has_communication_hook(one):  # the user's own stays
+                if not communication_hooks(one):  # the user's own stays, see `check_reductions`
                     OrderedMean(_same_trainers(group)).install(one)
 
     def attach(
@@ -274,7 +284,7 @@ class DistributedModelParallel(ShardedAtAllPaths):
             reader,
             {**named, **stateful},
             own=list(stateful),
-            look_ahead=settings.look_ahead,
+            settings=settings,
         )
         if self.session.restarted:
             step, parts = self.session.resume()

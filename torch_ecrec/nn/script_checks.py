@@ -18,28 +18,36 @@ bags, and say nothing.
 `explain_empty_optimizers`: a script that gives TorchRec's data-parallel tables an optimizer of their own
 (`in_backward_optimizer_filter` of the collection's parameters) finds none where the servers serve these tables: they
 step there. torch says "optimizer got an empty parameter list" then, and nothing of us.
+
+`refuse_wrappers`: another wrapper around the sharded model, or around what is in it, averages once more, and calls past
+the model that keeps snapshots. torch fails at the placeholders of tables, or nothing fails, and nothing is kept.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torch_ecrec.compat.torch import children_of, has_tensor_hooks, module_hooks, own_parameters
-from torch_ecrec.compat.torchrec import collection_processed
+from torch_ecrec.compat.torchrec import ShardedAtAllPaths, collection_processed
 from torch_ecrec.nn.served import ServedModule
 from torch_ecrec.state_dicts.kinds import Collection
 from torch_ecrec.state_dicts.unsharded import configs_of, folder_of, weight_of
 
 EMPTY = "empty parameter list"
 _tables: list[str] = []  # of this process's models, on the servers
+_averaging: list[nn.Module] = []  # models whose dense part is being made data-parallel by themselves
 _WAYS = ("max_norm", "padding_idx", "scale_grad_by_freq")  # of `nn.EmbeddingBag`, none of which TorchRec sets
 
 
@@ -62,8 +70,10 @@ def check_lost_changes(model: nn.Module, served: Mapping[str, Collection], wrapp
         for config in configs_of(module):
             _check_table(module, config.name, (config.num_embeddings, config.embedding_dim))
             weight = weight_of(module, config.name)
-            if (other := weights.setdefault(id(weight), config.name)) != config.name:
-                raise ValueError(_tied(config.name, f"those of table {other}"))
+            if (other := weights.get(id(weight))) is not None:
+                of = " of another collection" if other == config.name else ""
+                raise ValueError(_tied(config.name, f"those of table {other}{of}"))
+            weights[id(weight)] = config.name
     for name, parameter in _beside(model, "", {*map(id, served.values()), *map(id, around.values())}):
         if (table := weights.get(id(parameter))) is not None:
             raise ValueError(_tied(table, f"`{name}` of the model"))
@@ -170,3 +180,40 @@ def _explained(init: Any) -> Any:
 
     explained.names_tables = True  # type: ignore[attr-defined]
     return explained
+
+
+def refuse_wrappers() -> None:
+    """Makes other wrappers of whole models refuse what has tables on the servers, from now on."""
+    for wrapper in (DistributedModelParallel, DistributedDataParallel, FullyShardedDataParallel, DataParallel):
+        if "__new__" not in vars(wrapper):
+            wrapper.__new__ = _new  # type: ignore[method-assign,assignment]
+
+
+def _new(kind: type[Any], *args: Any, **kwargs: Any) -> Any:
+    """Of a wrapper. Its `__init__` is left as it is: warnings name who calls that."""
+    if not _averaging and not issubclass(kind, ShardedAtAllPaths):  # ours says more
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, nn.Module):
+                check_not_served(given, kind.__name__)
+    return object.__new__(kind)
+
+
+def check_not_served(module: nn.Module, wrapper: str) -> None:
+    """Raises RuntimeError if a module that is to be put into a wrapper has tables on the servers already."""
+    if any(isinstance(one, ServedModule) for one in module.modules()):
+        raise RuntimeError(
+            f"{wrapper} is put around a {type(module).__name__} whose tables are on the servers. The"
+            " torch_ecrec.DistributedModelParallel that put them there averages gradients itself, and keeps snapshots"
+            f" where it is called: leave {wrapper} out, and call that model. What is to be trained with it belongs into"
+            " the model that it is made of"
+        )
+
+
+@contextlib.contextmanager
+def averages(model: nn.Module) -> Iterator[None]:
+    """Lets a model make its own dense part data-parallel within the block."""
+    _averaging.append(model)
+    try:
+        yield
+    finally:
+        _averaging.pop()

@@ -27,7 +27,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Never, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -240,7 +240,17 @@ class ServedModule(
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> LazyAwaitable[Output]:
         """Runs all stages, as in TorchRec. It is never compiled, though the model around it may be."""
+        recorded = torch.jit.is_tracing()  # type: ignore[attr-defined]
+        if recorded or any(isinstance(given, torch.fx.Proxy) for given in args):
+            self.__prepare_scriptable__()
         return super().forward(*args, **kwargs)
+
+    def __prepare_scriptable__(self) -> Never:
+        """Raises RuntimeError. `torch.jit.script` calls it for each module in what it is given."""
+        raise RuntimeError(
+            "`torch.jit` and `torch.fx.symbolic_trace` cannot record a lookup of rows that are on the servers: give"
+            " them dense modules of the model, or a model that is not sharded, with what `full_state_dict()` returns"
+        )
 
     def create_context(self) -> Context:
         return Context()

@@ -325,7 +325,15 @@ class SparseStep:
         mark, wrote = zlib.crc32((what + alike).encode()) >> 1, asks and any(flags)
         while True:
             all_flags = torch.tensor([mark, -mark, asks, -asks, wrote, *flags], dtype=torch.int32, device="cpu")
-            dist.all_reduce(all_flags, op=dist.ReduceOp.MAX, group=self._group)
+            try:
+                dist.all_reduce(all_flags, op=dist.ReduceOp.MAX, group=self._group)
+            except RuntimeError as error:  # torch's, which says that a connection was closed
+                error.add_note(
+                    f"torch_ecrec: step {self.session.step}: another trainer has ended, or was lost. If its loop is"
+                    " shorter than that of this one, give all trainers as many batches: leave some out, or give a trainer"
+                    " without ids an empty KeyedJaggedTensor"
+                )
+                raise
             most, least, any_asks, none_asks, any_wrote, *found = all_flags.tolist()
             if most == -least:
                 return found
