@@ -97,8 +97,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from torch_ecrec.storage.catalog import Catalog
     from torch_ecrec.storage.location import folder_of, require_place
 
-    require_place(arguments.url)
     catalog = Catalog(arguments.url)
+    require_place(arguments.url)
     if arguments.remove is not None:
         return _remove(catalog, arguments)
     done = {"export": arguments.export, "import": arguments.source}

@@ -123,6 +123,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None, draining
     """
     ends: queue.SimpleQueue[BaseException] = queue.SimpleQueue()  # its `put` may come in the middle of a `get`
     hosts: list[Host] = []
+    lacking = Lacking(settings.join or "")
 
     def make(name: str, member: Member, _: CodeSpec) -> Node:
         def run(action: Callable[[], None]) -> None:
@@ -136,8 +137,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None, draining
         return hosts[0]
 
     def on_control(word: messages.FromCoordinator) -> None:
-        if isinstance(word, Gathering):
-            log.info("the cluster has not begun%s", format_gathering(word.servers, word.trainers, settings.join or ""))
+        lacking.on_control(word)
         hosts[0].on_control(word)
 
     member = Member(
@@ -166,7 +166,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None, draining
         signal.signal(signal.SIGUSR1, lambda *_: hosts[0].flip(parity=False))
         signal.signal(signal.SIGUSR2, lambda *_: hosts[0].flip(parity=True))
         _trouble_on_signals(hosts[0])
-    reason = _first_of(ends)
+    reason = _first_of(ends, lacking)
     if isinstance(reason, KeyboardInterrupt) and reason.args == (signal.SIGTERM,):
         join = settings.join or ""  # `Member` has seen that it is there
         limit_s, name = settings.grace_s, member.name
@@ -191,10 +191,38 @@ def _trouble_on_signals(host: Host) -> None:
             signal.signal(number, lambda *_, k=kind, f=flips: host.flip_below() if f else trouble.begin(k))
 
 
-def _first_of(ends: queue.SimpleQueue[BaseException]) -> BaseException:
+class Lacking:
+    """Logs what a cluster lacks that has not begun, once that is the same at two looks: while all are started, it
+    changes with each of them.
+
+    Args:
+        join: the cluster's address.
+    """
+
+    def __init__(self, join: str) -> None:
+        self._join, self._now, self._before, self._told = join, "", "", ""
+
+    def on_control(self, word: messages.FromCoordinator) -> None:
+        """Handles a message of the coordinator."""
+        if isinstance(word, Gathering):
+            self._now = format_gathering(word.servers, word.trainers, self._join)
+        elif isinstance(word, messages.Placed):
+            self._now = ""
+
+    def look(self) -> None:
+        """Is called every `WAKE_S`."""
+        now = self._now
+        if now and now == self._before != self._told:
+            self._told = now
+            log.info("the cluster has not begun%s", now)
+        self._before = now
+
+
+def _first_of(ends: queue.SimpleQueue[BaseException], lacking: Lacking) -> BaseException:
     while True:
         with contextlib.suppress(queue.Empty):
             return ends.get(timeout=WAKE_S)
+        lacking.look()
 
 
 # trainer ----------------------------------------------------------------------------------------------
