@@ -62,6 +62,7 @@ class Attachment:
         optimizers, reader, stateful: as given to `attach`, schedulers among `stateful`.
         own: names of those among `stateful` that are the user's: they may count passes, and batches.
         look_ahead: of the settings.
+        rounding: `Settings.rounding`; "slots" of a code that decides it, too.
 
     Raises:
         TypeError: a part of its state cannot be kept.
@@ -77,7 +78,9 @@ class Attachment:
         stateful: Mapping[str, Stateful],
         own: Sequence[str],
         look_ahead: str = "0",
+        rounding: Mapping[str, str] | None = None,
     ) -> None:
+        self._rounding = dict(rounding or {})
         self._model, self._dense = weakref.ref(model), dense
         self._step, self._session = step, step.session
         self._state = TrainerState(optimizers, stateful, model.fused_optimizer)
@@ -324,6 +327,7 @@ class Attachment:
                 "gradients": waiting,
                 "zero gradients": zeros,
                 "dense": checksum_of([parameter.detach() for _, parameter in parameters]),
+                "rounding": self._rounding,
             },
             "attached",
         )
@@ -339,7 +343,8 @@ class Attachment:
                 was imported (`imported.py`).
 
         Raises:
-            ValueError: other things are attached than when the snapshot was taken; nothing was changed then.
+            ValueError: other things are attached than when the snapshot was taken, or numbers are rounded otherwise;
+                nothing was changed.
             RuntimeError: nothing was attached then, or the trainers had trained different dense models.
         """
         self._dense.last = step
@@ -361,6 +366,7 @@ class Attachment:
                 " (are their gradients not averaged?), and each keeps a part for all"
             )
         own = owns[self._session.trainer]
+        self._check_rounding(own.get("rounding", {}), step)  # an earlier build has kept none
         before: Any = decode(own["before"])
         self._state.check(
             self._state.decoded(before["state"]), ["reader"] * ((before["reader"] is None) != (self.reader is None))
@@ -378,3 +384,14 @@ class Attachment:
         self._settings.load_(settings)
         self._settings_then = settings
         self._checks.seal()
+
+    def _check_rounding(self, then: Mapping[str, str], step: int) -> None:
+        for name, was in then.items():
+            now = self._rounding.get(name, "")
+            if name == "slots" and now and now != was:
+                self._session.not_exact(f"{now} sum bags in parts, and round otherwise than the {was} of before")
+            elif name != "slots" and now != was:
+                raise ValueError(
+                    f"this trainer has `{name}` {now!r} (TORCH_ECREC_{name.upper()}), and until step {step} it was"
+                    f" {was!r}: training would not go on to the same bits. Start trainers with {was!r} again"
+                )

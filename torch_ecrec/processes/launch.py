@@ -46,6 +46,7 @@ from torch_ecrec.processes.restore_source import dense_model
 from torch_ecrec.processes.supervisor import Supervisor, await_trainers
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.membership import join_of
+from torch_ecrec.protocol.messages import WantedCode
 from torch_ecrec.protocol.status import Gathering, Report
 from torch_ecrec.records.pages import ReadyMemory
 from torch_ecrec.records.tiers.trouble import trouble_signals
@@ -146,7 +147,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None, draining
             "server",
             uuid.uuid4().hex,
             os.getpid(),
-            code=messages.WantedCode(**(code or {})),
+            code=WantedCode(**(code or {})),
             domain=settings.failure_domain or host_name(),
             experiment=settings.experiment,
             bits=kernel_bits(),
@@ -247,7 +248,7 @@ def connect(
         job: tables, seed and number of trainers; its code parameters are replaced by the cluster's.
         settings: None reads the environment.
         trainer: this trainer's index.
-        code: of a local cluster; None takes the defaults. A cluster that is named has its own.
+        code: of a local cluster; None takes the defaults. A cluster that is named has its own, and refuses another.
         snapshot_every: `Session.snapshot` will be called after each step that is a multiple of it; 0: never.
 
     Raises:
@@ -268,7 +269,7 @@ def connect(
     if is_own := settings.join is None:
         own, address = _start_local(job, trainer, code or CodeSpec(), settings)
         settings = dataclasses.replace(settings, join=address)
-    return _Trainer(job, settings, trainer, snapshot_every, own, is_own).join()
+    return _Trainer(job, settings, trainer, code, snapshot_every, own, is_own).join()
 
 
 def abandon(session: Session) -> None:
@@ -297,6 +298,7 @@ class _Trainer:
     """A trainer process: its membership and its session, and how both end.
 
     Args:
+        code: what it insists on; None: whatever the cluster has.
         own: the local cluster that it has started; None: it has started none.
         is_own: the cluster is such a one, of this trainer or of another of its script.
     """
@@ -306,10 +308,12 @@ class _Trainer:
         job: JobSpec,
         settings: Settings,
         trainer: int,
+        code: CodeSpec | None,
         snapshot_every: int,
         own: Supervisor | None,
         is_own: bool,
     ) -> None:
+        self._wanted = WantedCode() if code is None else WantedCode(code.k, code.r, code.slots)
         self._job, self._settings, self._trainer, self._snapshot_every = job, settings, trainer, snapshot_every
         self._own, self._is_own = own, is_own
         self._process, self._thread = os.getpid(), threading.current_thread()
@@ -346,6 +350,7 @@ class _Trainer:
             uuid.uuid4().hex,
             os.getpid(),
             rank=self._trainer,
+            code=self._wanted,
             job=self._job,
             launch=launch if len(launch) <= LAUNCH_MOST else hashlib.sha256(launch.encode()).hexdigest(),
             relaunched=bool(settings.launch) or restarts() > 0,

@@ -437,6 +437,13 @@ class Settings:
                 wrong[name] = str(error)
         return Settings(**good), wrong
 
+    @property
+    def rounding(self) -> dict[str, str]:
+        """The settings of a trainer that decide how its numbers are rounded, and so to which bits training comes. Sums
+        of whole bags are the same, whoever makes them."""
+        in_parts = self.pooling == "parts" and self.wire == "float32"  # of rows that are rounded slots sum none
+        return {"wire": self.wire, "pooling": "parts" if in_parts else "whole"}
+
     def environment(self) -> dict[str, str]:
         """Returns the variables that give another process these settings, except `join`: inverts `from_environment`."""
         names = [field.name for field in dataclasses.fields(self) if field.name != "join"]
