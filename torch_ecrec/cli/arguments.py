@@ -314,7 +314,7 @@ def require_store(arguments: argparse.Namespace, patient: bool = False) -> None:
         try:
             StoreProbe(lambda: require_writable(url), url, limit_s, log.warning).look()
         except StoreUnavailable as error:
-            if not patient or isinstance(error.__cause__, PermissionError):
+            if not patient or isinstance(error.__cause__, (PermissionError, NotADirectoryError)):
                 raise
             log.warning("checkpoints cannot be written now, and will be tried: %s", error)
 

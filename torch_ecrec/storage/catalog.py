@@ -159,7 +159,9 @@ class Catalog:
                     listing.unfinished.append(name)
             except CheckpointError as error:
                 if not self.location.below(name).gone(error, MANIFEST):
-                    listing.broken.append(Broken(name, str(error), isinstance(error, StoreUnavailable)))
+                    is_file = isinstance(error.__cause__, NotADirectoryError)  # however often it is read
+                    unavailable = isinstance(error, StoreUnavailable) and not is_file
+                    listing.broken.append(Broken(name, str(error), unavailable))
         listing.whole.sort(key=lambda one: (one.order, one.done, one.id), reverse=True)
         return listing
 

@@ -54,7 +54,7 @@ _ADVICE = {
 }
 
 
-_FOR_GOOD = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO}  # however often it is tried
+_FOR_GOOD = {errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO}  # however often it is tried
 _SCHEME_LOST = re.compile(r"(s3a?|gs|gcs|abfss?|az|oss|oci|hdfs|https?|ftp|memory|file)(:/?[^/:]|:$|/)", re.IGNORECASE)
 
 
