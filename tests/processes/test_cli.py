@@ -34,7 +34,7 @@ from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.build import Build
 from torch_ecrec.protocol.status import Status, json_of, of_message
 from torch_ecrec.records.optimizers import NAMES as OPTIMIZERS
-from torch_ecrec.spec.job import FIELD_SIZE
+from torch_ecrec.spec.job import FIELD_SIZE, CodeSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport import whereabouts
 from torch_ecrec.transport.control import ControlClient
@@ -530,6 +530,8 @@ def test_another_table_list_is_refused(join: str) -> None:
         first.send(TRAINER)
         assert answers.get(timeout=LIMIT_S)["type"] == "welcome"
         settings = Settings(join=join)
+        with pytest.raises(JoinRefused, match="code parameter r is 1 in this cluster, got 2"):
+            launch.connect(job(trainers=2), settings, 1, CodeSpec(3, 2, 2, "none"))  # it would have less than it wants
         for other in (job(trainers=2, seed=6), job(trainers=3)):
             with pytest.raises(JoinRefused, match="this cluster trains another job: it "):
                 launch.connect(other, settings, trainer=1)

@@ -194,6 +194,7 @@ def test_the_ends_of_passes() -> None:
         (3, [], 4, [1, 2, 3]),
         (1, [], 4, [1]),
         (5, [9], 2, [2, 3]),
+        (3, [], 10**30, [1, 2, 3]),
     ],
 )
 def test_moments_are_at_an_end_after_another_and_spread(
@@ -323,6 +324,8 @@ def test_what_follows_the_dashes_is_the_scripts() -> None:
         (["--at", "0,2", str(CHILD)], "`--at` must be from 1 to 40, got 0,2"),
         (["--at", "41", str(CHILD)], "`--at` must be from 1 to 40, got 41"),
         (["--restarts", "0", str(CHILD)], "`restarts` must be at least 1, got 0"),
+        (["--restarts", "41", str(CHILD)], "`restarts` must be at most 40, got 41"),
+        (["--restarts", "1" + "0" * 30, "--steps", "0", str(CHILD)], "`restarts` must be at most 2147483647"),
         (["--limit-s", "0", str(CHILD)], "`--limit-s` must be positive, got 0.0"),
         (["--servers", "2", str(CHILD)], "needs as many slots, got 2"),
         (["--protection", "none", "--server-too", str(CHILD)], "`--server-too` needs parity"),

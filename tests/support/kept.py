@@ -4,13 +4,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
+from torch_ecrec.errors import StoreUnavailable
 from torch_ecrec.processes.part_reader import slot_records
 from torch_ecrec.protocol.messages import PartialRestore, Restored
 from torch_ecrec.records.halves import numbers_of, records_of
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
 from torch_ecrec.storage import chain_reader
 from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.location import Location
 from torch_ecrec.storage.manifest import Encoding, Manifest
 from torch_ecrec.storage.parts import PartWriter
 
@@ -140,3 +143,19 @@ def read_by_slots(restored: Restored, job: JobSpec) -> tuple[list[Any], list[Any
             found[table_group][rows_N] = records_NB
             times[table_group][rows_N] += 1
     return found, times
+
+
+def unreadable(monkeypatch: pytest.MonkeyPatch, *names: str, times: int = 1 << 30) -> list[str]:
+    """Manifests of these cannot be read just now, so many times. Returns of which that was asked, as it is."""
+    asked: list[str] = []
+    read = Location.read
+
+    def failing(self: Location, name: str) -> bytes:
+        folder = self.url.rpartition("/")[2]
+        if folder in names and len(asked) < times:
+            asked.append(folder)
+            raise StoreUnavailable(f"cannot read {self.url}/{name}: the store is busy")
+        return read(self, name)
+
+    monkeypatch.setattr(Location, "read", failing)
+    return asked

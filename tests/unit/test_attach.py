@@ -40,7 +40,6 @@ from torch_ecrec.errors import NonFiniteGradient
 from torch_ecrec.nn.attachment import STEPS_OF_A_DRAW, STEPS_UNSEEN
 from torch_ecrec.nn.dense import Header
 from torch_ecrec.observe.rehearsed import mark, script_digest
-from torch_ecrec.spec.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -643,12 +642,3 @@ def test_settings_of_torch_are_those_of_before_a_restart(caplog: pytest.LogCaptu
         torch.set_default_dtype(dtype)
         torch.use_deterministic_algorithms(False)
     assert f"threads: {threads + 1}, not {threads}" in caplog.text and "default dtype: float32, not" in caplog.text
-
-
-@pytest.mark.parametrize("other", [{"wire": "bfloat16"}, {"evaluation_wire": "int8"}, {"pooling": "parts"}])
-def test_settings_on_which_bits_depend_stay_those_of_before_a_restart(other: dict[str, str]) -> None:
-    first = attach(made(settings=Settings(pooling="rows")))
-    first.steps(4)
-    attach(made(first.session, 3, seed=2, settings=Settings()))
-    with pytest.raises(ValueError, match=f"training went on with TORCH_ECREC_{next(iter(other)).upper()}=.*other bits"):
-        attach(made(first.session, 3, seed=2, settings=Settings(**other)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -95,6 +97,51 @@ def test_other_attachments_are_refused_and_nothing_is_changed() -> None:
         "attached now but not when the snapshot was taken, or the other way: losses, reader",
         lambda t: {"optimizer": t.optimizer, "lr_scheduler": t.scheduler},
     )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ({}, {"WIRE": "bfloat16"}, "training went on with TORCH_ECREC_WIRE=float32, and this trainer has bfloat16"),
+        ({"WIRE": "bfloat16"}, {}, "training went on with TORCH_ECREC_WIRE=bfloat16, and this trainer has float32"),
+        ({}, {"EVALUATION_WIRE": "int8"}, "with TORCH_ECREC_EVALUATION_WIRE=wire, and this trainer has int8"),
+        ({}, {"POOLING": "parts"}, "training went on with TORCH_ECREC_POOLING=whole, and this trainer has parts"),
+        ({"POOLING": "rows"}, {"POOLING": "whole"}, ""),
+        ({"WIRE": "bfloat16"}, {"WIRE": "bfloat16", "POOLING": "parts"}, ""),
+    ],
+)
+def test_a_trainer_that_rounds_otherwise_than_before_is_refused(
+    before: dict[str, str], after: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sums, rows or gradients would have other bits from there on, and nobody would know."""
+    with monkeypatch.context() as set_before:
+        for name, value in before.items():
+            set_before.setenv(f"TORCH_ECREC_{name}", value)
+        first = attach(made())
+    first.steps(4)
+    for name, value in after.items():
+        monkeypatch.setenv(f"TORCH_ECREC_{name}", value)
+    second = made(first.session, 3, seed=2)
+    if not says:
+        attach(second)
+        return
+    with pytest.raises(ValueError, match=re.escape(says)):
+        attach(second)
+
+
+def test_parts_of_other_slots_are_told_as_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_ECREC_POOLING", "parts")
+    first = attach(made())
+    first.steps(4)
+    second = made(first.session, 3, seed=2)
+    attach(second)
+    assert second.session.inexact == []
+    third = made(first.session, 3, seed=2)
+    job = third.session.job
+    third.session.job = replace(job, code=replace(job.code, slots=job.code.slots + 1))
+    attach(third)
+    (said,) = third.session.inexact
+    assert re.fullmatch(r"4 slots, .* sum bags in parts, and round otherwise than the 3 slots, .* of before", said)
 
 
 def test_a_thing_without_a_state_is_refused() -> None:

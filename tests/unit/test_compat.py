@@ -122,6 +122,21 @@ def test_a_parser_tells_its_commands_and_their_arguments() -> None:
     assert [action.dest for action in one._actions if getattr(action, "complete", "") == "files"] == ["file"]
 
 
+def test_an_empty_value_of_an_option_is_refused_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = of_argparse.NoEmptyValues()
+    parser.add_argument("--file", type=Path)
+    parser.add_argument("--url", default="")
+    parser.add_argument("--names", type=str, help='"": none')
+    parser.add_argument("--hidden", help=argparse.SUPPRESS)
+    parser.add_argument("words", nargs="*")
+    found = parser.parse_args(["--names", "", "--hidden", "", "--file", "x", "", "y"])
+    assert (found.url, found.names, found.hidden, found.words) == ("", "", "", ["", "y"])
+    for words in (["--file", ""], ["--file="], ["--url", ""]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(words)
+        assert f"argument {words[0].strip('=')}: a value is wanted, and this one is empty" in capsys.readouterr().err
+
+
 def test_every_name_says_what_it_is() -> None:
     """Functions and classes by their docstrings; constants by the text behind them."""
     for name, tree in seam().items():

@@ -2,6 +2,7 @@
 
 import json
 import re
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from fake_session import FakeSession
 from models import LR, batch_of, collection, dense_parameters, job_of, plain_torchrec, tables
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torchrec.datasets.utils import Batch
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
@@ -171,3 +173,33 @@ def test_what_is_there_stays(written: tuple[Written, str], tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="cannot write"):
         dcp_export.export(Catalog(url), ours.manifest, tmp_path / "file" / "below")
     assert (tmp_path / "file").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("raised", [RuntimeError("unexpected pos 704 vs 598"), OSError(28, "No space left")])
+def test_a_disk_that_is_full_while_torch_writes(
+    raised: Exception, written: tuple[Written, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch raises what is no Exception then."""
+    ours, url = written
+
+    def full(*_: object, **__: object) -> None:
+        raise CheckpointException("", {0: (raised, traceback.StackSummary())})
+
+    monkeypatch.setattr(dcp_export, "save", full)
+    with pytest.raises(CheckpointError, match=r"cannot write .*exported: .*; name another place, or make room"):
+        dcp_export.export(Catalog(url), ours.manifest, tmp_path / "exported")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_export_that_is_interrupted_while_torch_writes_is_interrupted(
+    written: tuple[Written, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, url = written
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise CheckpointException("", {0: (KeyboardInterrupt(), traceback.StackSummary())})
+
+    monkeypatch.setattr(dcp_export, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        dcp_export.export(Catalog(url), ours.manifest, tmp_path / "exported")
+    assert not list(tmp_path.iterdir())

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from kept import random_records
+from kept import random_records, unreadable
 from test_checkpoint_files import JOB, committed, manifests_of
 
 from torch_ecrec.errors import CheckpointError, StoreUnavailable
@@ -52,8 +52,7 @@ def test_a_run_whose_checkpoints_are_altered_is_none_that_has_none(
         find_again("run", url, "stop", "", NONE)
     assert lists == [url], "a store with many checkpoints takes its time"
     assert find_again("run", url, "checkpoint", "", NONE) == (None, 2), "passed over, with a word, and not written over"
-    file.unlink()
-    file.mkdir()  # cannot be read
+    unreadable(monkeypatch, file.parent.name)
     with pytest.raises(StoreUnavailable):
         find_again("run", url, "checkpoint", "", NONE)
 

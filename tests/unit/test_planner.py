@@ -245,6 +245,20 @@ def test_padding_of_a_table_that_must_be_whole_is_reported_and_the_model_warns_o
     assert padding.startswith("table wide is whole") == kind.endswith("table_wise") == bool(padding)
 
 
+def test_a_plan_for_other_servers_than_the_clusters_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Its tables may not fit there: nobody else looks."""
+    for code, told in ((CodeSpec(3, 2, 1), 0), (CodeSpec(5, 3, 2), 1)):
+        caplog.clear()
+        module = Net(collection())
+        plan = planner_of(world_size=1, servers=Servers(code)).plan(module, get_default_sharders())
+        DistributedModelParallel(module, device=CPU, session=FakeSession(job_of(module, plan=plan)), plan=plan)
+        said = [
+            one for one in caplog.messages if one.startswith("the plan was made for 5 slots, k = 3, r = 2, and the")
+        ]
+        assert len(said) == told
+    assert said[0].endswith("Give the planner what there is: Servers(CodeSpec(3, 2, 1))")
+
+
 def test_a_plan_without_servers_is_reported_as_such() -> None:
     """By TorchRec's own planner, which knows nothing of them."""
     report = Report()

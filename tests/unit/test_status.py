@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from typing import Any, get_args
 
@@ -14,8 +15,9 @@ from msgspec.structs import replace
 
 import torch_ecrec
 from torch_ecrec.observe.text import TABLES_SHOWN, format_status
+from torch_ecrec.processes.launch import Lacking
 from torch_ecrec.protocol import bounds, messages
-from torch_ecrec.protocol.messages import BadMessage
+from torch_ecrec.protocol.messages import BadMessage, Placement
 from torch_ecrec.protocol.status import (
     Complaint,
     Connections,
@@ -181,3 +183,22 @@ def test_many_tables_are_shown_when_asked_for(more: int, shown: bool) -> None:
     text = format_status(said)
     assert ("t0 " in text) == shown and ("torch-ecrec status --tables" in text) != shown
     assert "t0 " in format_status(said, tables=True) and "--tables" not in format_status(said, tables=True)
+
+
+def test_a_server_says_once_what_the_cluster_lacks_when_that_stays_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Seven servers that were started together said it seven times each."""
+    caplog.set_level(logging.INFO)
+    lacking = Lacking("1.2.3.4:5")
+    for there in range(1, 6):
+        lacking.on_control(Gathering((there, 5), (0, 2)))
+    lacking.look()
+    assert not caplog.messages, "more may come"
+    for _ in range(3):
+        lacking.look()
+    (said,) = caplog.messages
+    assert said.startswith("the cluster has not begun: 5 of 5 servers and 0 of 2 trainers are there")
+    lacking.on_control(Gathering((5, 5), (1, 2)))
+    lacking.on_control(messages.Placed(Placement(1, ())))
+    for _ in range(3):
+        lacking.look()
+    assert caplog.messages == [said], "it has begun"

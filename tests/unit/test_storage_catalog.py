@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from kept import Shelf, small_job
+from kept import Shelf, small_job, unreadable
 from power import Crash, Power
 
 from torch_ecrec.errors import CheckpointError, StoreUnavailable
@@ -299,22 +299,6 @@ def test_what_is_kept(tmp_path: Path, url_of: Callable[[Path], str]) -> None:
         catalog.keep(0)
     with pytest.raises(CheckpointError, match="is no name of a checkpoint"):
         catalog.folder("../x")
-
-
-def unreadable(monkeypatch: pytest.MonkeyPatch, *names: str, times: int = 1 << 30) -> list[str]:
-    """Manifests of these cannot be read just now, so many times. Returns of which that was asked, as it is."""
-    asked: list[str] = []
-    read = Location.read
-
-    def failing(self: Location, name: str) -> bytes:
-        folder = self.url.rpartition("/")[2]
-        if folder in names and len(asked) < times:
-            asked.append(folder)
-            raise StoreUnavailable(f"cannot read {self.url}/{name}: the store is busy")
-        return read(self, name)
-
-    monkeypatch.setattr(Location, "read", failing)
-    return asked
 
 
 @pytest.mark.parametrize("fault", ["busy", "altered"])

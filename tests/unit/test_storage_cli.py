@@ -1,6 +1,8 @@
 """`torch-ecrec checkpoints`: what it lists, verifies, removes and refuses."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch_ecrec.cli.checkpoints import _age
 from torch_ecrec.cli.main import main
 from torch_ecrec.observe import progress
 from torch_ecrec.observe.progress import Progress
+from torch_ecrec.storage import exporting
 from torch_ecrec.storage.manifest import MANIFEST, Encoding
 
 
@@ -117,3 +120,61 @@ def test_long_actions_count_their_bytes_towards_what_there_is_to_do(
     wanted = (2 * first.bytes if action == "verify" else first.bytes) + above.bytes
     assert one._total == wanted and one._done >= 0.9 * wanted, "what each builds on is read with it"
     assert capsys.readouterr().err == "", "nobody is at a terminal"
+
+
+def test_a_place_is_named_as_for_a_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one way for all commands: a path, also below ~, file://, or a bucket with its scheme."""
+    Shelf(str(tmp_path / "kept")).write(7)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for named in ("kept", "~/kept", f"file://{tmp_path}/kept", str(tmp_path / "kept")):
+        assert main(["checkpoints", named]) == 0
+        assert "1 checkpoints at" in capsys.readouterr().out
+    for named in ("nothing", "~/nothing", f"file://{tmp_path}/nothing"):
+        assert main(["checkpoints", named]) == 7
+        assert f"{named}: no such folder" in capsys.readouterr().err
+    assert main(["checkpoints", "s3:bucket/kept"]) == 2
+    assert "a bucket is named with its scheme (s3://bucket/kept)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--export", "--import"])
+def test_what_is_exported_or_imported_is_on_this_machine(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder "s3:" of this machine was written, and said to be the bucket."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["checkpoints", "kept", option, "s3://bucket/out.safetensors"])
+    said = f"argument {option}: a path on this machine is wanted, got 's3://bucket/out.safetensors'"
+    assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_an_export_of_what_the_cluster_removes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shelf = Shelf(str(tmp_path / "kept"))
+    first = shelf.write(7)
+
+    def export_late(*_: object) -> int:
+        shelf.write(8)
+        shelf.catalog.keep(1)
+        return written(*_)
+
+    written = exporting.export
+    monkeypatch.setattr(exporting, "export", export_late)
+    assert main(["checkpoints", str(tmp_path / "kept"), "--export", str(tmp_path / "out.safetensors")]) == 7
+    assert f"{first.id} was removed while it was read" in capsys.readouterr().err
+    assert [one.name for one in tmp_path.iterdir()] == ["kept"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_told_to_end_leaves_nothing_half_written(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C left nothing; SIGTERM and a terminal that closes left a hidden file, as large as all tables."""
+    Shelf(str(tmp_path / "kept")).write(7)
+    monkeypatch.setattr(exporting, "_fill", lambda *_: os.kill(os.getpid(), number))
+    assert main(["checkpoints", str(tmp_path / "kept"), "--export", str(tmp_path / "out.safetensors")]) == 130
+    assert [one.name for one in tmp_path.iterdir()] == ["kept"]

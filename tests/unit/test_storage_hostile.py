@@ -130,6 +130,10 @@ def test_so_is_one_of_a_checkpoint(do: Callable[[Path], None], tmp_path: Path) -
     assert main(["checkpoints", url]) == CheckpointError.exit_code
     listing = Catalog(url).listing()
     assert [one.id for one in listing.whole] == [first.folder] and [one.folder for one in listing.broken]
+    catalog = Catalog(url)
+    assert catalog.newest().id == first.folder, "what is no manifest, however often it is read, hides no checkpoint"
+    committed(manifests_of(url), url, 120, records)
+    assert catalog.keep(1) == [first.folder], "nor does it keep any"
 
 
 def test_a_file_that_has_the_name_of_a_folder_hides_nothing_and_is_removed_like_one(

@@ -987,6 +987,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tier", type=Path, required=True, metavar="DIR", help="a folder on the disk to measure")
     parser.add_argument(
         "--stores",
+        type=str,  # "": ours alone
         default="rocksdb,frames+rocksdb,lmdb",
         metavar="A,B",
         help="beside ours (rocksdb,frames+rocksdb,lmdb)",

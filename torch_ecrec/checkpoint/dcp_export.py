@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from torch_ecrec.errors import CheckpointError
@@ -81,9 +82,7 @@ def export(catalog: Catalog, manifest: Manifest, folder: Path) -> Exported:
         tables = near / f"tables{SUFFIX}"
         exporting.export(catalog, manifest, tables)
         content.update(_tables(manifest, state, tables))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it saves for one process: it does
-            save(content, checkpoint_id=near / "dcp", no_dist=True)
+        _save(content, near / "dcp")
         described = Description(manifest.spec, state.tables, beside=tuple(state.replicated))
         (near / "dcp" / DESCRIPTION).write_bytes(described.encoded())
         os.replace(near / "dcp", folder)
@@ -93,6 +92,19 @@ def export(catalog: Catalog, manifest: Manifest, folder: Path) -> Exported:
     finally:
         shutil.rmtree(near, ignore_errors=True)
     return Exported(sum(path.stat().st_size for path in folder.iterdir()), tuple(absent))
+
+
+def _save(content: dict[str, Any], folder: Path) -> None:
+    """Writes a checkpoint of DCP. Raises OSError if it cannot be written."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it saves for one process: it does
+            save(content, checkpoint_id=folder, no_dist=True)
+    except CheckpointException as failed:  # no Exception; it has whatever was raised, a KeyboardInterrupt too
+        error = failed.failures[0][0]
+        if isinstance(error, RuntimeError):  # torch's file of a full disk, which names neither disk nor file
+            raise OSError(f"torch cannot write all of it ({str(error).strip()})") from error
+        raise error from None
 
 
 def _state_of(catalog: Catalog, manifest: Manifest) -> State:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import os
 import re
 import sys
 import threading
@@ -266,7 +265,7 @@ def checkpoints_of(arguments: argparse.Namespace) -> CheckpointSettings:
         ValueError: the arguments contradict each other.
     """
     from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
-    from torch_ecrec.storage.location import is_folder, require_place
+    from torch_ecrec.storage.location import folder_of, require_place
 
     every_steps, every_s = arguments.checkpoint_every or (0, 0.0)
     require(
@@ -277,8 +276,8 @@ def checkpoints_of(arguments: argparse.Namespace) -> CheckpointSettings:
         url = getattr(arguments, name)
         if url and url != "newest":
             require_place(url.partition("@")[0] if name == "restore" else url)
-            if is_folder(url):  # servers and trainers may have another working directory
-                setattr(arguments, name, os.path.abspath(os.path.expanduser(url)))
+            if (folder := folder_of(url)) is not None:  # servers and trainers may have another working directory
+                setattr(arguments, name, str(folder))
     return CheckpointSettings(
         url=arguments.checkpoint,
         every_steps=every_steps,

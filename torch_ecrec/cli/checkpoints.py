@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_ecrec.demo.interrupts import sigterm_interrupts
+
 if TYPE_CHECKING:  # numpy and Numba, which take a second
     from torch_ecrec.storage.catalog import Catalog, Listing
     from torch_ecrec.storage.manifest import Manifest
@@ -35,14 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--export",
         metavar="PATH",
-        type=Path,
+        type=_here,
         help="write the newest, or that of --step, to this machine in another form (--format)",
     )
     what.add_argument(
         "--import",
         dest="source",
         metavar="PATH",
-        type=Path,
+        type=_here,
         help="make a checkpoint of step 0 from a folder of torch.distributed.checkpoint, which TorchRec or --export has"
         " written, or from a file that ends in .safetensors",
     )
@@ -75,12 +77,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def _here(text: str) -> Path:
+    """Returns a path of this machine. Raises ArgumentTypeError for a URL: a folder here would get its name."""
+    from torch_ecrec.storage.location import is_path
+
+    if not text or not is_path(text):
+        raise argparse.ArgumentTypeError(f"a path on this machine is wanted, got {text!r}")
+    return Path(text)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns 7 if a checkpoint is faulty."""
+    with sigterm_interrupts():  # what is half written would stay, hidden, and may be as large as all tables
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     from torch_ecrec.errors import CheckpointError
     from torch_ecrec.storage.catalog import Catalog
+    from torch_ecrec.storage.location import folder_of, require_place
 
     catalog = Catalog(arguments.url)
+    require_place(arguments.url)
     if arguments.remove is not None:
         return _remove(catalog, arguments)
     done = {"export": arguments.export, "import": arguments.source}
@@ -92,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _export(catalog, arguments)
     if arguments.source is not None:
         return _import(catalog, arguments)
-    if "://" not in arguments.url and not Path(arguments.url).is_dir():
+    if (folder := folder_of(arguments.url)) is not None and not folder.is_dir():
         raise CheckpointError(f"{arguments.url}: no such folder")
     found = _Found.look(catalog, arguments.verify)
     print(json.dumps(_as_json(found), indent=2) if arguments.json else _as_text(arguments.url, found, time.time()))
@@ -207,7 +225,7 @@ def _export(catalog: Catalog, arguments: argparse.Namespace) -> int:
     manifest = catalog.newest() if arguments.step is None else catalog.at(arguments.step)
     what = "the tables"
     absent: tuple[str, ...] = ("the dense model, which `--format dcp` writes",)
-    with _told_of(catalog, f"exports step {manifest.done}", [manifest]):
+    with _told_of(catalog, f"exports step {manifest.done}", [manifest]), _unless_removed(catalog, manifest):
         if arguments.format == "dcp":
             from torch_ecrec.checkpoint import dcp_export
 
@@ -224,6 +242,22 @@ def _export(catalog: Catalog, arguments: argparse.Namespace) -> int:
         print(f"{arguments.export}: {what} of step {manifest.done}, {size:,} bytes")
         print("\n".join(f"  not in it: {one}" for one in absent))
     return 0
+
+
+@contextlib.contextmanager
+def _unless_removed(catalog: Catalog, manifest: Manifest) -> Iterator[None]:
+    """Says so where a checkpoint cannot be read since the cluster that writes there has removed it meanwhile."""
+    from torch_ecrec.errors import CheckpointError
+
+    try:
+        yield
+    except CheckpointError as error:
+        if catalog.folder(manifest.id).exists(manifest.file):
+            raise
+        raise CheckpointError(
+            f"{manifest.id} was removed while it was read: a cluster that writes to {catalog.url} keeps its newest ones"
+            " only. Export again, and have it keep more if need be (--checkpoint-keep)"
+        ) from error
 
 
 def _import(catalog: Catalog, arguments: argparse.Namespace) -> int:

@@ -43,7 +43,7 @@ from torch_ecrec.cli import (
     upgrade,
     warm,
 )
-from torch_ecrec.compat.argparse import arguments_of, commands_of
+from torch_ecrec.compat.argparse import NoEmptyValues, arguments_of, commands_of
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.runtime.lifetime import (
     INTERRUPTED,
@@ -93,7 +93,7 @@ COMMANDS: dict[str, Command] = {  # in the order of `--help`
 }
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(NoEmptyValues):
     """Says in one line what is wrong with a command line. The usage, a screen of some commands, is in `--help`."""
 
     def error(self, message: str) -> NoReturn:

@@ -1,9 +1,12 @@
-"""What a parser of `argparse` has been given, which it tells nobody: its commands and their arguments."""
+"""What a parser of `argparse` has been given, which it tells nobody: its commands and their arguments. And a parser
+that refuses empty values."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,19 @@ class Argument:
     value: str
     default: object
     meaning: str
+
+
+class NoEmptyValues(argparse.ArgumentParser):
+    """Refuses an empty value of an option, by the option's name: `--restore "$URL"` without such a variable.
+
+    A path would be the folder where the command runs, and other words would be as if they were not there.
+    """
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        shown = action.option_strings and action.help != argparse.SUPPRESS  # others are of one process to another
+        if "" in arg_strings and shown and action.type in (None, Path):
+            raise argparse.ArgumentError(action, "a value is wanted, and this one is empty")
+        return super()._get_values(action, arg_strings)
 
 
 def commands_of(parser: argparse.ArgumentParser) -> list[tuple[str, argparse.ArgumentParser, str]]:

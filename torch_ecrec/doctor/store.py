@@ -7,7 +7,6 @@ then the object may stay, and the finding says how it is called.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import time
 from collections.abc import Iterator
@@ -80,7 +79,9 @@ def _no_place(url: str, error: Exception) -> Finding:
 def _advice(url: str, cause: BaseException | None) -> str:
     if isinstance(cause, PermissionError):
         return "give this user permission there (chown, the bucket's policy, credentials), or name another place"
-    if "://" in url:
+    from torch_ecrec.storage.location import folder_of
+
+    if folder_of(url) is None:
         return "look at credentials and endpoint (AWS_PROFILE, FSSPEC_S3_ENDPOINT_URL), and whether the bucket is there"
     return f"look at `ls -ld {url}` and `df {url}`, or name another place"
 
@@ -116,10 +117,10 @@ def _try(location: Location, name: str) -> Finding:
 @contextlib.contextmanager
 def _without_new_folders(url: str) -> Iterator[None]:
     """Removes, in the end, the folders of this machine that writing has made: a name may have been misspelt."""
-    scheme, separator, path = url.partition("://")
+    from torch_ecrec.storage.location import folder_of
+
     new: list[Path] = []
-    if not separator or scheme in ("file", "local"):
-        folder = Path(os.path.abspath(os.path.expanduser(path if separator else url)))
+    if (folder := folder_of(url)) is not None:
         with contextlib.suppress(OSError):
             new = [one for one in (folder, *folder.parents) if not one.exists()]
     try:

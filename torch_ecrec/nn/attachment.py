@@ -85,7 +85,7 @@ class Attachment:
         self._state = TrainerState(optimizers, stateful, model.fused_optimizer)
         self._own = own
         inspector = LoopInspector(self._counters, attached=bool(own))
-        self._arithmetic = arithmetic.of_settings(settings)
+        self._arithmetic = arithmetic.of_settings(settings, self._session.job.code)
         self._arithmetic_then: Mapping[str, Any] | None = None  # of torch; put back when the first step begins
         self.reader = None if reader is None else Reader(reader, self._on_draw, inspector, settings.look_ahead)
         self._announcing: Announcing | None = None
@@ -347,7 +347,8 @@ class Attachment:
                 was imported (`imported.py`).
 
         Raises:
-            ValueError: other things are attached than when the snapshot was taken; nothing was changed then.
+            ValueError: other things are attached than when the snapshot was taken, or numbers are rounded otherwise;
+                nothing was changed.
             RuntimeError: nothing was attached then, or the trainers had trained different dense models.
         """
         self._dense.last = step
@@ -372,7 +373,8 @@ class Attachment:
         before: Any = decode(own["before"])
         if "arithmetic" in before:  # an earlier build has not kept it
             self._arithmetic_then, settings_then = before["arithmetic"]
-            arithmetic.check_settings(settings_then, self._arithmetic)
+            if inexact := arithmetic.check_settings(settings_then, self._arithmetic):
+                self._session.not_exact(inexact)
         self._state.check(
             self._state.decoded(before["state"]), ["reader"] * ((before["reader"] is None) != (self.reader is None))
         )

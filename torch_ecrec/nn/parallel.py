@@ -22,7 +22,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Never
+from typing import Any, Never, cast
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,15 @@ from torch_ecrec.nn.script_checks import (
     watch_batches,
 )
 from torch_ecrec.nn.served import show_tables
-from torch_ecrec.nn.sharder import all_table_specs, columns_of, job_names, output_dtypes, sharders_for, types_in
+from torch_ecrec.nn.sharder import (
+    ServedSharding,
+    all_table_specs,
+    columns_of,
+    job_names,
+    output_dtypes,
+    sharders_for,
+    types_in,
+)
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.resume.compiled import Compiled
 from torch_ecrec.resume.reader import Reader, Stateful
@@ -108,7 +116,8 @@ class DistributedModelParallel(ShardedAtAllPaths):
         model_tracker_configs: refused: the trackers of TorchRec look into tables that are not in the trainers.
         session: the backend to use. None connects to the cluster that `settings` names, or starts a local one.
         settings: time limits and the cluster's address; None reads the environment.
-        code: k, r and number of slots; None takes the cluster's, or the defaults for a local one.
+        code: k, r and number of slots of a local cluster, or that one which is named must have; None takes that one's,
+            or the defaults.
         seed: for the tables' initial weights.
         nan_gradients: "raise" refuses a step with NaN or infinite embedding gradients on any trainer, on every trainer,
             with `NonFiniteGradient` out of its backward: no row has changed, and a trainer that skips its optimizer
@@ -186,6 +195,8 @@ class DistributedModelParallel(ShardedAtAllPaths):
         _check_session(session, tables, env)
         if tables and session.trainer == 0 and (padding := said_of_padding(session.job)):
             warnings.warn(padding, stacklevel=2)
+        if session.trainer == 0 and plan is not None:
+            _tell_of_others_plan(plan, session.job.code)
         session, recorder = recorded(session, self)
         step = SparseStep(session, _group_of_steps(env), nan_gradients, env.process_group)
         super().__init__(
@@ -264,7 +275,8 @@ class DistributedModelParallel(ShardedAtAllPaths):
             RuntimeError: called twice, or after the first step; the model has no tables; a scheduler is attached, and
                 the optimizer whose rates it sets is neither the tables' nor attached.
             TypeError: something has a state that cannot be kept; the message names it.
-            ValueError: other things are attached than when the snapshot was taken; nothing was changed then.
+            ValueError: other things are attached than when the snapshot was taken, or `wire` or `pooling` is another
+                setting than then; nothing was changed.
         """
         if not self.session.job.tables:
             raise RuntimeError(f"`attach` would keep nothing: {NO_TABLES}")
@@ -578,6 +590,19 @@ def _check_session(session: EmbeddingBackend, tables: tuple[Any, ...], env: Shar
         raise ValueError(
             f"the session's job has other tables: {[t.name for t in session.job.tables]}"
             f" there, {[t.name for t in tables]} here, or their sizes or optimizers differ"
+        )
+
+
+def _tell_of_others_plan(plan: ShardingPlan, code: CodeSpec) -> None:
+    """Warns of a plan that was made for other servers than the cluster has: tables may not fit there."""
+    entries = [one for of_one in plan.plan.values() for one in cast(Any, of_one).values()]
+    planned = next((one.code for one in entries if isinstance(one, ServedSharding) and one.code), code)
+    if planned != code:
+        log.warning(
+            "the plan was made for %s, and the cluster has %s: what the planner says of memory and traffic is not of it"
+            " (training is as exact). Give the planner what there is: Servers(CodeSpec(%d, %d, %d))",
+            *(f"{one.slots} slots, k = {one.k}, r = {one.parities}" for one in (planned, code)),
+            *(code.slots, code.k, code.r),
         )
 
 

@@ -57,7 +57,7 @@ from torch_ecrec.nn.sequences import ErasureCodedEmbeddingCollection, ErasureCod
 from torch_ecrec.nn.slices import DTYPES
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.table_optimizers import is_named, optimizer_spec
-from torch_ecrec.spec.job import TableSpec
+from torch_ecrec.spec.job import CodeSpec, TableSpec
 from torch_ecrec.state_dicts.columns import Columns
 from torch_ecrec.state_dicts.kinds import COLLECTIONS, Collection
 from torch_ecrec.state_dicts.unsharded import (
@@ -77,9 +77,11 @@ class ServedSharding(ParameterSharding):
 
     Args:
         pooling_factor: ids of a bag, on average. Slots pool the bags of tables where these are long.
+        code: of the servers that the plan was made for; None: nobody has said.
     """
 
     pooling_factor: float = 1.0
+    code: CodeSpec | None = None
 
 
 def table_specs(

@@ -235,7 +235,8 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
             for table, entry in cast(dict[str, Any], entries).items():
                 if entry.sharding_type in OURS:
                     bag = served[f"{path}.{table}"].table.pooling_factor
-                    cast(Any, entries)[table] = ServedSharding(**vars(entry), pooling_factor=bag)
+                    of = self._served.servers.code
+                    cast(Any, entries)[table] = ServedSharding(**vars(entry), pooling_factor=bag, code=of)
         if plan.plan and not chooses(plan):
             raise ValueError(
                 "the plan leaves every table to TorchRec, and protects nothing. Name what must be protected,"

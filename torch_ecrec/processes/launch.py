@@ -46,6 +46,7 @@ from torch_ecrec.processes.restore_source import dense_model
 from torch_ecrec.processes.supervisor import Supervisor, await_trainers
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.membership import join_of
+from torch_ecrec.protocol.messages import WantedCode
 from torch_ecrec.protocol.status import Gathering, Report
 from torch_ecrec.records.pages import ReadyMemory
 from torch_ecrec.records.tiers.trouble import trouble_signals
@@ -123,6 +124,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None, draining
     """
     ends: queue.SimpleQueue[BaseException] = queue.SimpleQueue()  # its `put` may come in the middle of a `get`
     hosts: list[Host] = []
+    lacking = Lacking(settings.join or "")
 
     def make(name: str, member: Member, _: CodeSpec) -> Node:
         def run(action: Callable[[], None]) -> None:
@@ -136,8 +138,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None, draining
         return hosts[0]
 
     def on_control(word: messages.FromCoordinator) -> None:
-        if isinstance(word, Gathering):
-            log.info("the cluster has not begun%s", format_gathering(word.servers, word.trainers, settings.join or ""))
+        lacking.on_control(word)
         hosts[0].on_control(word)
 
     member = Member(
@@ -146,7 +147,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None, draining
             "server",
             uuid.uuid4().hex,
             os.getpid(),
-            code=messages.WantedCode(**(code or {})),
+            code=WantedCode(**(code or {})),
             domain=settings.failure_domain or host_name(),
             experiment=settings.experiment,
             bits=kernel_bits(),
@@ -166,7 +167,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None, draining
         signal.signal(signal.SIGUSR1, lambda *_: hosts[0].flip(parity=False))
         signal.signal(signal.SIGUSR2, lambda *_: hosts[0].flip(parity=True))
         _trouble_on_signals(hosts[0])
-    reason = _first_of(ends)
+    reason = _first_of(ends, lacking)
     if isinstance(reason, KeyboardInterrupt) and reason.args == (signal.SIGTERM,):
         join = settings.join or ""  # `Member` has seen that it is there
         limit_s, name = settings.grace_s, member.name
@@ -191,10 +192,38 @@ def _trouble_on_signals(host: Host) -> None:
             signal.signal(number, lambda *_, k=kind, f=flips: host.flip_below() if f else trouble.begin(k))
 
 
-def _first_of(ends: queue.SimpleQueue[BaseException]) -> BaseException:
+class Lacking:
+    """Logs what a cluster lacks that has not begun, once that is the same at two looks: while all are started, it
+    changes with each of them.
+
+    Args:
+        join: the cluster's address.
+    """
+
+    def __init__(self, join: str) -> None:
+        self._join, self._now, self._before, self._told = join, "", "", ""
+
+    def on_control(self, word: messages.FromCoordinator) -> None:
+        """Handles a message of the coordinator."""
+        if isinstance(word, Gathering):
+            self._now = format_gathering(word.servers, word.trainers, self._join)
+        elif isinstance(word, messages.Placed):
+            self._now = ""
+
+    def look(self) -> None:
+        """Is called every `WAKE_S`."""
+        now = self._now
+        if now and now == self._before != self._told:
+            self._told = now
+            log.info("the cluster has not begun%s", now)
+        self._before = now
+
+
+def _first_of(ends: queue.SimpleQueue[BaseException], lacking: Lacking) -> BaseException:
     while True:
         with contextlib.suppress(queue.Empty):
             return ends.get(timeout=WAKE_S)
+        lacking.look()
 
 
 # trainer ----------------------------------------------------------------------------------------------
@@ -219,7 +248,7 @@ def connect(
         job: tables, seed and number of trainers; its code parameters are replaced by the cluster's.
         settings: None reads the environment.
         trainer: this trainer's index.
-        code: of a local cluster; None takes the defaults. A cluster that is named has its own.
+        code: of a local cluster; None takes the defaults. A cluster that is named has its own, and refuses another.
         snapshot_every: `Session.snapshot` will be called after each step that is a multiple of it; 0: never.
 
     Raises:
@@ -240,7 +269,7 @@ def connect(
     if is_own := settings.join is None:
         own, address = _start_local(job, trainer, code or CodeSpec(), settings)
         settings = dataclasses.replace(settings, join=address)
-    return _Trainer(job, settings, trainer, snapshot_every, own, is_own).join()
+    return _Trainer(job, settings, trainer, code, snapshot_every, own, is_own).join()
 
 
 def abandon(session: Session) -> None:
@@ -269,6 +298,7 @@ class _Trainer:
     """A trainer process: its membership and its session, and how both end.
 
     Args:
+        code: what it insists on; None: whatever the cluster has.
         own: the local cluster that it has started; None: it has started none.
         is_own: the cluster is such a one, of this trainer or of another of its script.
     """
@@ -278,10 +308,12 @@ class _Trainer:
         job: JobSpec,
         settings: Settings,
         trainer: int,
+        code: CodeSpec | None,
         snapshot_every: int,
         own: Supervisor | None,
         is_own: bool,
     ) -> None:
+        self._wanted = WantedCode() if code is None else WantedCode(code.k, code.r, code.slots)
         self._job, self._settings, self._trainer, self._snapshot_every = job, settings, trainer, snapshot_every
         self._own, self._is_own = own, is_own
         self._process, self._thread = os.getpid(), threading.current_thread()
@@ -318,6 +350,7 @@ class _Trainer:
             uuid.uuid4().hex,
             os.getpid(),
             rank=self._trainer,
+            code=self._wanted,
             job=self._job,
             launch=launch if len(launch) <= LAUNCH_MOST else hashlib.sha256(launch.encode()).hexdigest(),
             relaunched=bool(settings.launch) or restarts() > 0,

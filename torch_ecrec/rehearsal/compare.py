@@ -239,7 +239,7 @@ def moments(steps: int, ends: Sequence[int], number: int) -> list[int]:
         ends: last steps of passes.
         number: how many are wanted; there are fewer in a short run.
     """
-    ends = [end for end in ends if end <= steps]
+    ends, number = [end for end in ends if end <= steps], min(number, steps)
     first = min(ends[0] if ends else max(2, steps // (number + 1)), steps)
     spread = [round(i * steps / (number + 1)) for i in range(number, 0, -1)]
     chosen = dict.fromkeys([first, first + 1, *spread, *range(steps, 0, -1)])

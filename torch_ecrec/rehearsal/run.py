@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch_ecrec.demo.interrupts import sigterm_interrupts
+from torch_ecrec.demo.run import NUMBER_MOST
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.observe.rehearsed import mark
@@ -344,8 +345,8 @@ def plan_of(arguments: argparse.Namespace) -> tuple[Plan, list[int]]:
     require(script[0] == "-m" or Path(script[0]).is_file(), f"{script[0]}: no such file")
     require(script != ["-m"], "`-m` needs the name of a module")
     require_int("nproc-per-node", arguments.nproc_per_node, 1, TRAINERS_MOST)
-    require_int("restarts", arguments.restarts, 1)
-    require_int("steps", arguments.steps, 0)
+    require_int("steps", arguments.steps, 0, NUMBER_MOST)
+    require_int("restarts", arguments.restarts, 1, arguments.steps or NUMBER_MOST)
     require_int("spares", arguments.spares, 0, SLOTS_MOST)
     require(arguments.limit_s > 0, f"`--limit-s` must be positive, got {arguments.limit_s}")
     steps = arguments.steps or None

@@ -1,7 +1,7 @@
 """What decides the bits of a step beside its numbers: settings of torch, and ours of what travels.
 
     of_torch()     is kept with each snapshot, and brought back where the first step begins
-    of_settings()  likewise kept; a process has them for its life, so others are refused
+    of_settings()  likewise kept; a process has them for its life, so others are refused (other slots are told)
 
 A job that is started again with another OMP_NUM_THREADS would add up in another order, and say nothing of it.
 """
@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
 
+SLOTS = "slots"
 log = logging.getLogger(__name__)
 
 
@@ -45,21 +47,36 @@ def set_of_torch(kept: Mapping[str, Any]) -> None:
     )
 
 
-def of_settings(settings: Settings) -> dict[str, str]:
-    """Returns those of our settings on which bits depend, by their variables. Other ways of pooling have the same."""
-    return {
+def of_settings(settings: Settings, code: CodeSpec) -> dict[str, str]:
+    """Returns those of our settings on which bits depend, by their variables, and the slots where they decide some.
+
+    Sums of whole bags have the same bits, whoever makes them.
+    """
+    in_parts = settings.pooling == "parts" and settings.wire == "float32"  # of rows that are rounded slots sum none
+    found = {
         "TORCH_ECREC_WIRE": settings.wire,
         "TORCH_ECREC_EVALUATION_WIRE": settings.evaluation_wire,
-        "TORCH_ECREC_POOLING": "parts" if settings.pooling == "parts" and settings.wire == "float32" else "whole",
+        "TORCH_ECREC_POOLING": "parts" if in_parts else "whole",
     }
+    return found | ({SLOTS: f"{code.slots} slots, k = {code.k}, r = {code.parities}"} if in_parts else {})
 
 
-def check_settings(kept: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raises ValueError if settings are others than before a restart; names them."""
-    others = [name for name in now if kept[name] != now[name]]
+def check_settings(kept: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Checks that settings are those of before a restart.
+
+    Returns:
+        What is not exact from here on: the job goes on in another cluster, on purpose; "": all is.
+
+    Raises:
+        ValueError: a setting is another one; all are named.
+    """
+    others = [name for name in now if name != SLOTS and kept[name] != now[name]]
     if others:
         raise ValueError(
             f"training went on with {', '.join(f'{name}={kept[name]}' for name in others)}, and this trainer has"
             f" {', '.join(now[name] for name in others)}, with which other bits would follow: start all trainers with"
             " what they had"
         )
+    if kept.get(SLOTS) == now.get(SLOTS):
+        return ""
+    return f"{now[SLOTS]} sum bags in parts, and round otherwise than the {kept[SLOTS]} of before"

@@ -47,22 +47,34 @@ _ADVICE = {
     errno.EROFS: "the file system is read-only: name another place",
     errno.ENOENT: "it is not there: was it removed, or is the URL another one?",
     errno.ENOTDIR: "a file is where a folder is wanted: name another place",
+    errno.ELOOP: "a link leads to itself: remove it, or name another place",
+    errno.EISDIR: "something else has that name: remove it, or name another place",
+    errno.ENXIO: "something else has that name: remove it, or name another place",
     errno.EIO: "the device fails: look at the system's log, and name another place",
 }
 
 
+_FOR_GOOD = {errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO}  # however often it is tried
 _SCHEME_LOST = re.compile(r"(s3a?|gs|gcs|abfss?|az|oss|oci|hdfs|https?|ftp|memory|file)(:/?[^/:]|:$|/)", re.IGNORECASE)
 
 
-def is_folder(url: str) -> bool:
-    """Returns whether a place for checkpoints is named as a folder of this machine, and not by a URL."""
-    return "://" not in url and "::" not in url
+def is_path(name: str) -> bool:
+    """Returns whether a place is named as a path of this machine, and not by a URL."""
+    return "://" not in name and "::" not in name
+
+
+def folder_of(url: str) -> Path | None:
+    """Returns the whole path of a place for checkpoints on this machine; None: it is elsewhere."""
+    protocol, separator, path = url.partition("://")
+    if not is_path(url) and protocol not in ("file", "local"):
+        return None
+    return Path(os.path.abspath(os.path.expanduser(path if separator else url)))
 
 
 def require_place(url: str) -> None:
     """Raises ValueError where a place for checkpoints looks like a URL that has lost its scheme, or a part of it: it
     would be taken for a folder of this machine."""
-    if not is_folder(url):
+    if not is_path(url):
         return
     found, path = _SCHEME_LOST.match(url), Path(os.path.expanduser(url))
     if path.is_absolute() or url.startswith(".") or (Path.cwd() / path.parts[0]).exists():
@@ -116,12 +128,8 @@ class Location:
         require(bool(url), "`url` of a place for checkpoints must not be empty")
         self.on_bytes: Callable[[int], None] = lambda count: None
         self.url = url.rstrip("/") or "/"
-        protocol, _, path = url.partition("://")
-        local = is_folder(url)
-        if local or protocol in ("file", "local"):
-            self._store: _Store = _Local(Path(os.path.abspath(os.path.expanduser(url if local else path))))
-        else:
-            self._store = _Remote(url)
+        folder = folder_of(url)
+        self._store: _Store = _Remote(url) if folder is None else _Local(folder)
 
     def below(self, folder: str) -> Location:
         """Returns a folder of this one."""
@@ -204,7 +212,7 @@ class Location:
                 number = errno.EACCES
             advice = _ADVICE.get(number, "look whether the place can be reached, and may be written")
             said = str(error) or type(error).__name__
-            kind = CheckpointError if number == errno.ENOENT else StoreUnavailable
+            kind = CheckpointError if number in _FOR_GOOD else StoreUnavailable
             raise kind(f"cannot {action} {at}: {said}; {advice}") from error
 
 
@@ -289,7 +297,9 @@ class _Local:
         path = self.folder / name
         mode = os.stat(path).st_mode
         if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "not a file" if not stat.S_ISDIR(mode) else "a folder, not a file")
+            raise OSError(
+                *((errno.EISDIR, "a folder, not a file") if stat.S_ISDIR(mode) else (errno.ENXIO, "not a file"))
+            )
         return path
 
     def is_link(self, name: str) -> bool:
