@@ -330,8 +330,8 @@ class SparseStep:
             except RuntimeError as error:  # torch's, which says that a connection was closed
                 error.add_note(
                     f"torch_ecrec: step {self.session.step}: another trainer has ended, or was lost. If its loop is"
-                    " shorter than that of this one, give all trainers as many batches: leave some out, or give a trainer"
-                    " without ids an empty KeyedJaggedTensor"
+                    " shorter than that of this one, give all trainers as many batches: leave some out, or give a"
+                    " trainer without ids an empty KeyedJaggedTensor"
                 )
                 raise
             most, least, any_asks, none_asks, any_wrote, *found = all_flags.tolist()
