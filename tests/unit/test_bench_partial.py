@@ -120,6 +120,7 @@ def test_it_prints_and_writes_every_way(tmp_path: Path, capsys: pytest.CaptureFi
         (["--save", "60"], "--load, --restart: say what it costs"),
         ([*WORDS, "--failures", "0"], "`failures` must be at least 1, got 0"),
         ([*WORDS, "--pls", "1"], "`pls` must be above 0 and below 1, got 1.0"),
+        ([*WORDS, "--hours", "inf"], "`hours` must be positive, got inf"),
         ([*WORDS, "--save", "0"], "`save_s` must be positive, got 0.0"),
         ([*WORDS, "--pls", "0.001"], "the interval between two saves is 0.053 steps: raise --steps to"),
         ([*WORDS, "--portion", "0.01"], "a portion of the interval is 0.16 steps: raise --steps to"),
@@ -165,4 +166,5 @@ def test_areas_want_saves_within_the_training(tmp_path: Path, capsys: pytest.Cap
     criteo.write_synthetic(tmp_path / "clicks.tsv", 50, seed=3)
     words = [*WORDS, *AREAS, "--epochs", "1", "--portion", "0.1", "--data", str(tmp_path / "clicks.tsv")]
     assert main(["bench", "partial", *words, "--out", str(tmp_path / "out")]) == 2
-    assert "a portion of the interval is" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "a portion of the interval is" in said.err and not said.out, "it is refused before anything is measured"

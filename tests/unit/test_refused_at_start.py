@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ import torch
 from conftest import ROOT
 from torch.optim import Optimizer
 
+from torch_ecrec.cli import status
 from torch_ecrec.cli.main import main
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.nn import script_checks
@@ -55,6 +57,27 @@ def test_a_command_refuses_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.setenv("TORCH_ECREC_JION", "127.0.0.1:1")
     assert main(["status"]) == 2
     assert "TORCH_ECREC_JION is no setting of torch_ecrec; did you mean TORCH_ECREC_JOIN?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (MemoryError("Unable to allocate 8.00 TiB"), "there is not enough memory: Unable to allocate 8.00 TiB\n"),
+        (MemoryError(), "there is not enough memory\n"),
+        (OverflowError("int too large"), "int too large\n"),
+        (OSError(errno.EMFILE, "Too many open files"), r"`ulimit -n`\); `torch-ecrec doctor --only open-files` says"),
+    ],
+)
+def test_what_a_machine_has_no_room_for_is_one_line(
+    error: Exception, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(status, "run", fail)
+    assert main(["status"]) == 2
+    said = capsys.readouterr().err
+    assert re.search(says, said) and said.count("\n") == 1
 
 
 # places for checkpoints ---------------------------------------------------------------------------------------------

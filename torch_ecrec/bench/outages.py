@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -134,7 +135,10 @@ def check(arguments: argparse.Namespace) -> tuple[CodeSpec, list[str], Path | No
     require(len(set(kinds)) == len(kinds), f"an event is named twice: {arguments.events}")
     record.require_counts(arguments, "repeats", "trainers", "batch_size", "spares")
     record.require_positive(arguments, "gigabytes", "drain_gigabytes", "steady_s")
-    require(arguments.link_mbit >= 0, f"`--link-mbit` must not be negative, got {arguments.link_mbit}")
+    for name in ("link-mbit", "zipf"):
+        value = getattr(arguments, name.replace("-", "_"))
+        require(0 <= value < math.inf, f"`--{name}` must not be negative, got {value}")
+    record.labelled("outages", arguments)
     require_hosts()
     return code, kinds, require_etcd() if set(kinds) & set(ELECTED) else None
 

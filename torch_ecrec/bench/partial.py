@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_ecrec.bench.record import header, markdown, require_counts, table, write
+from torch_ecrec.bench.record import header, markdown, require_counts, require_positive, table, write
 from torch_ecrec.demo import criteo
 from torch_ecrec.demo.criteo import CATEGORIES, INTEGERS, Clicks
 from torch_ecrec.observe.progress import counted
@@ -89,7 +89,7 @@ class Job:
     def of(arguments: argparse.Namespace) -> Job:
         """Makes the job from the command line. Raises ValueError or TypeError."""
         require_counts(arguments, "slots", "failures", "steps", "rows", "touched", "dim")
-        require(arguments.hours > 0, f"`hours` must be positive, got {arguments.hours}")
+        require_positive(arguments, "hours")
         for name in ("pls", "portion"):
             value = getattr(arguments, name)
             require(0 < value < 1, f"`{name}` must be above 0 and below 1, got {value}")
@@ -100,7 +100,7 @@ class Job:
         require(
             not missing, f"{', '.join(missing)}: say what it costs, or name a run that has measured it (`--measured`)"
         )
-        require(costs["save_s"] > 0, f"`save_s` must be positive, got {costs['save_s']}")
+        require(0 < costs["save_s"] < math.inf, f"`save_s` must be positive, got {costs['save_s']}")
         require(min(costs["load_s"], costs["restart_s"]) >= 0, "`load_s` and `restart_s` must not be negative")
         rng = np.random.default_rng(arguments.seed)
         at = sorted(int(step) for step in rng.integers(1, arguments.steps + 1, arguments.failures))
@@ -352,9 +352,8 @@ class Training:
     def of(arguments: argparse.Namespace, job: Job, interval_s: float, trained: int) -> Training:
         """Makes the workload of so many rows, with saves as often as in the emulation.
 
-        Raises ValueError or TypeError if an argument is wrong.
+        Raises ValueError if there are too few for that.
         """
-        require_counts(arguments, "seeds", "epochs", "batch_size", "rows_per_table")
         steps = arguments.epochs * (trained // arguments.batch_size)
         every = round(interval_s / (job.hours * HOUR_S) * steps)
         some = round(job.portion * every)
@@ -474,18 +473,22 @@ def _score(model: Model, tables: Tables, test_on: Clicks) -> tuple[float, float]
     return criteo.auc(test_on.labels, scores.numpy()), float(log_loss)
 
 
-def compare(arguments: argparse.Namespace, job: Job) -> list[dict[str, Any]]:
-    """Returns a row for each way; prints a line after each seed.
+def prepare(arguments: argparse.Namespace, job: Job) -> tuple[Training, Clicks, Clicks]:
+    """Returns what `compare` trains: the workload, the rows for it, and those that are held out.
 
     Raises:
-        ValueError: the file is none of Criteo's, or a number cannot be.
+        ValueError, TypeError: the file is none of Criteo's, or a number cannot be.
     """
-    clicks = criteo.read(arguments.data, arguments.rows_per_table)
-    train_on, test_on = clicks.split()
-    training = Training.of(arguments, job, interval_of(job), len(train_on))
+    require_counts(arguments, "seeds", "epochs", "batch_size", "rows_per_table")
+    train_on, test_on = criteo.read(arguments.data, arguments.rows_per_table).split()
+    return Training.of(arguments, job, interval_of(job), len(train_on)), train_on, test_on
+
+
+def compare(job: Job, seeds: int, training: Training, train_on: Clicks, test_on: Clicks) -> list[dict[str, Any]]:
+    """Returns a row for each way; prints a line after each seed."""
     torch.set_num_threads(1)  # models this small are slower with more, and their sums depend on it
     found: dict[str, list[Trained]] = {way: [] for way in WAYS}
-    for seed in counted("partial: seeds", range(job.seed, job.seed + arguments.seeds)):
+    for seed in counted("partial: seeds", range(job.seed, job.seed + seeds)):
         for way in WAYS:
             found[way].append(train(training, train_on, test_on, way, seed))
         print(f"seed {seed}: " + ", ".join(f"{way} {found[way][-1].auc:.4f}" for way in WAYS))
@@ -545,14 +548,15 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError, TypeError: a number cannot be, or a cost is not known.
     """
     job = Job.of(arguments)
+    prepared = None if arguments.data is None else prepare(arguments, job)
     ways = [full(job), *(emulate(job, name) for name in counted("partial: savers", list(SAVERS)))]
     rows = [way.to_row() for way in ways]
     print(f"{job.hours:g} h, {len(job.failures)} failures, {job.slots} slots, lost samples allowed {job.pls:g}")
     print(table(rows))
     print(PUBLISHED)
     write(arguments.out, "partial", {"header": header(), "costs": job.costs}, rows)
-    if arguments.data is not None:
-        areas = compare(arguments, job)
+    if prepared is not None:
+        areas = compare(job, arguments.seeds, *prepared)
         print(markdown(areas))
         write(arguments.out, "partial-auc", {"header": header(), "costs": job.costs}, areas)
     return 0

@@ -11,6 +11,7 @@ import contextlib
 import csv
 import datetime
 import json
+import math
 import os
 import platform
 import shlex
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]
+LABEL_MOST = 100
 
 
 def _processor() -> str:
@@ -146,7 +148,15 @@ def add_files(parser: argparse.ArgumentParser, out: str, copies: bool = False) -
 
 
 def labelled(name: str, arguments: argparse.Namespace) -> str:
-    """Returns the name of the files: the benchmark's, and the label, if there is one."""
+    """Returns the name of the files: the benchmark's, and the label, if there is one.
+
+    Raises ValueError if no file can have it: they are written when all is measured.
+    """
+    label = arguments.label or ""
+    require(
+        not set(label) & {"/", "\0"} and len(label) <= LABEL_MOST,
+        f"`--label` is a part of the files' names, without /, of {LABEL_MOST} characters at most; got {label!r}",
+    )
     return "-".join(filter(None, (name, arguments.label)))
 
 
@@ -157,9 +167,9 @@ def require_counts(arguments: argparse.Namespace, *names: str, least: int = 1) -
 
 
 def require_positive(arguments: argparse.Namespace, *names: str) -> None:
-    """Raises ValueError unless each of these arguments is positive."""
+    """Raises ValueError unless each of these arguments is positive, and finite."""
     for name in names:
-        require(getattr(arguments, name) > 0, f"`{name}` must be positive, got {getattr(arguments, name)}")
+        require(0 < getattr(arguments, name) < math.inf, f"`{name}` must be positive, got {getattr(arguments, name)}")
 
 
 def _cell(value: Any) -> str:

@@ -48,7 +48,6 @@ from torch_ecrec.bench.experiment import Experiment, Model, Part, Stopped, parse
 from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.observe.progress import counted
 from torch_ecrec.records.optimizers import optimizer
-from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec
 
 if TYPE_CHECKING:
@@ -463,8 +462,7 @@ def run(arguments: argparse.Namespace) -> int:
     sweeps = arguments.sweeps if arguments.sweeps is not None else QUICK_SWEEPS if arguments.quick else SWEEPS
     arguments.blocks = plan.blocks if arguments.blocks is None else arguments.blocks
     arguments.seconds = plan.seconds if arguments.seconds is None else arguments.seconds
-    record.require_counts(arguments, "blocks", "least_steps", "warmup")
-    require(arguments.seconds > 0, f"`--seconds` must be positive, got {arguments.seconds}")
+    train.blocks_of(arguments)  # refused before anything is started
     header = record.header()
     fans = [fan_out(servers, k, r) for k, r in FAN_OUT_CODES for servers in FAN_OUT_SERVERS if servers >= k + r]
     sweeper = Sweeper(arguments)

@@ -16,9 +16,9 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -29,10 +29,12 @@ from torch_ecrec.records.pages import untouched
 from torch_ecrec.records.tiers.budget import least_budget, need_of
 from torch_ecrec.records.tiers.disk import BLOCK_BYTES, Reader, ScratchFile, reader
 from torch_ecrec.runtime.checks import require
-from torch_ecrec.spec.settings import check_folder
+from torch_ecrec.spec.settings import LOOK_AHEAD_MOST, check_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+N = TypeVar("N", int, float)
 
 MEMORY = "in memory"
 PARITIES = "parities on disk"
@@ -99,6 +101,16 @@ class Counted:
         return {name: sum(getattr(slot, name) for slot in slots) for name in (*COUNTED, "tier_memory_bytes")}
 
 
+def _numbers(name: str, kind: Callable[[str], N], text: str) -> list[N]:
+    """Returns the numbers of an option, each once. Raises ValueError."""
+    try:
+        found = [kind(one) for one in text.split(",") if one]
+    except ValueError as error:
+        raise ValueError(f"`--{name}` are numbers with commas between them, got {text}") from error
+    require(len(set(found)) == len(found), f"`--{name}` has a number twice: {text}")
+    return found
+
+
 def modes_of(arguments: argparse.Namespace, shape: workload.Shape) -> list[Mode]:
     """Returns the systems that are measured."""
     base = parse_mode("k2r1")
@@ -112,10 +124,13 @@ def modes_of(arguments: argparse.Namespace, shape: workload.Shape) -> list[Mode]
     def tiered(name: str, share: float, kind: str, ahead: int = 0) -> Mode:
         return mode(name, ahead, tier_settings(arguments.tier, budget(shape, base, share), kind))
 
-    shares = [float(text) for text in arguments.shares.split(",") if text]
+    shares, distances = _numbers("shares", float, arguments.shares), _numbers("ahead", int, arguments.ahead)
     require(all(0 < share <= 1 for share in shares), f"`--shares` are of all records, 0 to 1, got {arguments.shares}")
-    distances = [int(text) for text in arguments.ahead.split(",") if text]
     require(distances[:1] == [0], f"`--ahead` begins with 0, what the others are compared with, got {arguments.ahead}")
+    require(
+        all(0 <= ahead <= LOOK_AHEAD_MOST for ahead in distances),
+        f"`--ahead` must be 0 to {LOOK_AHEAD_MOST}, got {arguments.ahead}",
+    )
     found = [mode(MEMORY, ahead) for ahead in distances]
     found += [tiered(f"{100 * share:g} % in memory", share, "all", ahead) for share in shares for ahead in distances]
     # all data records, and as good as no parity
@@ -184,16 +199,17 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError, TypeError: bad arguments; nothing was started.
     """
     shape = shape_of(arguments)
-    record.require_counts(arguments, "blocks", "trainers")
+    record.require_counts(arguments, "trainers")
+    blocks = blocks_of(arguments)
     check_folder(arguments.tier)
     modes = modes_of(arguments, shape)
+    name = record.labelled(f"tiers-{arguments.shape}", arguments)
     reads_per_s = disk_rate(arguments.tier)
     print(f"the disk of {arguments.tier} reads {reads_per_s:,.0f} blocks of 4 KiB a second, 32 at once", flush=True)
     model = Model(shape, arguments.trainers, arguments.seed, pool=0)
-    blocks = blocks_of(arguments)
     counted = Counted(blocks)
     experiment = Experiment(
-        record.labelled(f"tiers-{arguments.shape}", arguments),
+        name,
         arguments.out,
         [Part(mode.name, mode, model, [functools.partial(counted.turn, mode)]) for mode in modes],
         repeats=arguments.blocks,

@@ -139,7 +139,9 @@ def shape_of(arguments: argparse.Namespace) -> workload.Shape:
 
 
 def blocks_of(arguments: argparse.Namespace) -> Blocks:
-    """Returns turns of systems, as long as the command line says (`add_blocks`)."""
+    """Returns turns of systems, as long as the command line says (`add_blocks`). Raises ValueError or TypeError."""
+    record.require_counts(arguments, "blocks", "least_steps", "warmup")
+    record.require_positive(arguments, "seconds")
     return Blocks(arguments.warmup, arguments.least_steps, arguments.seconds)
 
 
@@ -164,8 +166,8 @@ def check(arguments: argparse.Namespace) -> tuple[workload.Shape, list[Mode]]:
     require_device(arguments.device)
     if arguments.device == "cuda" and any(mode.code is None for mode in modes):
         workload.require_fbgemm_cuda()
-    record.require_counts(arguments, "blocks", "trainers", "least_steps", "warmup", "checkpoint_every")
-    record.require_positive(arguments, "seconds")
+    blocks_of(arguments)  # refused with the others
+    record.require_counts(arguments, "trainers", "checkpoint_every")
     record.require_counts(arguments, "hosts", least=0)
     require(arguments.link_gbit >= 0, f"`--link-gbit` must not be negative, got {arguments.link_gbit}")
     require(arguments.hosts > 0 or not arguments.link_gbit, "`--link-gbit` goes with `--hosts`")

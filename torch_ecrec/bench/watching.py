@@ -242,8 +242,8 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError, TypeError: bad arguments; nothing was started.
     """
     shape = shape_of(arguments)
-    record.require_counts(arguments, "blocks", "trainers", "pages", "least_steps", "warmup")
-    record.require_positive(arguments, "scrape_every", "seconds")
+    record.require_counts(arguments, "trainers", "pages")
+    record.require_positive(arguments, "scrape_every")
     require(arguments.pages <= STREAMS_MOST, f"`--pages` must be at most {STREAMS_MOST}, got {arguments.pages}")
     mode, place = parse_mode(arguments.system), Place("127.0.0.1", free_port())
     require(mode.code is not None, f"`--system` must be one with servers of ours, got {arguments.system}")

@@ -618,13 +618,9 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     """Returns the settings of the environment, overridden by the command line (`add_join`, `add_grace`, `add_tier`)."""
     join, grace_s = getattr(arguments, "join", None), getattr(arguments, "grace", None)
     overrides: dict[str, Any] = {"join": join} if join else {}
-    serves = hasattr(arguments, "tier")
-    if serves:
+    if hasattr(arguments, "tier"):
         overrides |= _tier_settings(arguments)
-    settings = Settings.from_environment(**overrides, **({} if grace_s is None else {"grace_s": grace_s}))
-    if serves and settings.tier:
-        check_folder(Path(settings.tier))
-    return settings
+    return Settings.from_environment(**overrides, **({} if grace_s is None else {"grace_s": grace_s}))
 
 
 def add_end_with_parent(parser: argparse.ArgumentParser, tells: bool) -> None:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import errno
 import io
 import logging
 import os
 import re
+import resource
 import select
 import signal
 import sys
@@ -138,10 +140,12 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(error, error.exit_code)
     except OSError as error:
         if error.filename != output.NAME:
-            return _fail(error, 2)
+            return _fail(_explained(error), 2)
         output.drop_rest()
         return _fail(error, 1)
-    except (ValueError, TypeError) as error:
+    except MemoryError as error:
+        return _fail(MemoryError(f"there is not enough memory: {error}".removesuffix(": ")), 2)
+    except (ValueError, TypeError, OverflowError) as error:
         return _fail(error, 2)
     except ImportError as error:
         return _fail(_lacking(error), 1)
@@ -234,6 +238,15 @@ def _lacking(error: ImportError) -> ImportError:
     if name not in ("matplotlib", "psutil"):
         return error
     return ImportError(f"this needs the package {name}: pip install 'torch-ecrec[demo]'")
+
+
+def _explained(error: OSError) -> OSError:
+    """Returns the error with what to do, if it is a limit of this process that names no file."""
+    if error.errno != errno.EMFILE:
+        return error
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    doctor = "`torch-ecrec doctor --only open-files` says how many it takes"
+    return OSError(f"{error.strerror}: this process may have {soft} (`ulimit -n`); {doctor}")
 
 
 def _fail(error: Exception, code: int) -> int:

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 
 from torch_ecrec.cli.arguments import add_end_with_parent, add_grace, add_join, add_tier, asks
+from torch_ecrec.spec.settings import require_tier
 
 HELP = "run one server of a cluster"
 
@@ -31,6 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     from torch_ecrec.transport.whereabouts import require_whereabouts
 
     settings, join = asks(arguments)
+    require_tier(settings)
     if arguments.failure_domain is not None:
         settings = dataclasses.replace(settings, failure_domain=arguments.failure_domain)
     wanted = {"k": arguments.k, "r": arguments.r, "slots": arguments.servers}

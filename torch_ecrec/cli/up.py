@@ -36,6 +36,7 @@ from torch_ecrec.cli.arguments import (
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.runtime.lifetime import on_signals
 from torch_ecrec.runtime.threads import Worker, log_error
+from torch_ecrec.spec.settings import check_folder
 
 if TYPE_CHECKING:
     from torch_ecrec.processes.supervisor import Supervisor
@@ -86,6 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
     require_store(arguments)
     events = [] if arguments.events is None else ["--events", str(arguments.events.resolve())]
     settings, tier = settings_of(arguments), tier_environment(arguments)
+    if settings.tier:
+        check_folder(Path(settings.tier))
     require_restore(arguments)
     require_free(arguments)
     if arguments.logs is not None:

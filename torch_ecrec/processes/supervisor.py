@@ -274,14 +274,14 @@ class Supervisor:
         code = life.child.returncode
         if not self.restart or code == 0:
             return
+        why = self._last_words(life.name) if code > 0 else ""  # who was killed has not said why
         if code in FINAL:
-            why = self._last_words(life.name)
             log.error("server process %d ended with %d, and is not started again%s", life.child.pid, code, why)
             return
         quick = life.next_quick()
         pause_s = _pause_s(quick)
         when = f" in {pause_s:g} s" if pause_s else ""
-        log.info("server process %d ended with %d; starting another%s", life.child.pid, code, when)
+        log.info("server process %d ended with %d; starting another%s%s", life.child.pid, code, when, why)
         self._due.append((time.monotonic() + pause_s, quick))
 
     def _last_words(self, name: str) -> str:

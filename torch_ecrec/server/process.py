@@ -19,7 +19,7 @@ from torch_ecrec.records.tiers.budget import Tier
 from torch_ecrec.records.tiers.trouble import Trouble
 from torch_ecrec.server.capture import Portion
 from torch_ecrec.spec.job import JobSpec, TableGroup
-from torch_ecrec.spec.settings import Settings, check_folder
+from torch_ecrec.spec.settings import Settings, require_tier
 from torch_ecrec.transport.node import Node, Port
 
 
@@ -82,10 +82,10 @@ class CheckpointReader(Protocol):
 
 
 def tier_of(settings: Settings) -> Tier | None:
-    """Returns the tier that a server's settings ask for; None: none. Raises ValueError for a folder that is none."""
+    """Returns the tier that a server's settings ask for; None: none. Raises TierFailed for a folder that is none."""
     if not settings.tier:
         return None
-    check_folder(Path(settings.tier))
+    require_tier(settings)
     trouble = Trouble() if settings.flip_on_signal else None
     return Tier(Path(settings.tier), settings.tier_memory_bytes, settings.tier_for == "parities", trouble)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from torch_ecrec.errors import TierFailed
 from torch_ecrec.runtime.checks import Flag, require, require_int, take_fields
 from torch_ecrec.spec.experiment import Experiment
 
@@ -448,6 +449,19 @@ def check_folder(folder: Path) -> None:
     require(folder.exists(), f"`tier` must be a folder that exists, got {folder}: make it with mkdir -p {folder}")
     require(folder.is_dir(), f"`tier` must be a folder, got {folder}")
     require(os.access(folder, os.W_OK | os.X_OK), f"`tier` must be a folder that can be written, got {folder}")
+
+
+def require_tier(settings: Settings) -> None:
+    """Raises TierFailed unless the folder of a server's tier is there, if it has one.
+
+    It is no mistake of whoever started the server: its disk may be mounted later, and whoever supervises it is to try
+    again, which after exit code 2 nobody does.
+    """
+    if settings.tier:
+        try:
+            check_folder(Path(settings.tier))
+        except ValueError as error:
+            raise TierFailed(str(error)) from error
 
 
 def _value_of(field: dataclasses.Field[Any]) -> object:
