@@ -21,6 +21,7 @@ from torchmetrics import MeanMetric
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from torch_ecrec.compat.torchrec import wrapped_module
+from torch_ecrec.nn.attachment import OTHER_MODULES
 from torch_ecrec.nn.dense import own_of
 from torch_ecrec.resume.trainer_state import unwrapped
 from torch_ecrec.resume.values import decode, encode
@@ -142,6 +143,30 @@ def test_parts_of_other_slots_are_told_as_not_exact(monkeypatch: pytest.MonkeyPa
     attach(third)
     (said,) = third.session.inexact
     assert re.fullmatch(r"4 slots, .* sum bags in parts, and round otherwise than the 3 slots, .* of before", said)
+
+
+@pytest.mark.parametrize("change", ["nothing", "its own", "a mode", "a number", "a kind"])
+def test_a_model_that_computes_otherwise_than_before_is_told_as_not_exact(change: str) -> None:
+    def built(*before: Any, **more: Any) -> Trainer:
+        trainer = made(*before, **more)
+        trainer.model.module.drop = nn.Dropout(0.1)
+        return trainer
+
+    first = attach(built())
+    first.steps(4)
+    second = built(first.session, 3, seed=2)
+    net = second.model.module
+    match change:
+        case "its own":
+            net.made_at = 17.0
+        case "a mode":
+            net.drop.eval()
+        case "a number":
+            net.drop.p = 0.2
+        case "a kind":
+            net.drop = nn.AlphaDropout(0.1)
+    attach(second)
+    assert second.session.inexact == [OTHER_MODULES] * (change in ("a number", "a kind"))
 
 
 def test_a_thing_without_a_state_is_refused() -> None:

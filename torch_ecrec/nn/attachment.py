@@ -48,6 +48,10 @@ from torch_ecrec.resume.values import decode, encode
 from torch_ecrec.runtime.checks import plain
 from torch_ecrec.spec.settings import Settings
 
+OTHER_MODULES = (
+    "torch's modules in the model, or what they were made with (the `p` of a dropout, say), are others than before the"
+    " restart: the script was changed"
+)
 log = logging.getLogger(__name__)
 
 STEPS_OF_A_DRAW = 64  # of more, the log is told once
@@ -92,6 +96,7 @@ class Attachment:
         if self.reader is not None and self.reader.looks_ahead:
             self._announcing = Announcing(self.reader, model, step.session)
         self._settings = ModuleSettings(model)
+        self._modules = self._settings.checksum
         if optimizers:
             dense.use(self._state.dense_optimizers)
         dense.counters = self._state.counters
@@ -314,6 +319,7 @@ class Attachment:
                 "state": self._state.encoded(),
                 "settings": self._settings.changed(),
                 "arithmetic": [arithmetic.of_torch(), self._arithmetic],
+                "modules": self._modules,
             },
             "attached",
         )
@@ -375,6 +381,8 @@ class Attachment:
             self._arithmetic_then, settings_then = before["arithmetic"]
             if inexact := arithmetic.check_settings(settings_then, self._arithmetic):
                 self._session.not_exact(inexact)
+        if before.get("modules", self._modules) != self._modules:
+            self._session.not_exact(OTHER_MODULES)
         self._state.check(
             self._state.decoded(before["state"]), ["reader"] * ((before["reader"] is None) != (self.reader is None))
         )

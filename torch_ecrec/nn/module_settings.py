@@ -11,6 +11,7 @@ than one number, string or flag: a module that changes those is for the script t
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -40,6 +41,21 @@ class ModuleSettings:
         self._tables = {name: p for name, p in model.named_parameters() if isinstance(p, TableParameter)}
         self._first: dict[tuple[str, str], Any] = {}
         self._first = {(path, name): value for path, values in self.changed().items() for name, value in values.items()}
+
+    @property
+    def checksum(self) -> int:
+        """Of torch's own modules and of what they were made with: numbers, flags and words, without their modes.
+
+        Of others nothing is said: what a user's module notes about itself may differ in each life.
+        """
+        torchs = {path for path, module in self._of_path.items() if type(module).__module__.startswith("torch.nn.")}
+        kinds = [(path, type(self._of_path[path]).__qualname__) for path in torchs]
+        made = [
+            (path, name, repr(value))
+            for (path, name), value in self._first.items()
+            if path in torchs and type(value) in _PLAIN and name != "training" and not name.startswith(_TRAINED)
+        ]
+        return zlib.crc32(repr(sorted([*kinds, *made])).encode())
 
     def changed(self) -> dict[str, dict[str, Any]]:
         """Returns the settings that differ from those at construction: path of a module -> name -> value.
