@@ -502,8 +502,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Writes the documents; returns 0, even if files are missing: the documents say which.
 
     Raises:
-        ValueError: there is no such folder or no result in it, a file in it is not a benchmark's, or scaling.md has lost
-            its markers.
+        ValueError: there is no such folder, or no result in it; a file in it is not a benchmark's, or scaling.md has
+            lost its markers.
     """
     source, out = arguments.source, arguments.out
     require(source.is_dir(), f"no such folder: {source}")
