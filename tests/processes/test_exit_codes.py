@@ -8,6 +8,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import TextIO
 
 import pytest
@@ -80,30 +81,41 @@ def full() -> contextlib.redirect_stderr[TextIO]:
     return contextlib.redirect_stderr(open("/dev/full", "w", buffering=1))
 
 
-def test_up_ends_with_the_reason_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Ended:
-        """A cluster whose data is lost."""
+class Ended:
+    """A cluster whose data is lost, with the disk that its servers share."""
 
-        ended, join, http, address = DataLoss.exit_code, "127.0.0.1:1", None, ("127.0.0.1", 1)
+    ended, join, http, address = DataLoss.exit_code, "127.0.0.1:1", None, ("127.0.0.1", 1)
+    failed = "server process 12 ended with 10: a disk is full"
 
-        def __init__(self, *_: object, **__: object) -> None:
-            pass
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
 
-        def __enter__(self) -> Ended:
-            return self
+    def __enter__(self) -> Ended:
+        return self
 
-        def __exit__(self, *_: object) -> None:
-            pass
+    def __exit__(self, *_: object) -> None:
+        pass
 
+
+@pytest.fixture
+def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`up` has such a cluster."""
     monkeypatch.setattr(supervisor, "Supervisor", Ended)
     monkeypatch.setattr(launch, "warm", lambda **_: None)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        with full():
-            assert main(["up", "--quiet"]) == 3
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_up_ends_with_the_reason_all_the_same(lost: None) -> None:
+    with full():
+        assert main(["up", "--quiet"]) == 3
+
+
+def test_the_last_line_of_up_names_the_disk_that_was_full(lost: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--quiet"]) == 3
+    assert "ended with 3: data is lost (server process 12 ended with 10: a disk is full), " in capsys.readouterr().err
 
 
 def test_run_ends_with_the_reason_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

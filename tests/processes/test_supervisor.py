@@ -131,6 +131,7 @@ def test_a_server_whose_disk_is_gone_is_back_with_it_and_the_folder_is_named(
         said = f": torch-ecrec: `tier` must be a folder that exists, got {disk}: make it"
         wait_until(lambda: said in caplog.text, LIMIT_S, "another one has ended, too")
         assert re.search(r"ended with 10; starting another( in [\d.]+ s)?" + re.escape(said), caplog.text)
+        assert f"ended with 10{said}" in running.failed
         disk.mkdir()
         wait_until(lambda: len(living(running)) == 2, LIMIT_S, "two servers again")
 

@@ -190,17 +190,29 @@ def test_the_same_again_from_what_was_copied(source: Path, tmp_path: Path) -> No
     assert {path.name: path.read_bytes() for path in out.rglob("*") if path.is_file()} == first
 
 
-def test_nothing_measured_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "empty").mkdir()
+def test_what_is_not_measured_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave_recovery(tmp_path / "in")
     out = tmp_path / "docs"
-    assert run(tmp_path / "empty", out) == 0
+    assert run(tmp_path / "in", out) == 0
+    others = [name for name in report.NAMES if name != "recovery"]
     text = (out / "performance.md").read_text()
-    for name in report.NAMES:
+    for name in others:
         assert f"{name}.json" in text
     assert all("not measured: " in target.row({})["measured"] for target in TARGETS)
-    assert "bench recovery` makes it" in text and "bench scaling` makes it" in (out / "scaling.md").read_text()
+    assert "bench codec` makes it" in text and "bench scaling` makes it" in (out / "scaling.md").read_text()
     assert not broken(out / "performance.md", root=out)
-    assert capsys.readouterr().err.count("missing: ") == len(report.NAMES)
+    assert capsys.readouterr().err.count("missing: ") == len(others)
+
+
+def test_a_folder_without_results_replaces_no_page(tmp_path: Path) -> None:
+    out, empty = tmp_path / "docs", tmp_path / "empty"
+    out.mkdir()
+    empty.mkdir()
+    (out / "performance.md").write_text("measured")
+    with pytest.raises(ValueError, match=f"no results of benchmarks in {empty}"):
+        run(empty, out)
+    assert [path.name for path in out.iterdir()] == ["performance.md"]
+    assert (out / "performance.md").read_text() == "measured"
 
 
 def test_what_did_not_come_to_its_end_is_said(tmp_path: Path) -> None:
@@ -265,6 +277,7 @@ def test_bad_input_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="was not left by a benchmark"):
         run(source, out)
     (source / "codec.json").unlink()
+    leave_recovery(source)
     out.mkdir()
     (out / "scaling.md").write_text(f"# Scaling\n{END}\n{BEGIN}\n")
     with pytest.raises(ValueError, match="must have the markers"):

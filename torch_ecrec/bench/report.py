@@ -502,11 +502,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Writes the documents; returns 0, even if files are missing: the documents say which.
 
     Raises:
-        ValueError: there is no such folder, a file in it is not a benchmark's, or scaling.md has lost its markers.
+        ValueError: there is no such folder, or no result in it; a file in it is not a benchmark's, or scaling.md has
+            lost its markers.
     """
     source, out = arguments.source, arguments.out
     require(source.is_dir(), f"no such folder: {source}")
     contents = load(source)
+    where = "name the --out of benchmarks by --from"
+    require(bool(contents), f"no results of benchmarks in {source}: {where}")  # else a page would lose all its figures
     page = out / "scaling.md"
     document = page.read_text(encoding="utf-8") if page.exists() else f"# Scaling\n\n{BEGIN}\n{END}\n"
     between_markers(document, "")  # refused before anything is written

@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
         if teller is not None:
             teller.join(SILENT_S)  # it may still import, which must not be while the interpreter ends
         if not told:
-            why = _why(cluster.ended or 0, arguments.checkpoint)
+            why = _why(cluster.ended or 0, arguments.checkpoint, cluster.failed)
             with contextlib.suppress(OSError):  # no room for it: the code says it, too
                 print(f"torch-ecrec: the coordinator ended with {cluster.ended}{why}", file=sys.stderr, flush=True)
             known = (DataLoss.exit_code, OtherCluster.exit_code)
@@ -142,17 +142,23 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _why(code: int, store: str) -> str:
-    """Returns what an exit code of a coordinator means, to end a sentence. `store`: where checkpoints are, or ""."""
+def _why(code: int, store: str, failed: str) -> str:
+    """Returns what an exit code of a coordinator means, to end a sentence.
+
+    Args:
+        store: where checkpoints are, or "".
+        failed: see `Supervisor.failed`: what is to be mended before anything is begun again.
+    """
     from torch_ecrec.errors import DataLoss
 
     if code != DataLoss.exit_code:
         return WHY.get(code, "")
+    before = f" ({failed})" if failed else ""
     if store:
-        return f": data is lost. Begin with the newest checkpoint: --checkpoint {store} --restore newest"
+        return f": data is lost{before}. Begin with the newest checkpoint: --checkpoint {store} --restore newest"
     return (
-        ": data is lost, and no checkpoints were kept (--checkpoint URL --checkpoint-every N): begin with what the"
-        " script itself has saved, or from the beginning"
+        f": data is lost{before}, and no checkpoints were kept (--checkpoint URL --checkpoint-every N): begin with what"
+        " the script itself has saved, or from the beginning"
     )
 
 

@@ -96,9 +96,11 @@ class Cluster(Protocol):
     Attributes:
         join: what its trainers join.
         ended: the coordinator's exit code, once there will be no other.
+        failed: which server was the last that its disk has ended, and how; "": none.
     """
 
     ended: int | None
+    failed: str
 
     @property
     def join(self) -> str: ...
@@ -369,7 +371,7 @@ class DemoRun:
             fatal = self.record.fatal
             self.terminal.say(self.record.progress_line(steps, self.samples_per_step))
         if fatal is not None and fatal["kind"] == "data_loss":
-            raise DataLoss(fatal["reason"])
+            raise DataLoss(fatal["reason"] + (f"; {cluster.failed}" if cluster.failed else ""))
         if fatal is not None:
             raise ClusterUnavailable(f"{fatal['reason']}\n{tail(self._log)}")
         if code:

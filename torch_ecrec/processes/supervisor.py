@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, OtherCluster
+from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, OtherCluster, TierFailed
 from torch_ecrec.processes.children import Child, await_end, tail, with_own_path
 from torch_ecrec.processes.fork_server import ForkServer, is_available
 from torch_ecrec.protocol.status import Status
@@ -128,6 +128,7 @@ class Supervisor:
         self._started = 0
         self._due: list[tuple[float, int]] = []  # servers to be started: when, and `_Life.quick`
         self.ended: int | None = None  # exit code of the coordinator, once there will be no other
+        self.failed = ""  # which server was the last that its disk has ended, and how
         if logs is not None:
             prepare_logs(logs)
         self._rules = ["--servers", str(code.slots), "--spares", str(spares), "-k", str(code.k), "-r", str(code.r)]
@@ -275,6 +276,9 @@ class Supervisor:
         if not self.restart or code == 0:
             return
         why = self._last_words(life.name) if code > 0 else ""  # who was killed has not said why
+        if code == TierFailed.exit_code:
+            said = why or ": the disk of its tier is full or fails"
+            self.failed = f"server process {life.child.pid} ended with {code}{said}"
         if code in FINAL:
             log.error("server process %d ended with %d, and is not started again%s", life.child.pid, code, why)
             return

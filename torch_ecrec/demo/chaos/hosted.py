@@ -148,6 +148,7 @@ class HostedCluster:
     ) -> None:
         self.hosts, self.logs = hosts, logs
         self.ended: int | None = None  # there is always another
+        self.failed = ""  # what a server says is in its log
         self.count = len(hosts) - 1
         self.elects = etcd is not None
         self.environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", **environment}
