@@ -314,6 +314,13 @@ def test_another_number_of_workers_is_refused_by_name(monkeypatch: pytest.Monkey
         Loop("tried", first.saved[2])
 
 
+def test_another_batch_size_is_a_reason_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Loop("loader").run(3)
+    monkeypatch.setitem(MADE, "loader", lambda: DataLoader(Numbers(), batch_size=2))
+    with pytest.raises(RuntimeError, match=r"than before the restart: .* has another batch size, data or seed now"):
+        Loop("loader", first.saved[2]).run(1)
+
+
 def test_more_workers_of_a_loader_without_a_state_are_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

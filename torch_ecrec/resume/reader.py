@@ -755,9 +755,9 @@ def _length(reader: Any) -> int:
 
 def _other(reader: object, what: str) -> RuntimeError:
     return RuntimeError(
-        f"{what} than before the restart: the reader ({type(reader).__name__}) depends on something that was"
-        " not brought back. Give it state_dict and load_state_dict that cover it, or random generators that are"
-        " seeded from its position"
+        f"{what} than before the restart: the reader ({type(reader).__name__}) has another batch size, data or seed"
+        " now, or depends on something that was not brought back. Give it what it had, or state_dict and"
+        " load_state_dict that cover it, or random generators that are seeded from its position"
     )
 
 
