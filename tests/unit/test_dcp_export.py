@@ -22,6 +22,7 @@ from torch_ecrec.cli import main
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.nn.parallel import DistributedModelParallel
 from torch_ecrec.state_dicts import streamed
+from torch_ecrec.storage import exporting
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.manifest import Manifest
 
@@ -203,3 +204,16 @@ def test_an_export_that_is_interrupted_while_torch_writes_is_interrupted(
     with pytest.raises(KeyboardInterrupt):
         dcp_export.export(Catalog(url), ours.manifest, tmp_path / "exported")
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_export_left_goes_with_the_next_one_to_the_same_folder(
+    written: tuple[Written, str], tmp_path: Path
+) -> None:
+    ours, url = written
+    left, under_way = (tmp_path / f".exported.{word}" for word in ("0123456789ab", "ba9876543210"))
+    for one in (left, under_way):
+        one.mkdir()
+        (one / "tables.safetensors").touch()
+    with exporting.held(under_way):
+        dcp_export.export(Catalog(url), ours.manifest, tmp_path / "exported")
+    assert sorted(one.name for one in tmp_path.iterdir()) == [under_way.name, "exported"]

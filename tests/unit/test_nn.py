@@ -33,7 +33,7 @@ from models import (
 )
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torchrec import KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
@@ -180,6 +180,25 @@ def test_a_collection_used_twice_gets_the_sum() -> None:
     rows, gradients = session.pushed[0]
     assert session.step == 2 and rows[0].tolist() == [1, 2, 5]
     assert gradients[0][:, 0].tolist() == [1.0, 11.0, 10.0]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_collection_that_the_model_reaches_past_its_modules_is_named(trained: bool) -> None:
+    """It was torch's error about an index, or nothing: the weights of the beginning were used."""
+    made = collection() if trained else EmbeddingBagCollection(tables=tables())
+
+    class Past(Net):
+        def __init__(self) -> None:
+            super().__init__(made)
+            self.aside = [made]
+
+        def forward(self, batch: Batch) -> Any:
+            return self.aside[0](batch.sparse_features)
+
+    model, _ = shard(Past())
+    said = r"collections.0 was called as it was before its tables went to the servers: something holds the Embedding"
+    with pytest.raises(RuntimeError, match=said):
+        model(batch_of(4, 1))
 
 
 def test_an_unused_collection_does_not_hold_the_step_up() -> None:

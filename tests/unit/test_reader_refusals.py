@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from readers import MADE, PASS, Endless, Loop, Passes, loader
+from readers import MADE, PASS, Endless, Loop, Numbers, Passes, close, loader, seed
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torch_ecrec.resume.loop import LoopInspector
 from torch_ecrec.resume.reader import Reader
@@ -284,6 +285,55 @@ def test_another_kind_of_reader_is_refused() -> None:
     first = Loop("list").run(3)
     with pytest.raises(ValueError, match=r"the reader \(Passes\) is of another kind"):
         Loop("stateful", first.saved[2])
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(PASS))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (lambda: loader(), lambda: loader(num_workers=2)),
+        (lambda: loader(num_workers=2), lambda: loader()),
+        (lambda: DataLoader(Stream()), lambda: DataLoader(Stream(), num_workers=2)),
+        (lambda: StatefulDataLoader(Numbers()), lambda: StatefulDataLoader(Numbers(), num_workers=2)),
+        (lambda: StatefulDataLoader(Numbers(), num_workers=1), lambda: StatefulDataLoader(Numbers(), num_workers=2)),
+    ],
+    ids=["0 to 2", "2 to 0", "iterable, 0 to 2", "torchdata, 0 to 2", "torchdata, 1 to 2"],
+)
+def test_another_number_of_workers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, before: Any, after: Any) -> None:
+    """It was said that a batch is another one, or that the reader lacks `state_dict`; torchdata has an empty error."""
+    monkeypatch.setitem(MADE, "tried", before)
+    first = Loop("tried").run(3)
+    close(first)
+    then, now = before().num_workers, after().num_workers
+    monkeypatch.setitem(MADE, "tried", after)
+    with pytest.raises(ValueError, match=rf"had num_workers={then} .*has {now}.*Give it num_workers={then} again"):
+        Loop("tried", first.saved[2])
+
+
+def test_another_batch_size_is_a_reason_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Loop("loader").run(3)
+    monkeypatch.setitem(MADE, "loader", lambda: DataLoader(Numbers(), batch_size=2))
+    with pytest.raises(RuntimeError, match=r"than before the restart: .* has another batch size, data or seed now"):
+        Loop("loader", first.saved[2]).run(1)
+
+
+def test_more_workers_of_a_loader_without_a_state_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where they do not draw at random, their number changes nothing."""
+    monkeypatch.setitem(MADE, "tried", lambda: loader(num_workers=1, shuffle=True))
+    seed(3)
+    first = Loop("tried").run(PASS)
+    monkeypatch.setitem(MADE, "tried", lambda: loader(num_workers=2, shuffle=True))
+    seed(4)
+    second = Loop("tried", first.saved[2]).run(PASS)
+    assert second.seen[0][0] == first.seen[2][0] and second.seen[1][0] == first.seen[3][0]
+    assert "had num_workers=1 when the snapshot was taken, and has 2" in caplog.text
+    close(first), close(second)
 
 
 def test_a_state_that_cannot_be_kept_is_named() -> None:

@@ -401,6 +401,62 @@ def test_what_interrupted_attempts_left_is_removed(tmp_path: Path, url_of: Calla
     assert shelf.catalog.clean() == [] and shelf.holds(running) and shelf.holds(kept)
 
 
+@each_kind
+@pytest.mark.parametrize("moment", ["names", "an earlier folder"])
+def test_a_listing_finds_what_takes_the_place_of_another_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url_of: Callable[[Path], str], moment: str
+) -> None:
+    """A cluster removes a checkpoint that was among the names, after one that was not, or that was looked at too early
+    (after training went back); with an imported one beside it that stays, "newest" would be that one."""
+    shelf = Shelf(url_of(tmp_path))
+    imported = shelf.write(0)
+    first = shelf.write(5)
+    prepared = shelf.parts(4)
+    to_come = [prepared] if moment == "an earlier folder" else []
+    written: list[str] = []
+    list_, exists = Location.list, Location.exists
+
+    def replace_() -> None:
+        done = int((written or [first.id])[-1][:12])
+        manifest = to_come.pop() if to_come else shelf.parts(done + 1)
+        written.append(shelf.catalog.commit(manifest.id, manifest).id)
+        shelf.catalog.keep(1, lambda name: name != imported.id)
+
+    def names(self: Location, folder: str = "") -> list[str]:
+        found = list_(self, folder)
+        if moment == "names" and len(written) < 3:
+            with monkeypatch.context() as patch:
+                patch.setattr(Location, "list", list_)
+                replace_()
+        return found
+
+    def looked(self: Location, name: str) -> bool:
+        if self.url.endswith(first.id) and not written:
+            with monkeypatch.context() as patch:
+                patch.setattr(Location, "exists", exists)
+                replace_()
+        return exists(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Location, "list", names) if moment == "names" else patch.setattr(Location, "exists", looked)
+        listing = Catalog(shelf.catalog.url).listing()
+    assert [one.id for one in listing.whole] == [written[-1], imported.id]
+
+
+def test_a_place_that_never_stands_still_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = Shelf(str(tmp_path))
+    shelf.write(1)
+    list_ = Location.list
+
+    def names(self: Location, folder: str = "") -> list[str]:
+        shelf.parts(len(list_(self)) + 1)
+        return list_(self, folder)
+
+    monkeypatch.setattr(Location, "list", names)
+    with pytest.raises(StoreUnavailable, match="come and go faster than they can be listed: try again, or when"):
+        shelf.catalog.newest()
+
+
 def test_names_of_attempts_differ_and_sort_by_step(tmp_path: Path) -> None:
     catalog = Catalog(str(tmp_path))
     names = [catalog.new_folder(done) for done in (9, 10, 10, 200)]

@@ -178,3 +178,38 @@ def test_a_command_that_is_told_to_end_leaves_nothing_half_written(
     monkeypatch.setattr(exporting, "_fill", lambda *_: os.kill(os.getpid(), number))
     assert main(["checkpoints", str(tmp_path / "kept"), "--export", str(tmp_path / "out.safetensors")]) == 130
     assert [one.name for one in tmp_path.iterdir()] == ["kept"]
+
+
+def test_what_a_killed_export_left_goes_with_the_next_one_to_the_same_file(tmp_path: Path) -> None:
+    """SIGKILL leaves a hidden file, as large as all tables; one that is under way stays."""
+    Shelf(str(tmp_path / "kept")).write(7)
+    names = [".out.safetensors.0123456789ab", ".out.safetensors.ba9876543210", ".out.safetensors.mine"]
+    left, under_way, other = (tmp_path / name for name in names)
+    for one in (left, under_way, other):
+        one.touch()
+    child = os.fork()
+    if not child:  # killed while it writes
+        exporting._fill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        main(["checkpoints", str(tmp_path / "kept"), "--export", str(tmp_path / "out.safetensors")])
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL and not left.exists()
+    under_way.touch()
+    assert len(list(tmp_path.iterdir())) == 4, "what was killed left one"
+    with exporting.held(under_way):
+        assert main(["checkpoints", str(tmp_path / "kept"), "--export", str(tmp_path / "out.safetensors")]) == 0
+    found = sorted(one.name for one in tmp_path.iterdir())
+    assert found == [under_way.name, other.name, "kept", "out.safetensors"]
+
+
+def test_what_an_interrupted_import_left_can_be_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shelf = Shelf(str(tmp_path))
+    full = shelf.write(100)
+    left, base = shelf.parts(0), shelf.write(150, full, [[2], []])
+    above = shelf.write(200, base, [[1], []])
+    (tmp_path / base.id / "manifest.json").unlink()
+    assert main(["checkpoints", str(tmp_path)]) == 0
+    assert "--remove NAME removes what is left of one" in capsys.readouterr().out
+    assert main(["checkpoints", str(tmp_path), "--remove", base.id]) == 7
+    assert f"{base.id} is what {above.id} build on: remove these first" in capsys.readouterr().err
+    assert main(["checkpoints", str(tmp_path), "--remove", left.id]) == 0
+    assert capsys.readouterr().out == f"removed {left.id}\n"
+    assert sorted(one.name for one in tmp_path.iterdir()) == [full.id, base.id, above.id]

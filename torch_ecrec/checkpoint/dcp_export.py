@@ -76,17 +76,19 @@ def export(catalog: Catalog, manifest: Manifest, folder: Path) -> Exported:
     require(not folder.exists(), f"{folder} is there already: name a folder that is not")
     state = _state_of(catalog, manifest)
     content, absent = _dense(state)
+    exporting.remove_left(folder)
     near = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}")
     try:
         near.mkdir(parents=True)
-        tables = near / f"tables{SUFFIX}"
-        exporting.export(catalog, manifest, tables)
-        content.update(_tables(manifest, state, tables))
-        _save(content, near / "dcp")
-        described = Description(manifest.spec, state.tables, beside=tuple(state.replicated))
-        (near / "dcp" / DESCRIPTION).write_bytes(described.encoded())
-        os.replace(near / "dcp", folder)
-        sync_folder(folder.absolute().parent)
+        with exporting.held(near):
+            tables = near / f"tables{SUFFIX}"
+            exporting.export(catalog, manifest, tables)
+            content.update(_tables(manifest, state, tables))
+            _save(content, near / "dcp")
+            described = Description(manifest.spec, state.tables, beside=tuple(state.replicated))
+            (near / "dcp" / DESCRIPTION).write_bytes(described.encoded())
+            os.replace(near / "dcp", folder)
+            sync_folder(folder.absolute().parent)
     except OSError as error:
         raise CheckpointError(f"cannot write {folder}: {error}; name another place, or make room") from error
     finally:

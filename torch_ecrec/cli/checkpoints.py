@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--verify", action="store_true", help="read all of every checkpoint; exit code 7 if one is faulty"
     )
-    what.add_argument("--remove", metavar="STEP|NAME", help="remove one, unless others build on it")
+    what.add_argument(
+        "--remove", metavar="STEP|NAME", help="remove one, or what is left of one, unless others build on it"
+    )
     what.add_argument(
         "--export",
         metavar="PATH",
@@ -372,6 +374,8 @@ def _as_text(url: str, found: _Found, now_s: float) -> str:
     unfinished = [*listing.unfinished, *(f"saves/{name}" for name in found.saves.unfinished)]
     if unfinished:
         lines.append(f"  without a manifest, under way or left of interrupted ones: {', '.join(unfinished)}")
+    if listing.unfinished:
+        lines.append("  where nothing writes any more, --remove NAME removes what is left of one")
     return "\n".join(lines)
 
 

@@ -17,11 +17,12 @@ Does not decide where rows live and does not step: see `layout`, and `step.py`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
@@ -269,11 +270,22 @@ class _OfOneKind(ModuleSharder[Any]):
         return self._other.shard(module, *arguments)
 
 
+def _refuse_unsharded(path: str, module: nn.Module, arguments: object) -> Never:
+    """A hook: raises RuntimeError where the module that was sharded is called still. Its weights are as they began, or
+    freed, and nothing would train those on the servers."""
+    raise RuntimeError(
+        f"{path} was called as it was before its tables went to the servers: something holds the"
+        f" {type(module).__name__} itself (a plain list or dict, a closure, a variable). Reach it through the model:"
+        " as an attribute of a module, in nn.ModuleList or in nn.ModuleDict"
+    )
+
+
 class ErasureCodedSharder(_OfOneKind):
     """Puts the tables of collections on the servers.
 
     If optimizers are attached to the original module's weights, `shard` frees these weights (its parameters have no
-    rows then), since they are on the servers. Other modules' weights are freed with the module.
+    rows then), since they are on the servers. Other modules' weights are freed with the module. The original module
+    refuses to be called.
 
     Args:
         served, step, names, other: as of `_OfOneKind`.
@@ -319,6 +331,7 @@ class ErasureCodedSharder(_OfOneKind):
             if parameter.device.type != "meta" and attached_optimizers(parameter):
                 # The optimizer attached to a parameter keeps it alive for good: its storage must go by hand.
                 parameter.data = parameter.data.new_empty(0, config.embedding_dim)
+        module.register_forward_pre_hook(functools.partial(_refuse_unsharded, module_fqn or "the model"))
         return sharded
 
     def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:

@@ -657,6 +657,7 @@ class Reader(Iterator[Any]):
         return {
             "kind": self._kind,
             "size": len(self._reader) if isinstance(self._reader, Sequence) else -1,
+            "workers": _workers_of(self._reader),
             "epoch": position.epoch,
             "drawn": position.drawn,
             "began": position.began,
@@ -676,7 +677,7 @@ class Reader(Iterator[Any]):
             checksum: that of the batch after those that were drawn ahead, if it is known.
 
         Raises:
-            ValueError: it was another kind of reader, or a sequence of another length.
+            ValueError: it was another kind of reader, a sequence of another length, or one with other workers.
         """
         _check_same(self._reader, saved)
         self._target = Position(
@@ -708,7 +709,32 @@ class Reader(Iterator[Any]):
         _skip(self._reader, current, target.drawn, target.sum)
 
 
+def _workers_of(reader: object) -> int:
+    """Returns how many processes make a reader's batches, where it says that; -1: it does not."""
+    workers = getattr(reader, "num_workers", None)
+    return workers if isinstance(workers, int) else -1
+
+
+def _check_workers(reader: object, then: int) -> None:
+    """Raises ValueError if another number of processes cannot go on from where `then` have been."""
+    workers = _workers_of(reader)
+    if workers == then or -1 in (workers, then):
+        return
+    name = type(reader).__name__
+    if isinstance(reader, Stateful) or 0 in (workers, then):
+        raise ValueError(
+            f"the reader ({name}) had num_workers={then} when the snapshot was taken, and has {workers}: what"
+            f" one has drawn the other cannot go on from. Give it num_workers={then} again"
+        )
+    log.warning(
+        "the reader (%s) had num_workers=%d when the snapshot was taken, and has %d: what workers draw at random, or"
+        " split among them, is other from here on, and so is training. If they do neither, nothing changes",
+        *(name, then, workers),
+    )
+
+
 def _check_same(reader: object, saved: Mapping[str, Any]) -> None:
+    _check_workers(reader, saved.get("workers", -1))  # an earlier build has not kept it
     if saved["kind"] != kind_of(reader):
         raise ValueError(f"the reader ({type(reader).__name__}) is of another kind than when the snapshot was taken")
     if isinstance(reader, Sequence) and saved["size"] != len(reader):
@@ -729,9 +755,9 @@ def _length(reader: Any) -> int:
 
 def _other(reader: object, what: str) -> RuntimeError:
     return RuntimeError(
-        f"{what} than before the restart: the reader ({type(reader).__name__}) depends on something that was"
-        " not brought back. Give it state_dict and load_state_dict that cover it, or random generators that are"
-        " seeded from its position"
+        f"{what} than before the restart: the reader ({type(reader).__name__}) has another batch size, data or seed"
+        " now, or depends on something that was not brought back. Give it what it had, or state_dict and"
+        " load_state_dict that cover it, or random generators that are seeded from its position"
     )
 
 

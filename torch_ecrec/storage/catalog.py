@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 _FOLDER = re.compile(FOLDER)
 NEWEST = "newest"  # in place of a URL: of the checkpoints that a cluster keeps itself
 CHAIN_MOST = 10_000  # checkpoints that build on each other
+LOOKS = 20  # at a place where checkpoints come and go meanwhile
 UNREAD_ORDERS = 1 << 20  # left out for those whose manifests cannot be read: more than were ever committed after one
 
 
@@ -146,24 +147,49 @@ class Catalog:
     # what is there --------------------------------------------------------------------------------
 
     def listing(self) -> Listing:
-        """Looks at every folder that has the name of a checkpoint. Raises CheckpointError if the URL cannot be read."""
-        listing = Listing()
+        """Looks at every folder that has the name of a checkpoint.
+
+        A cluster may write a checkpoint and remove the one before between a look at the names and a look into the
+        folders: neither would be found, and what is without a manifest may have had one. So it looks again, until two
+        looks in a row have found the same ones without.
+
+        Raises:
+            CheckpointError: the URL cannot be read; StoreUnavailable: it never stood still.
+        """
+        known: dict[str, Manifest] = {}
+        before: list[str] = []
+        for _ in range(LOOKS):
+            listing, gone = self._look(known)
+            if not gone and listing.unfinished in ([], before):
+                listing.whole.sort(key=lambda one: (one.order, one.done, one.id), reverse=True)
+                return listing
+            before = listing.unfinished
+        raise StoreUnavailable(
+            f"checkpoints at {self.url} come and go faster than they can be listed: try again, or when nothing writes"
+            " there"
+        )
+
+    def _look(self, known: dict[str, Manifest]) -> tuple[Listing, bool]:
+        """Looks once, in no order; and whether a checkpoint was removed while it was read. `known`: what was read."""
+        listing, gone = Listing(), False
         for name in self.location.list():
             if not _FOLDER.match(name):
                 continue
             at = self.location.below(name)
             try:
                 if at.exists(MANIFEST):
-                    listing.whole.append(self.read(name))
+                    known[name] = known[name] if name in known else self.read(name)
+                    listing.whole.append(known[name])
                 else:
                     listing.unfinished.append(name)
             except CheckpointError as error:
-                if not self.location.below(name).gone(error, MANIFEST):
-                    is_file = isinstance(error.__cause__, NotADirectoryError)  # however often it is read
-                    unavailable = isinstance(error, StoreUnavailable) and not is_file
-                    listing.broken.append(Broken(name, str(error), unavailable))
-        listing.whole.sort(key=lambda one: (one.order, one.done, one.id), reverse=True)
-        return listing
+                if at.gone(error, MANIFEST):
+                    gone = True
+                    continue
+                is_file = isinstance(error.__cause__, NotADirectoryError)  # however often it is read
+                unavailable = isinstance(error, StoreUnavailable) and not is_file
+                listing.broken.append(Broken(name, str(error), unavailable))
+        return listing, gone
 
     def read(self, name: str) -> Manifest:
         """Returns one checkpoint's manifest. Raises CheckpointError: it is not there, was altered, or is another's."""
@@ -268,10 +294,13 @@ class Catalog:
         return gone
 
     def remove(self, name: str) -> None:
-        """Removes one checkpoint. Raises CheckpointError where others build on it, or may, or there is none."""
+        """Removes one checkpoint, or what an interrupted attempt has left.
+
+        Raises CheckpointError where others build on it, or may, or there is none.
+        """
         listing = self.listing()
         whole = listing.whole
-        if name not in {one.id for one in whole}:
+        if name not in {*(one.id for one in whole), *listing.unfinished}:
             raise CheckpointError(f"there is no checkpoint {name} at {self.url}")
         above = [one.id for one in whole if one.id != name and name in self._with_bases(whole, [one.id])]
         if above:

@@ -13,9 +13,14 @@ size. The job is among the file's words, so that it can be imported again (`impo
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import json
 import os
+import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,11 +98,43 @@ def export(catalog: Catalog, manifest: Manifest, path: Path) -> int:
     """
     if path.suffix != SUFFIX:
         raise ValueError(f"an exported file ends in {SUFFIX}, got {path}")
+    remove_left(path)
     try:
-        with written_whole(path, durable=True) as part:
+        with contextlib.ExitStack() as until_replaced, written_whole(path, durable=True) as part:
+            part.touch(exist_ok=False)
+            until_replaced.enter_context(held(part))
             return _write(catalog, manifest, part)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror}; name another place, or make room") from error
+
+
+@contextlib.contextmanager
+def held(part: Path) -> Iterator[bool]:
+    """Locks a file or folder, so that `remove_left` takes it for one that is being written; whether it is locked.
+
+    The lock ends with the process, however that ends.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            descriptor = os.open(part, os.O_RDONLY | os.O_NOFOLLOW)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = True
+        except OSError:  # another holds it; or this file system has no locks, and what is left there stays
+            locked = False
+        yield locked
+
+
+def remove_left(path: Path) -> None:
+    """Removes what exports to `path` that were killed have left beside it: hidden, and as large as all tables."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{12}}")
+    with contextlib.suppress(OSError):  # no such folder: whoever writes there says so
+        for part in [one for one in path.absolute().parent.iterdir() if name.fullmatch(one.name)]:
+            with held(part) as is_left:
+                if is_left and part.is_dir():
+                    shutil.rmtree(part, ignore_errors=True)
+                elif is_left:
+                    part.unlink(missing_ok=True)
 
 
 def _write(catalog: Catalog, manifest: Manifest, path: Path) -> int:
@@ -105,7 +142,7 @@ def _write(catalog: Catalog, manifest: Manifest, path: Path) -> int:
     tensors = _tensors(job)
     header = _header(manifest, tensors)
     size = len(header) + sum(tensor.nbytes for tensor in tensors)
-    with open(path, "xb") as file:
+    with open(path, "wb") as file:
         file.write(header)
         file.flush()
         if size > len(header):
