@@ -150,20 +150,20 @@ class Catalog:
         """Looks at every folder that has the name of a checkpoint.
 
         A cluster may write a checkpoint and remove the one before between a look at the names and a look into the
-        folders: neither would be found, and what is without a manifest may have had one. So it looks again, until two
-        looks in a row have found the same ones without.
+        folders: neither would be found, and what is without a manifest may have had one. So it looks again, until all
+        that are without one were so at the look before.
 
         Raises:
             CheckpointError: the URL cannot be read; StoreUnavailable: it never stood still.
         """
         known: dict[str, Manifest] = {}
-        before: list[str] = []
+        before: set[str] = set()
         for _ in range(LOOKS):
             listing, gone = self._look(known)
-            if not gone and listing.unfinished in ([], before):
+            if not gone and before.issuperset(listing.unfinished):
                 listing.whole.sort(key=lambda one: (one.order, one.done, one.id), reverse=True)
                 return listing
-            before = listing.unfinished
+            before = set(listing.unfinished)
         raise StoreUnavailable(
             f"checkpoints at {self.url} come and go faster than they can be listed: try again, or when nothing writes"
             " there"
