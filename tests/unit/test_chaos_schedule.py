@@ -20,7 +20,7 @@ from torch_ecrec.demo.chaos.host_events import World
 from torch_ecrec.demo.chaos.run import ChaosRun
 from torch_ecrec.demo.chaos.schedule import COMBINED, EVERY_KIND, MUST_COME, at_one_instant, role_of
 from torch_ecrec.demo.report import Record
-from torch_ecrec.protocol.status import Complaint, SlotStatus, Status, Unresolved, json_of
+from torch_ecrec.protocol.status import Complaint, RegatheringStatus, SlotStatus, Status, Unresolved, json_of
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import CHAOS_EVENTS, FLIP_EVENTS, HOST_EVENTS, LEADER_EVENTS
 
@@ -163,6 +163,18 @@ def test_a_cut_is_felt_by_complaints_between_its_ends_or_a_loss_there(world: Wor
     say(world.record, lost)
     assert world.felt_of_cut(1, 2, ends, ()) == "server-2 is lost: silent"
     assert world.felt_of_cut(1, 2, ends, ("server-2",)) == "", "before"
+
+
+def test_a_cut_is_felt_by_who_cannot_join_a_coordinator_at_its_other_end(world: World) -> None:
+    ends = ["server-0", "server-2", "trainer-0"]
+    say(world.record, status(without=("trainer-0",), slots=[]))
+    assert world.felt_of_cut(0, 2, ends, ()) == "", "it does not know yet who there is"
+    say(world.record, status(without=("trainer-0",), regathering=RegatheringStatus([], ["trainer-0"])))
+    assert world.felt_of_cut(0, 2, ends, ()) == "", "it awaits all of before"
+    say(world.record, status(without=("trainer-0",)))
+    assert world.felt_of_cut(0, 2, ends, ()) == "trainer-0 has not joined the coordinator that leads"
+    assert world.felt_of_cut(1, 2, ends, ()) == "", "the coordinator is elsewhere"
+    assert world.felt_of_cut(0, 2, ends, ("trainer-0",)) == "", "it was lost before"
 
 
 def test_what_cannot_be_resolved_must_be_said_of_trainers(world: World) -> None:

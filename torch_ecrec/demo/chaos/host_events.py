@@ -118,13 +118,20 @@ class World:
         return "" if left else f"lost: {', '.join(sorted(names)) or 'nobody'}"
 
     def felt_of_cut(self, one: int, other: int, names: Collection[str], lost: Collection[str]) -> str:
-        """Returns a complaint of one end about the other, or a new loss at one end; "" if there is none."""
+        """Returns a complaint of one end about the other, or a new loss at one end; "" if there is none.
+
+        Where another coordinator has come to lead at one end meanwhile, who cannot join it is none that it could lose.
+        """
         status = self.record.status
         for entry in status.unreachable if status is not None else ():
             if {self.where.get(entry.who), self.where.get(entry.whom)} == {one, other}:
                 return f"{entry.who} cannot reach {entry.whom}"
         gone = sorted(name for name in names if name in self.record.lost and name not in lost)
-        return f"{gone[0]} is lost: {self.record.lost[gone[0]]}" if gone else ""
+        if gone:
+            return f"{gone[0]} is lost: {self.record.lost[gone[0]]}"
+        begun = status is not None and status.slots and status.regathering is None
+        away = sorted(set(names) - self.present() - set(lost)) if begun and self.leads() in (one, other) else []
+        return f"{away[0]} has not joined the coordinator that leads" if away else ""
 
     def felt_as_unresolved(self, one: int, other: int) -> str:
         """Returns a text if the coordinator says that trainers at both ends cannot reach each other; "" if not."""
