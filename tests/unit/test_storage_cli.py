@@ -171,11 +171,13 @@ def test_an_export_of_what_the_cluster_removes_meanwhile(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_command_that_is_told_to_end_leaves_nothing_half_written(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Ctrl-C left nothing; SIGTERM and a terminal that closes left a hidden file, as large as all tables."""
     Shelf(str(tmp_path / "kept")).write(7)
     monkeypatch.setattr(exporting, "_fill", lambda *_: os.kill(os.getpid(), number))
+    before = signal.signal(number, signal.SIG_DFL)  # under nohup, SIGHUP is ignored, and stays so
+    request.addfinalizer(lambda: signal.signal(number, before))
     assert main(["checkpoints", str(tmp_path / "kept"), "--export", str(tmp_path / "out.safetensors")]) == 130
     assert [one.name for one in tmp_path.iterdir()] == ["kept"]
 

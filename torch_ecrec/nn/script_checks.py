@@ -186,16 +186,21 @@ def refuse_wrappers() -> None:
     """Makes other wrappers of whole models refuse what has tables on the servers, from now on."""
     for wrapper in (DistributedModelParallel, DistributedDataParallel, FullyShardedDataParallel, DataParallel):
         if "__new__" not in vars(wrapper):
-            wrapper.__new__ = _new  # type: ignore[method-assign,assignment]
+            wrapper.__new__ = _refusing(wrapper.__init__)  # type: ignore[method-assign]
 
 
-def _new(kind: type[Any], *args: Any, **kwargs: Any) -> Any:
-    """Of a wrapper. Its `__init__` is left as it is: warnings name who calls that."""
-    if not _averaging and not issubclass(kind, ShardedAtAllPaths):  # ours says more
-        for given in (*args, *kwargs.values()):
-            if isinstance(given, nn.Module):
-                check_not_served(given, kind.__name__)
-    return object.__new__(kind)
+def _refusing(init: Any) -> Any:
+    """Returns a `__new__` with the signature of an `__init__`, which is left as it is: warnings name who calls that."""
+
+    @functools.wraps(init)
+    def new(kind: type[Any], *args: Any, **kwargs: Any) -> Any:
+        if not _averaging and not issubclass(kind, ShardedAtAllPaths):  # ours says more
+            for given in (*args, *kwargs.values()):
+                if isinstance(given, nn.Module):
+                    check_not_served(given, kind.__name__)
+        return object.__new__(kind)
+
+    return new
 
 
 def check_not_served(module: nn.Module, wrapper: str) -> None:
