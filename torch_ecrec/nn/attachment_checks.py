@@ -78,9 +78,8 @@ class AttachmentChecks:
         optimizer_steps.watch(self._check_known)
         self._sealed = self._seal()
         self._groups = self._groups_now()
-        self._shapes: dict[str, object] | None = _shapes_of(
-            model, dense_parameters(model)
-        )  # at `attach`; None: it was told
+        # At `attach`; None: it was told
+        self._shapes: dict[str, object] | None = _shapes_of(model, dense_parameters(model))
         self._attributes: dict[str, int] | None = None  # attributes after the first step
         self._unsaved: list[tuple[str, nn.Module, str]] | None = None  # what they are called, whose they are, which
 

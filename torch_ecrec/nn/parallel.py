@@ -601,8 +601,7 @@ def _tell_of_others_plan(plan: ShardingPlan, code: CodeSpec) -> None:
         log.warning(
             "the plan was made for %s, and the cluster has %s: what the planner says of memory and traffic is not of it"
             " (training is as exact). Give the planner what there is: Servers(CodeSpec(%d, %d, %d))",
-            *(f"{one.slots} slots, k = {one.k}, r = {one.parities}" for one in (planned, code)),
-            *(code.slots, code.k, code.r),
+            *(planned.words, code.words, code.slots, code.k, code.r),
         )
 
 

@@ -77,8 +77,7 @@ class Report(ReportedStats):
         padding = said_of_padding(JobSpec(tables, code, self._of.world_size))
         limit = "" if servers.memory_bytes is None else f" of {servers.memory_bytes / _MB:.1f} MB"
         return [
-            f"Erasure-coded servers: {code.slots} slots, k = {code.k}, r = {code.parities};"
-            f" {self._of.world_size} trainers",
+            f"Erasure-coded servers: {code.words}; {self._of.world_size} trainers",
             *("  ".join(value.rjust(width) for value, width in zip(row, widths, strict=True)) for row in table),
             f"largest slot: {fit.whole / _MB:.1f} MB{limit}; logs are for {servers.log_steps} steps",
             *([_on_disk(fit)] if fit.on_disk else []),

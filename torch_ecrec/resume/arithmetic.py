@@ -58,7 +58,7 @@ def of_settings(settings: Settings, code: CodeSpec) -> dict[str, str]:
         "TORCH_ECREC_EVALUATION_WIRE": settings.evaluation_wire,
         "TORCH_ECREC_POOLING": "parts" if in_parts else "whole",
     }
-    return found | ({SLOTS: f"{code.slots} slots, k = {code.k}, r = {code.parities}"} if in_parts else {})
+    return found | ({SLOTS: code.words} if in_parts else {})
 
 
 def check_settings(kept: Mapping[str, str], now: Mapping[str, str]) -> str:

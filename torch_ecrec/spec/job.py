@@ -163,6 +163,11 @@ class CodeSpec:
             )
 
     @property
+    def words(self) -> str:
+        """What it is, for people."""
+        return f"{self.slots} slots, k = {self.k}, r = {self.parities}"
+
+    @property
     def parities(self) -> int:
         """The parity records in a stripe: r, or 0 without protection."""
         return self.r if self.protection == "parity" else 0

@@ -178,7 +178,8 @@ class Catalog:
             at = self.location.below(name)
             try:
                 if at.exists(MANIFEST):
-                    known[name] = known[name] if name in known else self.read(name)
+                    if name not in known:
+                        known[name] = self.read(name)
                     listing.whole.append(known[name])
                 else:
                     listing.unfinished.append(name)
