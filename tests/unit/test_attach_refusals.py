@@ -7,22 +7,25 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import attached
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from attached import END, Passes, Trainer, attach, made, passes, unscheduled
-from models import batch_of, dense_parameters
+from models import batch_of, collection, dense_parameters, tables
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 from torchmetrics import MeanMetric
+from torchrec import PoolingType
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from torch_ecrec.compat.torchrec import wrapped_module
-from torch_ecrec.nn.attachment import OTHER_MODULES
+from torch_ecrec.nn.attachment import OTHER_FROZEN, OTHER_MODULES
 from torch_ecrec.nn.dense import own_of
+from torch_ecrec.nn.placeholder import TableParameter
 from torch_ecrec.resume.trainer_state import unwrapped
 from torch_ecrec.resume.values import decode, encode
 
@@ -167,6 +170,55 @@ def test_a_model_that_computes_otherwise_than_before_is_told_as_not_exact(change
             net.drop = nn.AlphaDropout(0.1)
     attach(second)
     assert second.session.inexact == [OTHER_MODULES] * (change in ("a number", "a kind"))
+
+
+@pytest.mark.parametrize("change", ["nothing", "pooling", "features", "output dtype"])
+def test_tables_whose_outputs_are_others_than_before_are_told_as_not_exact(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = attach(made())
+    first.steps(4)
+    configs = tables()
+    if change == "pooling":
+        configs[0].pooling = PoolingType.MEAN if configs[0].pooling is PoolingType.SUM else PoolingType.SUM
+    if change == "features":
+        configs[0].feature_names = configs[0].feature_names[::-1] + ["another"]
+    monkeypatch.setattr(attached, "collection", lambda kind: collection(kind, configs))
+    second = made(first.session, 3, seed=2)
+    if change == "output dtype":
+        second.model.module.tables.give_out_as({configs[0].name: torch.float16})
+    attach(second)
+    assert second.session.inexact == [OTHER_MODULES] * (change != "nothing")
+
+
+@pytest.mark.parametrize("loop_freezes", [False, True])
+@pytest.mark.parametrize("what", ["over.bias", "table"])
+def test_what_is_frozen_now_and_was_not_before_is_told_as_not_exact(what: str, loop_freezes: bool) -> None:
+    def freeze(trainer: Trainer) -> str:
+        named = dict(trainer.model.module.named_parameters())
+        name = what if what in named else next(n for n, p in named.items() if isinstance(p, TableParameter))
+        named[name].requires_grad_(False)
+        return name
+
+    first = attach(made())
+    first.steps(4)
+    if loop_freezes:
+        freeze(first)
+    next(first.batches)  # takes the snapshot of step 4
+    second = made(first.session, 4, seed=2)
+    name = freeze(second)
+    attach(second)
+    assert second.session.inexact == ([] if loop_freezes else [OTHER_FROZEN % name])
+
+
+def test_a_scheduler_of_another_class_is_refused() -> None:
+    """It would go on with the numbers of the other one that have its names, and make its own of the rest."""
+    first = attach(made())
+    first.steps(4)
+    second = unscheduled(made(first.session, 3, seed=2))
+    second.scheduler = ExponentialLR(second.optimizer, 0.5)
+    with pytest.raises(ValueError, match=r"lr_scheduler\[0\] was StepLR and is ExponentialLR. Start the script with"):
+        attach(second)
 
 
 def test_a_thing_without_a_state_is_refused() -> None:

@@ -282,7 +282,7 @@ def _import(catalog: Catalog, arguments: argparse.Namespace) -> int:
     else:
         print(f"{manifest.id}: {manifest.rows:,} rows of {arguments.source}, {manifest.bytes:,} bytes")
         print("\n".join(f"  not in it: {one}" for one in done.absent))
-        print(f"  train on from it: torch-ecrec up --restore {arguments.url}, for {manifest.spec.trainers} trainers")
+        print(f"  train on from it: torch-ecrec up --restore {arguments.url}@0, for {manifest.spec.trainers} trainers")
     return 0
 
 

@@ -49,9 +49,10 @@ from torch_ecrec.runtime.checks import plain
 from torch_ecrec.spec.settings import Settings
 
 OTHER_MODULES = (
-    "torch's modules in the model, or what they were made with (the `p` of a dropout, say), are others than before the"
-    " restart: the script was changed"
+    "torch's modules in the model, or what they or its collections were made with (the `p` of a dropout, the pooling or"
+    " output dtype of a table, say), are others than before the restart: the script was changed"
 )
+OTHER_FROZEN = "%s: trained now and not before the restart, or the other way: the script was changed"
 log = logging.getLogger(__name__)
 
 STEPS_OF_A_DRAW = 64  # of more, the log is told once
@@ -319,7 +320,9 @@ class Attachment:
                 "state": self._state.encoded(),
                 "settings": self._settings.changed(),
                 "arithmetic": [arithmetic.of_torch(), self._arithmetic],
-                "modules": self._modules,
+                "made": self._modules,
+                "frozen": self._settings.frozen,
+                "kinds": self._state.kinds,
             },
             "attached",
         )
@@ -381,11 +384,15 @@ class Attachment:
             self._arithmetic_then, settings_then = before["arithmetic"]
             if inexact := arithmetic.check_settings(settings_then, self._arithmetic):
                 self._session.not_exact(inexact)
-        if before.get("modules", self._modules) != self._modules:
-            self._session.not_exact(OTHER_MODULES)
         self._state.check(
-            self._state.decoded(before["state"]), ["reader"] * ((before["reader"] is None) != (self.reader is None))
+            self._state.decoded(before["state"]),
+            ["reader"] * ((before["reader"] is None) != (self.reader is None)),
+            before.get("kinds"),  # an earlier build has kept neither these nor the next two
         )
+        if before.get("made", self._modules) != self._modules:
+            self._session.not_exact(OTHER_MODULES)
+        if frozen := self._settings.frozen_otherwise(before.get("frozen", self._settings.frozen), before["settings"]):
+            self._session.not_exact(OTHER_FROZEN % frozen)
         if self.reader is not None:
             self.reader.load(before["reader"], own["checksum"])
         self._random, self._expected = before["random"], own["checksum"]

@@ -74,6 +74,10 @@ class WithTables(abc.ABC):
     def keys_of_tables(self) -> dict[str, tuple[str, str]]:
         """Returns, by table name in the job, its weights' key in the module's state dict and its name there."""
 
+    @abc.abstractmethod
+    def made_with(self) -> list[str]:
+        """Returns, for each table, what decides which outputs its rows make, beside their order."""
+
     columns: Columns
     """The order of the features that it gives out: a dense layer behind it has its weights in that order."""
 

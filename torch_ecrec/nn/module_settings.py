@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from torch import nn
 
 from torch_ecrec.compat.torch import own_parameters
+from torch_ecrec.nn.dense import with_tables
 from torch_ecrec.nn.placeholder import TableParameter, are_trained
 from torch_ecrec.resume.random_states import GENERATORS, set_state_of, state_of
 from torch_ecrec.resume.values import decode, encode
@@ -38,13 +39,22 @@ class ModuleSettings:
         self._of_path = {
             path: module for path, module in model.named_modules() if not type(module).__module__.startswith(_LIBRARIES)
         }
+        self._collections = sorted(line for module in with_tables(model).values() for line in module.made_with())
         self._tables = {name: p for name, p in model.named_parameters() if isinstance(p, TableParameter)}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._names = {("", _OF_TABLE + name): name for name in self._tables} | {
+            (path, _TRAINED + name): names[id(parameter)]
+            for path, module in self._of_path.items()
+            for name, parameter in own_parameters(module).items()
+            if id(parameter) in names
+        }
         self._first: dict[tuple[str, str], Any] = {}
         self._first = {(path, name): value for path, values in self.changed().items() for name, value in values.items()}
 
     @property
     def checksum(self) -> int:
-        """Of torch's own modules and of what they were made with: numbers, flags and words, without their modes.
+        """Of torch's own modules and of what they were made with: numbers, flags and words, without their modes; and of
+        how collections make outputs of rows.
 
         Of others nothing is said: what a user's module notes about itself may differ in each life.
         """
@@ -55,7 +65,23 @@ class ModuleSettings:
             for (path, name), value in self._first.items()
             if path in torchs and type(value) in _PLAIN and name != "training" and not name.startswith(_TRAINED)
         ]
-        return zlib.crc32(repr(sorted([*kinds, *made])).encode())
+        return zlib.crc32(repr([sorted([*kinds, *made]), self._collections]).encode())
+
+    @property
+    def frozen(self) -> list[str]:
+        """The parameters that were not trained at construction, by name."""
+        return sorted(name for key, name in self._names.items() if self._first.get(key) is False)
+
+    def frozen_otherwise(self, before: Iterable[str], changed: Mapping[str, Mapping[str, Any]]) -> str:
+        """Names what is trained now and was not in another life, or the other way; "": nothing.
+
+        Args:
+            before: `frozen` of that life.
+            changed: what it had changed by then, and `load_` restores.
+        """
+        restored = {self._names.get((path, name)) for path, values in changed.items() for name in values}
+        names = sorted(({*before} ^ {*self.frozen}) - restored)
+        return f"{', '.join(names[:8])}{', ...' if names[8:] else ''}"
 
     def changed(self) -> dict[str, dict[str, Any]]:
         """Returns the settings that differ from those at construction: path of a module -> name -> value.

@@ -216,6 +216,14 @@ class ServedModule(
         """Returns the names of its tables, as `WithTables` defines them."""
         return {table.job_name: (self._state.key_of(table.name), table.name) for table in self._tables.values()}
 
+    def made_with(self) -> list[str]:
+        """Returns, for each table, what decides which outputs its rows make, beside their order."""
+        return [
+            f"{table.job_name} {table.features} {table.pooling.value} weighted={self._weighted}"
+            f" {self._dtypes.get(table.name, torch.float32)}"
+            for table in self._tables.values()
+        ]
+
     @property
     @abc.abstractmethod
     def unsharded_module_type(self) -> type[Any]:

@@ -83,13 +83,13 @@ class _Generator:
     """Wraps a random generator as an object with a state."""
 
     def __init__(self, generator: Any) -> None:
-        self._generator = generator
+        self.generator = generator
 
     def state_dict(self) -> dict[str, Any]:
-        return {"state": state_of(self._generator)}
+        return {"state": state_of(self.generator)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        set_state_of(self._generator, state_dict["state"])
+        set_state_of(self.generator, state_dict["state"])
 
 
 class TrainerState:
@@ -196,11 +196,34 @@ class TrainerState:
             "stateful": {n.removeprefix(prefix): decode(v) for n, v in saved.items() if n.startswith(prefix)},
         }
 
-    def check(self, saved: Mapping[str, Any], others: Sequence[str] = ()) -> None:
-        """Raises ValueError if other objects are attached now than when `values` were taken; also for `others`."""
+    @property
+    def kinds(self) -> dict[str, str]:
+        """The class of each attached object, by name; the optimizers' are kept with the dense model."""
+        objects = {n: o.generator if isinstance(o, _Generator) else o for n, o in self.stateful.items()}
+        return {name: type(thing).__qualname__ for name, thing in objects.items()}
+
+    def check(
+        self, saved: Mapping[str, Any], others: Sequence[str] = (), kinds: Mapping[str, str] | None = None
+    ) -> None:
+        """Raises ValueError if other objects are attached now than when `values` were taken; also for `others`.
+
+        Args:
+            kinds: of that time; None: not known.
+        """
         names = sorted([*(saved["stateful"].keys() ^ self.stateful.keys()), *others])
         if names:
             raise ValueError(f"attached now but not when the snapshot was taken, or the other way: {', '.join(names)}")
+        now = self.kinds
+        changed = (
+            [f"{name} was {kinds[name]} and is {now[name]}" for name in sorted(now) if kinds[name] != now[name]]
+            if kinds
+            else []
+        )
+        if changed:
+            raise ValueError(
+                f"attached with another class than when the snapshot was taken, whose state it would take for its own:"
+                f" {', '.join(changed)}. Start the script with what it had"
+            )
         if len(saved["groups"]) not in (0, len(self._fused)) or not saved["counters"].keys() <= self._counters().keys():
             raise ValueError("other optimizers are attached than when the snapshot was taken")
 
