@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from torch_ecrec.errors import ClusterUnavailable, DataLoss, JoinRefused
+from torch_ecrec.errors import ClusterUnavailable, DataLoss, JoinRefused, TierFailed
 from torch_ecrec.processes.member import Member
 from torch_ecrec.protocol import membership, messages
 from torch_ecrec.protocol.membership import Membership, join_of
@@ -114,6 +114,30 @@ def test_a_coordinator_that_ends_while_somebody_joins(ends: int) -> None:
     assert (member.name, coordinator.joins) == ("server-7", ends + 1)
     member.close()
     coordinator.end()
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (TierFailed("the disk is full"), "server-7 ends: the disk is full\n"),
+        (KeyError("a bug"), "in raises\n    raise error\n"),
+    ],
+)
+def test_what_ends_a_member_is_said_with_a_stack_only_where_it_is_a_bug(
+    error: Exception, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def raises() -> None:
+        raise error
+
+    coordinator = Coordinator(lambda connection, number: connection.send(WELCOME))
+    member = join(coordinator)
+    with pytest.raises(type(error)):
+        raises()
+    member.on_error(error)
+    member.close()
+    coordinator.end()
+    assert said in caplog.text and ("Traceback" in caplog.text) == isinstance(error, KeyError)
 
 
 @pytest.mark.usefixtures("threads")

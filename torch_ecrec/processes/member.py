@@ -345,7 +345,10 @@ class Member:
 
     def on_error(self, error: BaseException) -> None:
         """Ends this process's membership with an error of the background, which nobody else could be told."""
-        log.error("%s: %r", self.name, error, exc_info=error)
+        if isinstance(error, ClusterError):  # a full disk, say: its words are for the operator, and stacks are not
+            log.error("%s ends: %s", self.name, error)
+        else:
+            log.error("%s: %r", self.name, error, exc_info=error)
         self.end(error)
 
     def end(self, error: BaseException) -> None:
