@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -16,7 +17,9 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed.mc_embedding import ShardedManagedCollisionEmbeddingCollection
 from torchrec.distributed.mc_embeddingbag import ShardedManagedCollisionEmbeddingBagCollection
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy
 
+from torch_ecrec.nn.attachment import OTHER_MODULES
 from torch_ecrec.nn.parallel import DistributedModelParallel
 from torch_ecrec.nn.sharder import sharders_for
 
@@ -212,6 +215,14 @@ def test_maps_of_another_size_are_not_loaded(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(managed, "POLICIES", managed.POLICIES | {"lfu": managed.POLICIES["lru"]})
     with pytest.raises(ValueError, match="the map of table a is another one in the snapshot"):
         Life("lfu", "plain", first.session, 4)
+
+
+def test_maps_that_give_rows_away_otherwise_than_before_are_told_as_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Life("distance", "plain")
+    assert Life("distance", "plain", first.session, 4).session.inexact == []
+    slower = functools.partial(DistanceLFU_EvictionPolicy, decay_exponent=3.0)
+    monkeypatch.setattr(managed, "POLICIES", managed.POLICIES | {"distance": slower})
+    assert Life("distance", "plain", first.session, 4).session.inexact == [OTHER_MODULES]
 
 
 def test_ids_that_cannot_be_remapped_are_refused_by_name() -> None:

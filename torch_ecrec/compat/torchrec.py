@@ -29,6 +29,7 @@ __all__ = [
     "ShardedAtAllPaths",
     "collection_of",
     "collection_processed",
+    "eviction_of",
     "eviction_policy_of",
     "features_of_tables",
     "inner_sharders",
@@ -185,6 +186,13 @@ def modules_of_maps(maps: ManagedCollisionCollection) -> nn.ModuleDict:
 def eviction_policy_of(module: MCHManagedCollisionModule) -> Any:
     """Returns the policy that chooses which ids lose their rows."""
     return module._eviction_policy
+
+
+def eviction_of(module: MCHManagedCollisionModule) -> str:
+    """Returns what ids are hashed to, when they lose their rows, and the policy for that with its numbers, as text."""
+    policy = module._eviction_policy
+    numbers = sorted((name, value) for name, value in vars(policy).items() if isinstance(value, (int, float)))
+    return f"{module._input_hash_size} {module._eviction_interval} {type(policy).__name__} {numbers}"
 
 
 def threshold_filter_of(policy: Any) -> Callable[..., Any] | None:

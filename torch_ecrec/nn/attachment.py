@@ -50,7 +50,7 @@ from torch_ecrec.spec.settings import Settings
 
 OTHER_MODULES = (
     "torch's modules in the model, or what they or its collections were made with (the `p` of a dropout, the pooling or"
-    " output dtype of a table, say), are others than before the restart: the script was changed"
+    " output dtype of a table, how ids are remapped), are others than before the restart: the script was changed"
 )
 OTHER_FROZEN = "%s: trained now and not before the restart, or the other way: the script was changed"
 log = logging.getLogger(__name__)

@@ -59,6 +59,10 @@ class Replicated(abc.ABC):
     """A module whose state, beside its parameters, is the same on all trainers. Its buffers belong to that state."""
 
     @abc.abstractmethod
+    def made_with(self) -> list[str]:
+        """Returns, for each table, what decides how that state moves."""
+
+    @abc.abstractmethod
     def replicated_state(self) -> dict[str, Any]:
         """Returns that state. Tensors are shared with the module: they are encoded before they change."""
 

@@ -184,6 +184,9 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
         yield from (name for name, _ in self.named_parameters(prefix))
         yield from (name for name, _ in self.named_buffers(prefix))
 
+    def made_with(self) -> list[str]:
+        return self._remapping.made_with()
+
     def replicated_state(self) -> dict[str, Any]:
         """Returns the maps, which all trainers have alike."""
         return self._remapping.state()

@@ -20,7 +20,7 @@ import numpy as np
 from torch import nn
 
 from torch_ecrec.compat.torch import own_parameters
-from torch_ecrec.nn.dense import with_tables
+from torch_ecrec.nn.dense import Replicated, WithTables
 from torch_ecrec.nn.placeholder import TableParameter, are_trained
 from torch_ecrec.resume.random_states import GENERATORS, set_state_of, state_of
 from torch_ecrec.resume.values import decode, encode
@@ -39,7 +39,8 @@ class ModuleSettings:
         self._of_path = {
             path: module for path, module in model.named_modules() if not type(module).__module__.startswith(_LIBRARIES)
         }
-        self._collections = sorted(line for module in with_tables(model).values() for line in module.made_with())
+        made = [module for module in model.modules() if isinstance(module, (WithTables, Replicated))]
+        self._collections = sorted(line for module in made for line in module.made_with())
         self._tables = {name: p for name, p in model.named_parameters() if isinstance(p, TableParameter)}
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._names = {("", _OF_TABLE + name): name for name in self._tables} | {

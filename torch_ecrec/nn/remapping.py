@@ -41,6 +41,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torch_ecrec.compat.torchrec import (
     collection_of,
+    eviction_of,
     eviction_policy_of,
     features_of_tables,
     load_map_,
@@ -172,6 +173,10 @@ class Remapping:
         return total
 
     # state ----------------------------------------------------------------------------------------
+
+    def made_with(self) -> list[str]:
+        """Returns, for each map, what decides which ids lose their rows, and when."""
+        return [f"{table} {eviction_of(module)}" for table, module in self._maps.items()]
 
     def state(self) -> dict[str, Any]:
         """Returns the state of all maps. Tensors are shared with the maps: they are encoded before they change."""
