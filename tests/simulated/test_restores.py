@@ -19,6 +19,7 @@ from thinned import in_turns
 from virtual_trainers import Kill, OnShelf, Trainers, TurnsSession, assert_same_after
 
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
+from torch_ecrec.protocol.membership import join_of
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 
 STEPS, TRAINERS = 9, 2
@@ -195,9 +196,10 @@ def test_another_job_is_refused_by_name() -> None:
     """Other tables, optimizers, seed or number of trainers."""
     run = Restoring(written()[1], CodeSpec(3, 2, 1))
     job = JobSpec(JOB.tables[:-1], JOB.code, TRAINERS, JOB.seed)
-    refusal = run.coordinator._state.job.refusal(job)
+    refusal = run.coordinator.refusal(join_of("trainer", "one", 0, rank=0, job=job))
     assert (
         refusal is not None
         and "the checkpoint shelf is of another job: it has tables ['c'] that this job lacks" in refusal
+        and "start it anew without `--restore`, or with that of a checkpoint of this job" in refusal
     )
     assert run.coordinator._state.job.refusal(JOB) is None

@@ -114,9 +114,10 @@ def _remedy(state: ClusterState) -> str:
     ]
     if state.job.load_end is None and state.job.restored is None and here:
         return f"That one has not begun: end its trainers first, {', '.join(here)}"
+    begins = "" if state.job.restored is None else " without `--restore`, or with that of a checkpoint of this job"
     return (
-        "To train this one, end that cluster (`torch-ecrec up`, or its coordinator) and start it anew, or name another"
-        " in TORCH_ECREC_JOIN"
+        f"To train this one, end that cluster (`torch-ecrec up`, or its coordinator) and start it anew{begins}, or name"
+        " another in TORCH_ECREC_JOIN"
     )
 
 
