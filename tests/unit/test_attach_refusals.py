@@ -73,6 +73,31 @@ def test_the_reader_itself_must_not_be_iterated() -> None:
         trainer.model(next(iter(reader)))
 
 
+@pytest.mark.parametrize("both", [False, True], ids=["one ahead", "two of a turn"])
+def test_a_draw_between_forward_and_backward_is_refused_where_a_batch_would_be_lost(both: bool) -> None:
+    """It is not where all that was drawn is trained on when the next step begins."""
+    trainer = attach(made())
+    batches = passes(trainer.batches)
+    loss, _ = trainer.model(next(batches))
+    for step in range(1, 4):
+        coming = next(batches)
+        loss.backward()
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        loss, _ = trainer.model(coming)
+        if both:
+            loss.backward()
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+            loss, _ = trainer.model(next(batches))
+            assert trainer.model.steps_done == 2 * step
+        else:
+            with pytest.raises(RuntimeError, match="batches are drawn between a forward and its backward"):
+                next(batches)
+            return
+    assert trainer.session.snapshots
+
+
 def refused(match: str, attachments: Callable[[Trainer], dict[str, Any]]) -> None:
     """What differs from what was attached when the snapshot was taken is said, and nothing is changed."""
     first = attach(made())

@@ -89,7 +89,7 @@ class Attachment:
         self._step, self._session = step, step.session
         self._state = TrainerState(optimizers, stateful, model.fused_optimizer)
         self._own = own
-        inspector = LoopInspector(self._counters, attached=bool(own))
+        self._inspector = inspector = LoopInspector(self._counters, attached=bool(own))
         self._arithmetic = arithmetic.of_settings(settings, self._session.job.code)
         self._arithmetic_then: Mapping[str, Any] | None = None  # of torch; put back when the first step begins
         self.reader = None if reader is None else Reader(reader, self._on_draw, inspector, settings.look_ahead)
@@ -118,6 +118,7 @@ class Attachment:
         # those at the first draw of this life, until the first forward
         self._settings_at_first: Mapping[str, Mapping[str, Any]] | None = None
         self._gradients = WaitingGradients(self._state.dense_optimizers)
+        step.on_pushed.append(inspector.on_push)
         self._checks = AttachmentChecks(model, self._state, self._settings, self._on_left_out)
 
     @property
@@ -147,6 +148,7 @@ class Attachment:
             self._drawn_at = self._session.step
         if not self._is_due() or (self.reader is not None and self.reader.within_step):
             return None
+        self._inspector.on_keep()
         before = self._before(at_forward=False)
         return lambda checksum: self._keep(before, checksum)
 

@@ -7,6 +7,8 @@ and what is attached; a loop that asks for nothing is refused where that would m
     inspector.on_draw()          before each draw
     inspector.on_pass_over(...)  another pass begins
     inspector.on_forward()       a batch is trained on
+    inspector.on_push()          its gradients were sent
+    inspector.on_keep()          a snapshot is taken: training would go on with this draw
 
 Does not know how batches are brought back (`reader.py` does). Does not look at the loop's code or variables: what a
 loop keeps there `torch-ecrec rehearse` finds, by running the script.
@@ -49,6 +51,9 @@ class LoopInspector:
         self._asked = False  # for a batch, in this life
         self._drawn_before_forward = 0
         self._trained = self._restored = False
+        self._in_forward = False  # one has begun, and nothing was pushed since
+        self._drawn_within = False  # since it has begun
+        self._draws_within = False  # once so when its gradients were pushed
 
     # what the loop asks ---------------------------------------------------------------------------
 
@@ -86,6 +91,7 @@ class LoopInspector:
         self.pipelined = self.pipelined or _a_pipeline_draws()
         self._asked = True
         self._drawn_before_forward += not self._trained
+        self._drawn_within = self._in_forward
 
     def on_pass_begun(self) -> None:
         """Called when everything attached is as at the beginning of a pass: notes the counters."""
@@ -132,7 +138,26 @@ class LoopInspector:
                 " some, or draws ahead, cannot be brought back after a restart (TorchRec's pipelines can). Look at"
                 " batches of another reader; batches that are to be left out must be left out by the reader"
             )
-        self._trained = True
+        self._trained = self._in_forward = True
+        self._drawn_within = False
+
+    def on_push(self) -> None:
+        """Called when gradients were pushed: a step was trained."""
+        self._draws_within |= self._drawn_within
+        self._in_forward = self._drawn_within = False
+
+    def on_keep(self) -> None:
+        """Called when a draw is to be where training goes on after a restart.
+
+        Raises:
+            RuntimeError: the batch drawn before it is still to be trained on.
+        """
+        if self._draws_within and self._in_forward and not self.pipelined:
+            raise RuntimeError(
+                "batches are drawn between a forward and its backward: a restart would leave one out, which is drawn"
+                " and not trained on when a step ends. Draw after the backward, one batch for each step (TorchRec's"
+                " pipelines may draw ahead)"
+            )
 
     def on_end(self, drawn: int, whole: bool) -> None:
         """Called when training is over, after `drawn` batches of a pass. Warns if the loop perhaps ended it late."""
