@@ -203,6 +203,19 @@ def test_a_process_that_says_nothing() -> None:
     assert "exit code 3: Boom" in software.judge_kernels(Trial([{"loads": "kernels"}], 3, "Boom")).found
 
 
+@pytest.mark.parametrize(
+    "why", ["ImportError: libtorch_cpu.so: failed to map segment from shared object", "MemoryError: "]
+)
+def test_a_package_that_has_no_room_is_not_installed_anew(why: str) -> None:
+    said = [
+        {"versions": {"torch": "2.13.0"}, "lacking": []},
+        {"loads": "torch", "at": "x"},
+        {"failed": "torch", "why": why},
+    ]
+    (one,) = software.judge_packages(Trial(said, 0, ""), (3, 11))
+    assert one.level == "ERROR" and "ulimit -v" in one.remedy and "pip" not in one.remedy
+
+
 # --- limits ----------------------------------------------------------------------------------------------------------
 
 NONE = resource.RLIM_INFINITY

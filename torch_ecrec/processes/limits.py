@@ -7,10 +7,34 @@ below /proc and /sys is read below `root`, so that tests can say what is there. 
 from __future__ import annotations
 
 import contextlib
+import errno
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 UNLIMITED_BYTES = 1 << 60  # a limit of this size is none: version 1 of control groups says 2^63 less a page
+
+# Error numbers that name no file: what this process may not have more of, and the check of `torch-ecrec doctor`.
+_LIMITS = {
+    errno.EMFILE: ("Too many open files: this process may have", resource.RLIMIT_NOFILE, "ulimit -n", "open-files"),
+    errno.EAGAIN: (
+        "no process or thread can be started: its user, or a control group, has as many as it may, here",
+        resource.RLIMIT_NPROC,
+        "ulimit -u",
+        "processes",
+    ),
+}
+
+
+def explained(error: Exception) -> Exception:
+    """Returns the error with what to do, if it is a limit of this process that names no file; else the error itself."""
+    number = errno.EAGAIN if str(error) == "can't start new thread" else getattr(error, "errno", None)
+    if number not in _LIMITS or getattr(error, "filename", None) is not None:
+        return error
+    what, limit, name, check = _LIMITS[number]
+    soft, _ = resource.getrlimit(limit)
+    have = "any number" if soft == resource.RLIM_INFINITY else soft
+    return OSError(f"{what} {have} (`{name}`); `torch-ecrec doctor --only {check}` says how many it takes")
 
 
 def memory_of_host(root: Path) -> tuple[int | None, int | None]:
