@@ -248,6 +248,15 @@ def test_processes() -> None:
     assert one.level == "ERROR" and "ulimit -u 356" in one.remedy
 
 
+@pytest.mark.parametrize(
+    ("soft", "level"), [(NONE, None), (8 << 30, None), (4 << 30, "WARN"), (1_200_000 << 10, "ERROR")]
+)
+def test_addresses(soft: int, level: str | None) -> None:
+    found = machine.judge_addresses(soft, Settings())
+    assert [one.level for one in found] == ([level] if level else [])
+    assert all("ulimit -v" in one.found and "ulimit -v unlimited" in one.remedy for one in found)
+
+
 def test_threads_of_a_user(tmp_path: Path) -> None:
     for pid, (user, threads) in {"1": (0, 5), "20": (1000, 7), "21": (1000, 2)}.items():
         (tmp_path / "proc" / pid).mkdir(parents=True)
