@@ -143,7 +143,8 @@ SET: dict[str, tuple[dict[str, str], str]] = {
     ),
     "a failure domain": (
         {"TORCH_ECREC_FAILURE_DOMAIN": "row1//host3"},
-        "`failure_domain` must be at most 8 names with / between them, of 200 characters together, got 'row1//host3'",
+        "`failure_domain` must be at most 8 names with / between them, of 200 printable characters together, got"
+        " 'row1//host3'",
     ),
 }  # fmt: skip
 

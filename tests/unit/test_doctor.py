@@ -203,6 +203,19 @@ def test_a_process_that_says_nothing() -> None:
     assert "exit code 3: Boom" in software.judge_kernels(Trial([{"loads": "kernels"}], 3, "Boom")).found
 
 
+@pytest.mark.parametrize(
+    "why", ["ImportError: libtorch_cpu.so: failed to map segment from shared object", "MemoryError: "]
+)
+def test_a_package_that_has_no_room_is_not_installed_anew(why: str) -> None:
+    said = [
+        {"versions": {"torch": "2.13.0"}, "lacking": []},
+        {"loads": "torch", "at": "x"},
+        {"failed": "torch", "why": why},
+    ]
+    (one,) = software.judge_packages(Trial(said, 0, ""), (3, 11))
+    assert one.level == "ERROR" and "ulimit -v" in one.remedy and "pip" not in one.remedy
+
+
 # --- limits ----------------------------------------------------------------------------------------------------------
 
 NONE = resource.RLIM_INFINITY
@@ -233,6 +246,15 @@ def test_processes() -> None:
     assert "docker run --pids-limit 356" in one.remedy
     one = machine.judge_processes([(200, 100, "ulimit -u")], 8, 4)
     assert one.level == "ERROR" and "ulimit -u 356" in one.remedy
+
+
+@pytest.mark.parametrize(
+    ("soft", "level"), [(NONE, None), (8 << 30, None), (4 << 30, "WARN"), (1_200_000 << 10, "ERROR")]
+)
+def test_addresses(soft: int, level: str | None) -> None:
+    found = machine.judge_addresses(soft, Settings())
+    assert [one.level for one in found] == ([level] if level else [])
+    assert all("ulimit -v" in one.found and "ulimit -v unlimited" in one.remedy for one in found)
 
 
 def test_threads_of_a_user(tmp_path: Path) -> None:

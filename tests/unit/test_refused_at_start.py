@@ -66,6 +66,9 @@ def test_a_command_refuses_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         (MemoryError(), "there is not enough memory\n"),
         (OverflowError("int too large"), "int too large\n"),
         (OSError(errno.EMFILE, "Too many open files"), r"`ulimit -n`\); `torch-ecrec doctor --only open-files` says"),
+        (OSError(errno.EAGAIN, "Try again"), r"`ulimit -u`, .*`torch-ecrec doctor --only processes,memory` says"),
+        (RuntimeError("can't start new thread"), r"`ulimit -u`, .*`torch-ecrec doctor --only processes,memory` says"),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), r"not enough memory \(`ulimit -v`"),
     ],
 )
 def test_what_a_machine_has_no_room_for_is_one_line(
@@ -75,9 +78,28 @@ def test_what_a_machine_has_no_room_for_is_one_line(
         raise error
 
     monkeypatch.setattr(status, "run", fail)
-    assert main(["status"]) == 2
+    assert main(["status"]) == (1 if isinstance(error, (ImportError, RuntimeError)) else 2)
     said = capsys.readouterr().err
     assert re.search(says, said) and said.count("\n") == 1
+
+
+def test_an_error_of_ours_is_not_taken_for_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> int:
+        raise RuntimeError("no limit")
+
+    monkeypatch.setattr(status, "run", fail)
+    with pytest.raises(RuntimeError, match="no limit"):
+        main(["status"])
+
+
+def test_a_folder_that_is_gone_is_named_before_torch_fails_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["doctor"]) == 2
+    assert "the folder in which this was started is gone" in capsys.readouterr().err
 
 
 # places for checkpoints ---------------------------------------------------------------------------------------------
@@ -99,6 +121,26 @@ def test_folders_and_urls_are_places(url: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     require_place(url)
+
+
+@pytest.mark.parametrize("url", ["./b\udcffd", "s3://bucket/b\udcffd", "file:///b\udcffd"])
+def test_a_place_whose_name_is_no_text_is_refused(url: str) -> None:
+    """The status of a cluster that checkpoints there could not be read by anybody."""
+    with pytest.raises(ValueError, match=r"must have a name in UTF-8, got '.*b\\udcffd'"):
+        require_place(url)
+
+
+def test_a_relative_place_in_a_folder_whose_name_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here := tmp_path / "b\udcffd").mkdir()
+    monkeypatch.chdir(here)
+    with pytest.raises(ValueError, match="must have a name in UTF-8"):
+        require_place("ckpt")
+
+
+@pytest.mark.parametrize("domain", ["b\udcffd", "row1/ra\nck"])
+def test_a_failure_domain_is_text(domain: str) -> None:
+    with pytest.raises(ValueError, match=f"printable characters together, got {re.escape(repr(domain))}"):
+        Settings(failure_domain=domain)
 
 
 @pytest.mark.parametrize("command", ["up", "coordinator", "demo"])

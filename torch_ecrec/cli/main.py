@@ -11,12 +11,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import errno
 import io
 import logging
 import os
 import re
-import resource
 import select
 import signal
 import sys
@@ -47,6 +45,7 @@ from torch_ecrec.cli import (
 )
 from torch_ecrec.compat.argparse import NoEmptyValues, arguments_of, commands_of
 from torch_ecrec.errors import ClusterError
+from torch_ecrec.processes.limits import explained
 from torch_ecrec.runtime.lifetime import (
     INTERRUPTED,
     end_at_once,
@@ -140,11 +139,15 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(error, error.exit_code)
     except OSError as error:
         if error.filename != output.NAME:
-            return _fail(_explained(error), 2)
+            return _fail(explained(error), 2)
         output.drop_rest()
         return _fail(error, 1)
     except MemoryError as error:
         return _fail(MemoryError(f"there is not enough memory: {error}".removesuffix(": ")), 2)
+    except RuntimeError as error:
+        if (told := explained(error)) is error:
+            raise
+        return _fail(told, 1)
     except (ValueError, TypeError, OverflowError) as error:
         return _fail(error, 2)
     except ImportError as error:
@@ -154,6 +157,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str] | None) -> int:
     """Runs the command; returns its exit code."""
     words = sys.argv[1:] if argv is None else argv
+    _require_folder()
     if (mistake := _misspelt(words)) is not None:
         raise ValueError(mistake)
     top = parser(bench.named_in(words))
@@ -210,6 +214,15 @@ def _open_standard_streams() -> None:
             setattr(sys, f"__{name}__", stream)
 
 
+def _require_folder() -> None:
+    """Raises ValueError where the folder in which this process is was removed: torch does not load there, and what
+    it says then names its own files."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ValueError("the folder in which this was started is gone: start it in another one") from None
+
+
 def _misspelt(words: list[str]) -> str | None:
     """Returns a suggestion for a misspelt command; None if no command is like it: argparse then lists all."""
     named = next((word for word in words if not word.startswith("-")), None)
@@ -233,20 +246,13 @@ def _unknown(top: Parser, words: list[str], word: str) -> str:
 
 
 def _lacking(error: ImportError) -> ImportError:
-    """Returns the error with what to do, if it is a package that the extra `demo` brings."""
+    """Returns the error with what to do, if it is a package that the extra `demo` brings, or one that has no room."""
+    if "failed to map segment" in str(error):
+        return ImportError(f"there is not enough memory (`ulimit -v`?): {error}")
     name = (error.name or "").partition(".")[0]
     if name not in ("matplotlib", "psutil"):
         return error
     return ImportError(f"this needs the package {name}: pip install 'torch-ecrec[demo]'")
-
-
-def _explained(error: OSError) -> OSError:
-    """Returns the error with what to do, if it is a limit of this process that names no file."""
-    if error.errno != errno.EMFILE:
-        return error
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    doctor = "`torch-ecrec doctor --only open-files` says how many it takes"
-    return OSError(f"{error.strerror}: this process may have {soft} (`ulimit -n`); {doctor}")
 
 
 def _fail(error: Exception, code: int) -> int:

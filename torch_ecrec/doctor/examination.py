@@ -77,7 +77,10 @@ CHECKS = (  # in the order of what is printed
     Check("shared-memory", lambda asked: machine.shared_memory(asked.settings)),
     Check("open-files", lambda asked: [machine.open_files(asked.members)]),
     Check("processes", lambda asked: [machine.processes(asked.here, asked.root)]),
-    Check("memory", lambda asked: [machine.memory(asked.settings, asked.here, asked.root)]),
+    Check(
+        "memory",
+        lambda asked: [machine.memory(asked.settings, asked.here, asked.root), *machine.addresses(asked.settings)],
+    ),
     Check("cores", lambda asked: [machine.cores(asked.here, asked.root)]),
     Check("host-name", lambda asked: [machine.host_name()]),
     Check("checkpoints", lambda asked: store.place(asked.checkpoint), store.LIMIT_S + 10),

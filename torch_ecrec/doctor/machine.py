@@ -194,6 +194,24 @@ def memory(settings: Settings, here: int, root: Path) -> Finding:
     return judge_memory(*memory_of_host(root), memory_limits(root), settings, here)
 
 
+def addresses(settings: Settings) -> list[Finding]:
+    """Whether a process may have the addresses that it needs; nothing where there is no limit."""
+    return judge_addresses(resource.getrlimit(resource.RLIMIT_AS)[0], settings)
+
+
+def judge_addresses(soft: int, settings: Settings) -> list[Finding]:
+    """Judges the limit of the address space of a process, in which libraries, and stacks of threads, count whole."""
+    need = 3 * NEEDS.memory_bytes
+    most = need + settings.shared_memory_bytes + settings.keep_freed_bytes
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return []
+    level: Level = "ERROR" if soft < need else "WARN"
+    found = f"each process may have {size(soft)} of addresses (`ulimit -v`): it cannot load libraries or start threads"
+    step = "ulimit -v unlimited, in the shell that starts torch-ecrec and torchrun (in systemd: LimitAS=infinity)"
+    figures = {"limit_bytes": float(soft), "needed_bytes": float(most)}
+    return [Finding("memory", level, found, f"no limit, or {size(most)} and room for tables", step, figures)]
+
+
 def judge_memory(
     total: int | None, available: int | None, limits: Sequence[tuple[int, int]], settings: Settings, here: int
 ) -> Finding:

@@ -159,6 +159,8 @@ def judge_packages(tried: Trial, version: tuple[int, ...]) -> list[Finding]:
         line = right.pip(gpu)
         if _set_of(versions) == right:  # its files are not what they were
             line = line.replace("install ", "install --force-reinstall --no-deps ", 1)
+        if why.startswith("MemoryError") or "failed to map segment" in why:
+            line = "ulimit -v unlimited, or end other processes: there is not enough memory to load it"
         findings.append(Finding("packages", "ERROR", found, str(right), line))
     elif not missing:
         findings.append(_judge_set(versions, have, right, gpu))

@@ -7,10 +7,29 @@ below /proc and /sys is read below `root`, so that tests can say what is there. 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 UNLIMITED_BYTES = 1 << 60  # a limit of this size is none: version 1 of control groups says 2^63 less a page
+
+
+def explained(error: Exception) -> Exception:
+    """Returns the error with what to do, if it is a limit of this process that names no file; else the error itself."""
+    if str(error) == "can't start new thread" or _is(error, errno.EAGAIN):
+        what = "no process or thread can be started: there are as many as `ulimit -u`, or a control group, lets be"
+        return OSError(f"{what}, or `ulimit -v` leaves no memory; `torch-ecrec doctor --only processes,memory` says it")
+    if _is(error, errno.EMFILE):
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        doctor = "`torch-ecrec doctor --only open-files` says how many it takes"
+        return OSError(f"{os.strerror(errno.EMFILE)}: this process may have {soft} (`ulimit -n`); {doctor}")
+    return error
+
+
+def _is(error: Exception, number: int) -> bool:
+    return isinstance(error, OSError) and error.errno == number and error.filename is None
 
 
 def memory_of_host(root: Path) -> tuple[int | None, int | None]:

@@ -34,6 +34,7 @@ from typing import IO
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, OtherCluster, TierFailed
 from torch_ecrec.processes.children import Child, await_end, tail, with_own_path
 from torch_ecrec.processes.fork_server import ForkServer, is_available
+from torch_ecrec.processes.limits import explained
 from torch_ecrec.protocol.status import Status
 from torch_ecrec.runtime.addresses import parse_host, text_of
 from torch_ecrec.runtime.checks import require_int
@@ -306,7 +307,7 @@ class Supervisor:
                 self.start_server(entry[1])
             except NO_ROOM as error:  # no memory, no files, no room for a log: perhaps later
                 quick = entry[1] + 1
-                log.error("a server cannot be started: %s; tries again in %g s", error, _pause_s(quick))
+                log.error("a server cannot be started: %s; tries again in %g s", explained(error), _pause_s(quick))
                 self._due.append((now_s + _pause_s(quick), quick))
 
     def _on_coordinator_end(self, life: _Life) -> None:
@@ -323,7 +324,7 @@ class Supervisor:
                 self._read_address()
                 return
             except (*NO_ROOM, ClusterError) as error:
-                log.error("it did not start: %s", error)
+                log.error("it did not start: %s", explained(error))
             self._forget(self.coordinator)
             quick += 1
         self.ended = code

@@ -333,9 +333,12 @@ class Settings:
             require(getattr(self, name) <= LIMIT_MOST_S, most)
         levels = self.failure_domain.split("/") if self.failure_domain else ["host"]
         require(
-            all(levels) and len(levels) <= DOMAIN_LEVELS_MOST and len(self.failure_domain) <= DOMAIN_MOST,
+            all(levels)
+            and len(levels) <= DOMAIN_LEVELS_MOST
+            and len(self.failure_domain) <= DOMAIN_MOST
+            and self.failure_domain.isprintable(),
             f"`failure_domain` must be at most {DOMAIN_LEVELS_MOST} names with / between them, of {DOMAIN_MOST}"
-            f" characters together, got {self.failure_domain!r}",
+            f" printable characters together, got {self.failure_domain!r}",
         )
         require_int("shared_memory_bytes", self.shared_memory_bytes, 0)
         require_int("keep_freed_bytes", self.keep_freed_bytes, 0)

@@ -73,7 +73,11 @@ def folder_of(url: str) -> Path | None:
 
 def require_place(url: str) -> None:
     """Raises ValueError where a place for checkpoints looks like a URL that has lost its scheme, or a part of it: it
-    would be taken for a folder of this machine."""
+    would be taken for a folder of this machine. Likewise where its name is no text: messages and manifests have it."""
+    try:
+        f"{folder_of(url) or url}".encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a place for checkpoints must have a name in UTF-8, got {error.object!r}") from None
     if not is_path(url):
         return
     found, path = _SCHEME_LOST.match(url), Path(os.path.expanduser(url))
