@@ -62,9 +62,11 @@ __all__ = [
     "has_tensor_hooks",
     "is_scheduled",
     "is_torchs_own",
+    "is_transformed",
     "local_shape_and_offset",
     "module_hooks",
     "next_index_of",
+    "nnpack_enabled",
     "own_buffers",
     "own_parameters",
     "place_in_file",
@@ -153,6 +155,15 @@ def group_with(
     made: Any = dist.new_group(ranks, timeout, backend, use_local_synchronization=alone)
     found: dist.ProcessGroup = made
     return found
+
+
+def is_transformed() -> bool:
+    """Returns whether this thread is within a transform of `torch.func`, whose tensors have no memory of their own."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+nnpack_enabled: Callable[[], bool] = torch._C._get_nnpack_enabled
+"""Returns whether convolutions may use NNPACK. Publicly `torch.backends.nnpack.set_flags` says it, and changes it."""
 
 
 # tensors --------------------------------------------------------------------------------------------
