@@ -252,6 +252,8 @@ class OwnState(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        for hook in self._load_state_dict_pre_hooks.values():  # torch's own method calls them, too
+            hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         self.load_state(state_dict, prefix, strict, missing_keys, unexpected_keys, error_msgs)
 
     def save_state(self, destination: dict[str, Any], prefix: str) -> None:
