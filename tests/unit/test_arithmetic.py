@@ -5,6 +5,7 @@ decides no bits. What a new release brings fails here until somebody has judged 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import types
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from torch import backends
 
 from torch_ecrec.resume import arithmetic
 from torch_ecrec.resume.arithmetic import FLUSHES, PATHS, PATHS_OF_GPU, VARIABLES, settings_of_torch
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.spec.settings import Settings
 
 GPU = "of GPUs, and of none that we know: not kept"
 CONTEXT = "of the lines that it is around, which say it again in each life"
@@ -110,6 +113,32 @@ LIBRARIES = {  # of variables that no number depends on, beside those whose chan
         "of other processors than are supported, or of a compiler's tests"
     ),
 }
+
+
+OWN = {  # our settings: what follows if two processes, or two lives, have others
+    **dict.fromkeys(("wire", "evaluation_wire"), "REFUSED after a restart; each trainer's own meanwhile"),
+    "pooling": "REFUSED after a restart, if one sums in parts; else no matter",
+    "transport": "told to all by the coordinator",
+    **dict.fromkeys(("experiment_mode", "experiment_ranges"), "refused where a process joins (`admission.py`)"),
+    **dict.fromkeys(("join", "launch", "again"), "say which cluster is meant, which has its own bits"),
+    **dict.fromkeys(("window_steps", "call_timeout_s", "give_up_s", "heartbeat_s", "lease_s"), "when, not what"),
+    **dict.fromkeys(("standstill_s", "grace_s"), "when, not what; the coordinator's counts"),
+    "failure_domain": "where slots are",
+    **dict.fromkeys(("shared_memory_bytes", "keep_freed_bytes", "spare_memory"), "where bytes are"),
+    **dict.fromkeys(
+        ("checkpoint_memory_bytes", "tier", "tier_memory_bytes", "tier_for", "tier_keep"), "where bytes are"
+    ),
+    **dict.fromkeys(("rebuild_chunk_bytes", "rebuild_bytes_per_s", "move_bytes_per_s"), "how fast"),
+    **dict.fromkeys(("record_checks", "scrub_bytes_per_s"), "what is looked at"),
+    "look_ahead": "when batches are drawn; a reader that shows another order is refused",
+    **dict.fromkeys(("flip_on_signal", "spoil", "spoil_step"), "damage on purpose, of one server, which is found"),
+}
+
+
+def test_every_setting_of_ours_is_judged() -> None:
+    assert {field.name for field in dataclasses.fields(Settings)} == OWN.keys()
+    refused = {f"TORCH_ECREC_{name.upper()}" for name, verdict in OWN.items() if verdict.startswith("REFUSED")}
+    assert arithmetic.of_settings(Settings(), CodeSpec()).keys() == refused
 
 
 def test_every_function_of_torch_that_sets_something_is_judged() -> None:

@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torchmetrics import MeanMetric
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from torch_ecrec.compat.torchrec import wrapped_module
@@ -551,3 +552,16 @@ def test_a_wrapper_that_has_the_parts_of_an_optimizer_goes_on() -> None:
         ends.append(trainer)
     assert torch.equal(ends[0].session.records[0], ends[1].session.records[0])
     assert torch.equal(ends[0].model.module.over.weight, ends[1].model.module.over.weight)
+
+
+@pytest.mark.parametrize("moment", [0, 3])
+def test_a_parameter_that_takes_the_place_of_another_is_refused(moment: int) -> None:
+    """No optimizer stepped it; after a restart the first one was trained again, without a word."""
+    trainer = attach(
+        made(data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False, find_unused_parameters=True))
+    )
+    trainer.steps(moment)
+    weight = trainer.model.module.over.weight
+    trainer.model.module.over.weight = nn.Parameter(weight.detach().clone())
+    with pytest.raises(RuntimeError, match=r"^over\.weight of the model were replaced after `attach`: no attached"):
+        trainer.steps(moment + 3)

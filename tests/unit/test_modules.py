@@ -1,4 +1,4 @@
-"""Every public method of a module, of our sharded model and of a sharded collection in it: the same as with TorchRec, or
+"""Every public method of a module, of our sharded model and of a collection in it: the same as with TorchRec, or
 refused by name. What a new release brings fails here until somebody has judged it.
 """
 
