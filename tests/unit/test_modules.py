@@ -20,7 +20,9 @@ warnings.filterwarnings("ignore")
 BATCHES = [batch_of(6, seed) for seed in range(2)]
 
 SAME, OURS, COPIED = "as TorchRec's", "a method of ours", "a model cannot be copied"
-DEVICE = "not compiled with|not linked with|has no attribute 'ProcessGroupNCCL'|no NVIDIA driver|a module|cannot be copied"
+DEVICE = (
+    "not compiled with|not linked with|has no attribute 'ProcessGroupNCCL'|no NVIDIA driver|a module|cannot be copied"
+)
 Do = Callable[[Any], Any]
 
 
