@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 from torchmetrics import MeanMetric
 from torchrec import PoolingType
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from torch_ecrec.compat.torchrec import wrapped_module
@@ -79,7 +80,7 @@ def test_a_draw_between_forward_and_backward_is_refused_where_a_batch_would_be_l
     trainer = attach(made())
     batches = passes(trainer.batches)
     loss, _ = trainer.model(next(batches))
-    for step in range(1, 4):
+    for step in range(1, 3):
         coming = next(batches)
         loss.backward()
         trainer.optimizer.step()
@@ -628,3 +629,16 @@ def test_a_wrapper_that_has_the_parts_of_an_optimizer_goes_on() -> None:
         ends.append(trainer)
     assert torch.equal(ends[0].session.records[0], ends[1].session.records[0])
     assert torch.equal(ends[0].model.module.over.weight, ends[1].model.module.over.weight)
+
+
+@pytest.mark.parametrize("moment", [0, 3])
+def test_a_parameter_that_takes_the_place_of_another_is_refused(moment: int) -> None:
+    """No optimizer stepped it; after a restart the first one was trained again, without a word."""
+    trainer = attach(
+        made(data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False, find_unused_parameters=True))
+    )
+    trainer.steps(moment)
+    weight = trainer.model.module.over.weight
+    trainer.model.module.over.weight = nn.Parameter(weight.detach().clone())
+    with pytest.raises(RuntimeError, match=r"^over\.weight of the model were replaced after `attach`: no attached"):
+        trainer.steps(moment + 3)

@@ -547,6 +547,23 @@ def test_a_model_is_sharded_and_looked_into(group: dist.ProcessGroup) -> None:
     assert isinstance(of_torchrec.wrapped_module(model), DistributedDataParallel)
 
 
+def test_a_transform_of_tensors_is_seen() -> None:
+    assert not of_torch.is_transformed()
+    assert torch.func.vmap(lambda x: x + of_torch.is_transformed())(torch.zeros(2)).tolist() == [1, 1]
+
+
+def test_whether_nnpack_is_used_is_said() -> None:
+    before = of_torch.nnpack_enabled()
+    for enabled in (False, True, before):
+        torch.backends.nnpack.set_flags(enabled)
+        assert of_torch.nnpack_enabled() == enabled
+
+
+def test_trackers_are_given_a_model() -> None:
+    for tracker in of_torchrec.TRACKERS:
+        assert next(iter(inspect.signature(tracker).parameters)) == "model"
+
+
 def test_sharders_of_wrappers_have_some_inside() -> None:
     inner = EmbeddingBagCollectionSharder()
     assert of_torchrec.inner_sharders(inner) == []

@@ -62,9 +62,11 @@ __all__ = [
     "has_tensor_hooks",
     "is_scheduled",
     "is_torchs_own",
+    "is_transformed",
     "local_shape_and_offset",
     "module_hooks",
     "next_index_of",
+    "nnpack_enabled",
     "own_buffers",
     "own_parameters",
     "place_in_file",
@@ -155,6 +157,15 @@ def group_with(
     return found
 
 
+def is_transformed() -> bool:
+    """Returns whether this thread is within a transform of `torch.func`, whose tensors have no memory of their own."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+nnpack_enabled: Callable[[], bool] = torch._C._get_nnpack_enabled
+"""Returns whether convolutions may use NNPACK. Publicly `torch.backends.nnpack.set_flags` says it, and changes it."""
+
+
 # tensors --------------------------------------------------------------------------------------------
 
 VERSION = "_version"
@@ -241,6 +252,8 @@ class OwnState(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        for hook in self._load_state_dict_pre_hooks.values():  # torch's own method calls them, too
+            hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         self.load_state(state_dict, prefix, strict, missing_keys, unexpected_keys, error_msgs)
 
     def save_state(self, destination: dict[str, Any], prefix: str) -> None:

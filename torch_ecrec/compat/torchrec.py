@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
+from torchrec.distributed.model_tracker.trackers.raw_id_tracker import RawIdTracker
 from torchrec.distributed.planner import stats
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
@@ -23,6 +25,7 @@ from torchrec.optim.fused import EmptyFusedOptimizer
 __all__ = [
     "COLLECTION",
     "MAPS",
+    "TRACKERS",
     "ListedEnumerator",
     "Ready",
     "ReportedStats",
@@ -52,6 +55,10 @@ __all__ = [
 ]
 
 W = TypeVar("W")
+
+
+TRACKERS: tuple[type[Any], ...] = (ModelDeltaTrackerTrec, RawIdTracker)
+"""What notes which rows of a sharded model change. No public package names them."""
 
 
 # the sharded model ----------------------------------------------------------------------------------

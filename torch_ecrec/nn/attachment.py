@@ -48,6 +48,7 @@ from torch_ecrec.resume.values import decode, encode
 from torch_ecrec.runtime.checks import plain
 from torch_ecrec.spec.settings import Settings
 
+OTHERWISE = "torch may compute other bits than before the restart"
 OTHER_MODULES = (
     "torch's modules in the model, or what they or its collections were made with (the `p` of a dropout, the pooling or"
     " output dtype of a table, how ids are remapped), are others than before the restart: the script was changed"
@@ -91,6 +92,7 @@ class Attachment:
         self._own = own
         self._inspector = inspector = LoopInspector(self._counters, attached=bool(own))
         self._arithmetic = arithmetic.of_settings(settings, self._session.job.code)
+        self._process = arithmetic.of_process()
         self._arithmetic_then: Mapping[str, Any] | None = None  # of torch; put back when the first step begins
         self.reader = None if reader is None else Reader(reader, self._on_draw, inspector, settings.look_ahead)
         self._announcing: Announcing | None = None
@@ -261,7 +263,8 @@ class Attachment:
         if not self.begun:
             self.begun = True
             if self._arithmetic_then is not None:
-                arithmetic.set_of_torch(self._arithmetic_then)
+                for inexact in arithmetic.set_of_torch(self._arithmetic_then):
+                    self._session.not_exact(f"{OTHERWISE}: {inexact}")
             if self._settings_then is not None:
                 self._load_what_loops_reset(self._settings_then)
             self._settings_at_first = self._settings.changed()
@@ -325,6 +328,7 @@ class Attachment:
                 "made": self._modules,
                 "frozen": self._settings.frozen,
                 "kinds": self._state.kinds,
+                "process": self._process,
             },
             "attached",
         )
@@ -333,6 +337,7 @@ class Attachment:
         """Hands this trainer's part of the step before to the servers."""
         parameters = list(dense_parameters(self._live_model))
         self._checks.check_groups()
+        self._checks.check_replaced(parameters)
         self._checks.check_shapes(parameters)
         self._checks.check_kept()
         waiting, zeros = self._gradients.find(parameters)
@@ -386,6 +391,8 @@ class Attachment:
             self._arithmetic_then, settings_then = before["arithmetic"]
             if inexact := arithmetic.check_settings(settings_then, self._arithmetic):
                 self._session.not_exact(inexact)
+        for other in arithmetic.differences(before.get("process", self._process), self._process):
+            self._session.not_exact(f"{OTHERWISE}: {other}")
         self._state.check(
             self._state.decoded(before["state"]),
             ["reader"] * ((before["reader"] is None) != (self.reader is None)),

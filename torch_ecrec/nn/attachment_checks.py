@@ -6,6 +6,7 @@
     check_reductions  gradients are averaged by what keeps a state, or in an order that follows from the steps before
     check_tracing     a pipeline that traced the model changed it
     check_groups      an optimizer was given parameters after `attach`
+    check_replaced    a parameter of the model is another one than at `attach`
     check_shapes      a buffer or parameter of the model has another shape than at `attach`, or was not there
     check_kept        an optimizer keeps in attributes what moves with its steps, or an attached module in buffers and
                       states of metrics that are in no state_dict, and nothing brings them back
@@ -80,6 +81,7 @@ class AttachmentChecks:
         self._groups = self._groups_now()
         # At `attach`; None: it was told
         self._shapes: dict[str, object] | None = _shapes_of(model, dense_parameters(model))
+        self._parameters = {name: id(parameter) for name, parameter in dense_parameters(model)}
         self._attributes: dict[str, int] | None = None  # attributes after the first step
         self._unsaved: list[tuple[str, nn.Module, str]] | None = None  # what they are called, whose they are, which
 
@@ -212,6 +214,16 @@ class AttachmentChecks:
             raise RuntimeError(
                 "an optimizer was given parameters after `attach`: it would not have them after a restart, where"
                 " `attach` comes first again. Add them before `attach`, with `requires_grad` False until they train"
+            )
+
+    def check_replaced(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Checks that parameters are those of `attach`: optimizers step these, and a restart brings these back."""
+        others = [name for name, parameter in parameters if self._parameters.get(name, id(parameter)) != id(parameter)]
+        if others:
+            raise RuntimeError(
+                f"{', '.join(others)} of the model were replaced after `attach`: no attached optimizer steps what they"
+                " are now, and after a restart the first ones would be trained again. Replace parameters before"
+                " `attach`; or change them in place (`parameter.copy_(...)`, `load_state_dict` without `assign`)"
             )
 
     def check_shapes(self, parameters: Iterable[tuple[str, Tensor]]) -> None:

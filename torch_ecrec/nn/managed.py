@@ -36,7 +36,7 @@ from torch_ecrec.nn.dense import Replicated
 from torch_ecrec.nn.pipelines import check_in_sync
 from torch_ecrec.nn.remapping import Remapping
 from torch_ecrec.nn.repeats import check_lengths
-from torch_ecrec.nn.served import Context, ServedModule, permuted
+from torch_ecrec.nn.served import Context, ServedModule, permuted, refuse_recording
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.tables_state import CHUNK_BYTES
 from torch_ecrec.records.halves import numbers_of, records_of
@@ -87,6 +87,7 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs all stages, as in TorchRec. It is never compiled, though the model around it may be."""
+        refuse_recording((*args, *kwargs.values()))
         return super().forward(*args, **kwargs)
 
     def create_context(self) -> ManagedContext:

@@ -60,6 +60,7 @@ from torch_ecrec.nn.recorder import recorded, tell_of_shared_store, tell_unless_
 from torch_ecrec.nn.reduce import OrderedMean
 from torch_ecrec.nn.repeats import samples_of
 from torch_ecrec.nn.script_checks import (
+    NO_TRACKER,
     averages,
     check_lost_changes,
     check_not_served,
@@ -93,11 +94,6 @@ from torch_ecrec.state_dicts.unsharded import configs_of
 log = logging.getLogger(__name__)
 
 DIGEST_BYTES = 4 << 20  # of records, read at a time for `digest`
-
-NO_TRACKER = (
-    "trackers of TorchRec (`model_tracker_configs`, `init_torchrec_delta_tracker`) look for tables in the trainers, and"
-    " would find none; leave them out"
-)
 
 
 class DistributedModelParallel(ShardedAtAllPaths):

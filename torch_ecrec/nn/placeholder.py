@@ -114,6 +114,13 @@ class _StandIn(nn.Module):
             raise standing._refusal(name)
         super().__setattr__(name, value)
 
+    def __delattr__(self, name: str) -> None:
+        """Raises RuntimeError for the weight: what parametrizes it would put another in its place, for nobody."""
+        standing = own_parameters(self).get(name)
+        if isinstance(standing, TableParameter):
+            raise standing._refusal(name)
+        super().__delattr__(name)
+
 
 class StandIns(nn.ModuleDict):
     """Stands for the modules of a collection's tables, by name.

@@ -33,14 +33,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel, DistributedDataParallelCPU
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torch_ecrec.compat.torch import children_of, has_tensor_hooks, module_hooks, own_parameters
-from torch_ecrec.compat.torchrec import ShardedAtAllPaths, collection_processed
+from torch_ecrec.compat.torchrec import TRACKERS, ShardedAtAllPaths, collection_processed
+from torch_ecrec.nn.placeholder import TableParameter
 from torch_ecrec.nn.served import ServedModule
 from torch_ecrec.state_dicts.kinds import Collection
 from torch_ecrec.state_dicts.unsharded import configs_of, folder_of, weight_of
@@ -48,6 +49,10 @@ from torch_ecrec.state_dicts.unsharded import configs_of, folder_of, weight_of
 EMPTY = "empty parameter list"
 _tables: list[str] = []  # of this process's models, on the servers
 _averaging: list[nn.Module] = []  # models whose dense part is being made data-parallel by themselves
+NO_TRACKER = (
+    "trackers of TorchRec (`model_tracker_configs`, `ModelDeltaTrackerTrec`, `RawIdTracker`) look for tables in the"
+    " trainers, and would find none; leave them out"
+)
 _WAYS = ("max_norm", "padding_idx", "scale_grad_by_freq")  # of `nn.EmbeddingBag`, none of which TorchRec sets
 
 
@@ -183,35 +188,54 @@ def _explained(init: Any) -> Any:
 
 
 def refuse_wrappers() -> None:
-    """Makes other wrappers of whole models refuse what has tables on the servers, from now on."""
-    for wrapper in (DistributedModelParallel, DistributedDataParallel, FullyShardedDataParallel, DataParallel):
-        if "__new__" not in vars(wrapper):
-            wrapper.__new__ = _refusing(wrapper.__init__)  # type: ignore[method-assign]
+    """Makes other wrappers of whole models, and trackers, refuse what has tables on the servers, from now on."""
+    of_modules = DistributedModelParallel, DistributedDataParallel, FullyShardedDataParallel, DataParallel
+    for wrapper in (*of_modules, *TRACKERS, DistributedDataParallelCPU):
+        new = vars(wrapper).get("__new__")
+        if not hasattr(new, "refuses_tables"):
+            wrapper.__new__ = _refusing(wrapper.__init__, new)  # type: ignore[method-assign]
 
 
-def _refusing(init: Any) -> Any:
-    """Returns a `__new__` with the signature of an `__init__`, which is left as it is: warnings name who calls that."""
+def _refusing(init: Any, before: Any) -> Any:
+    """Returns a `__new__` with the signature of an `__init__`, which is left as it is: warnings name who calls that.
+
+    Args:
+        init: of a class.
+        before: its own `__new__`; None: it has none.
+    """
 
     @functools.wraps(init)
     def new(kind: type[Any], *args: Any, **kwargs: Any) -> Any:
         if not _averaging and not issubclass(kind, ShardedAtAllPaths):  # ours says more
             for given in (*args, *kwargs.values()):
                 if isinstance(given, nn.Module):
-                    check_not_served(given, kind.__name__)
-        return object.__new__(kind)
+                    check_not_served(given, kind.__name__, issubclass(kind, TRACKERS))
+        return object.__new__(kind) if before is None else before.__func__(kind, *args, **kwargs)
 
+    new.refuses_tables = True  # type: ignore[attr-defined]
     return new
 
 
-def check_not_served(module: nn.Module, wrapper: str) -> None:
-    """Raises RuntimeError if a module that is to be put into a wrapper has tables on the servers already."""
-    if any(isinstance(one, ServedModule) for one in module.modules()):
-        raise RuntimeError(
-            f"{wrapper} is put around a {type(module).__name__} whose tables are on the servers. The"
-            " torch_ecrec.DistributedModelParallel that put them there averages gradients itself, and keeps snapshots"
-            f" where it is called: leave {wrapper} out, and call that model. What is to be trained with it belongs into"
-            " the model that it is made of"
-        )
+def check_not_served(module: nn.Module, wrapper: str, tracks: bool = False) -> None:
+    """Raises RuntimeError if a module that is to be put into a wrapper has tables on the servers already.
+
+    It may have them as parameters alone: torch's `replicate` gathers those of a module.
+
+    Args:
+        module: to be put into it.
+        wrapper: the name of its class.
+        tracks: it looks at changes, and wraps nothing.
+    """
+    if not any(isinstance(one, (ServedModule, TableParameter)) for one in (*module.modules(), *module.parameters())):
+        return
+    if tracks:
+        raise RuntimeError(NO_TRACKER)
+    raise RuntimeError(
+        f"{wrapper} is put around a {type(module).__name__} whose tables are on the servers. The"
+        " torch_ecrec.DistributedModelParallel that put them there averages gradients itself, and keeps snapshots"
+        f" where it is called: leave {wrapper} out, and call that model. What is to be trained with it belongs into"
+        " the model that it is made of"
+    )
 
 
 @contextlib.contextmanager

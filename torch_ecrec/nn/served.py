@@ -25,7 +25,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Never, TypeVar
 
@@ -42,7 +42,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.jagged_tensor_validator import validate_keyed_jagged_tensor
 from torchrec.streamable import Multistreamable
 
-from torch_ecrec.compat.torch import OwnState, own_parameters
+from torch_ecrec.compat.torch import OwnState, is_transformed, own_parameters
 from torch_ecrec.layout.routing import BagRoute
 from torch_ecrec.nn.dense import WithTables
 from torch_ecrec.nn.lookup import PooledLookup, pool_all
@@ -60,6 +60,11 @@ from torch_ecrec.state_dicts.unsharded import configs_of, draw_weights, folder_o
 
 Output = TypeVar("Output")
 WITH_PUSH_MOST = 1 << 16  # ids of a batch: to find their places takes a thread some ms, and servers wait for the push
+NO_RECORDING = (
+    "`torch.jit`, `torch.fx.symbolic_trace` and the transforms of `torch.func` cannot record a lookup of rows that are"
+    " on the servers: give them dense modules of the model, or a model that is not sharded, with what"
+    " `full_state_dict()` returns"
+)
 PIPELINED_MOST = 8  # batches that a pipeline has announced and not computed; TorchRec's have up to 3
 
 
@@ -248,17 +253,12 @@ class ServedModule(
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> LazyAwaitable[Output]:
         """Runs all stages, as in TorchRec. It is never compiled, though the model around it may be."""
-        recorded = torch.jit.is_tracing()  # type: ignore[attr-defined]
-        if recorded or any(isinstance(given, torch.fx.Proxy) for given in args):
-            self.__prepare_scriptable__()
+        refuse_recording((*args, *kwargs.values()))
         return super().forward(*args, **kwargs)
 
     def __prepare_scriptable__(self) -> Never:
         """Raises RuntimeError. `torch.jit.script` calls it for each module in what it is given."""
-        raise RuntimeError(
-            "`torch.jit` and `torch.fx.symbolic_trace` cannot record a lookup of rows that are on the servers: give"
-            " them dense modules of the model, or a model that is not sharded, with what `full_state_dict()` returns"
-        )
+        raise RuntimeError(NO_RECORDING)
 
     def create_context(self) -> Context:
         return Context()
@@ -500,6 +500,17 @@ class ServedModule(
             for table in self._tables.values()
         ]
         return "\n".join(lines)
+
+
+def refuse_recording(given: Iterable[object]) -> None:
+    """Raises RuntimeError if a lookup is to be recorded or transformed, and not to be made.
+
+    Args:
+        given: what a sharded module is called with.
+    """
+    recorded = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if recorded or is_transformed() or any(isinstance(one, torch.fx.Proxy) for one in given):
+        raise RuntimeError(NO_RECORDING)
 
 
 def show_tables(model: nn.Module) -> None:

@@ -65,6 +65,11 @@ OTHERS = {
 }  # read elsewhere here; a test of this package has its own names, which begin with `TEST_`
 
 
+def environment_of(names: Iterable[str]) -> dict[str, str]:
+    """Returns those of these environment variables that are set: they are other libraries'."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 def new_run() -> str:
     """Returns a new random word that names one run of a cluster."""
     return uuid.uuid4().hex[:8]
