@@ -280,7 +280,7 @@ def check_a_state_dict_of_one_trainer(trainer: int, folder: Path, saved: dict[st
         if trainer == 0:
             model._step.load_written("training")
         else:
-            model._step._check_finite(rows, gradients, True, model._step.rates())
+            model._step.check_finite(rows, gradients, True, model._step.rates())()
 
 
 def check_dtensors(trainer: int, folder: Path, saved: dict[str, Any], session: FakeSession) -> None:

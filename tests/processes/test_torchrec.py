@@ -149,20 +149,22 @@ def load_not_alike(trainer: int) -> None:
         with pytest.raises(
             RuntimeError, match=r"step 2: this trainer (loads x|trains), and another one does something"
         ):
-            step.begin_load("x", 1) if trainer == who_loads else step._check_finite(rows, gradients, True, step.rates())
+            if trainer == who_loads:
+                step.begin_load("x", 1)
+            step.check_finite(rows, gradients, True, step.rates())()
     with pytest.raises(RuntimeError, match=r"this trainer loads table [01], and another"):
         step.begin_load(f"table {trainer}", 1)
     assert step.begin_load("x", 3 - trainer) == 3
     for group in model.fused_optimizer.param_groups:
         group["lr"] *= 1 + trainer
     with pytest.raises(RuntimeError, match=r"trains, and .* else, or not with the learning rates \[.*\] .*of this one"):
-        step._check_finite(rows, gradients, True, step.rates())
+        step.check_finite(rows, gradients, True, step.rates())()
     for group in model.fused_optimizer.param_groups:
         group["lr"] /= 1 + trainer
-    assert step._check_finite(rows, gradients, True, step.rates()) is None
+    assert step.check_finite(rows, gradients, True, step.rates())() is None
     next(p for name, p in model.named_parameters() if name.endswith("wide.weight")).requires_grad_(trainer == 0)
     with pytest.raises(RuntimeError, match=r"trains, and .* else, or not with the learning rates \[.*\]"):
-        step._check_finite(rows, gradients, True, step.rates())
+        step.check_finite(rows, gradients, True, step.rates())()
 
 
 def look_nothing_up(trainer: int) -> None:

@@ -13,6 +13,7 @@ back, and makes it again with the same map, ids and random state.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +77,8 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
         self.add_module(MAPS, maps_of(module))
         self._returns_remapped = returns_remapped(module)
         self._step, self._path = step, path or type(module).__name__
-        self._remapping = Remapping(maps_of(module), lambda ids: step.gather(f"remaps ids of {self._path}", ids))
+        gather = functools.partial(step.agreement.gather, f"remaps ids of {self._path}")
+        self._remapping = Remapping(maps_of(module), gather)
 
     @property
     def _inside(self) -> ServedModule[Any]:
@@ -135,7 +137,7 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
             RuntimeError: the trainers' maps differ.
         """
         checksum = self._remapping.checksum(evicted)
-        sums = self._step.gather(
+        sums = self._step.agreement.gather(
             f"changes maps of {self._path}", torch.tensor([checksum], dtype=torch.int64, device="cpu")
         )
         if any(int(each) != checksum for each in sums):

@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-import zlib
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
@@ -29,6 +28,7 @@ from torchrec.distributed.comm_ops import get_gradient_division
 from torch_ecrec.compat.torch import backward_pass, queue_callback
 from torch_ecrec.errors import NonFiniteGradient
 from torch_ecrec.layout.routing import BagRoute, Parts, join_bags, no_bags
+from torch_ecrec.nn.agreement import Agreement
 from torch_ecrec.nn.backend import EmbeddingBackend
 from torch_ecrec.nn.slices import Bags, PooledBags, Table, without
 from torch_ecrec.runtime.checks import plain, shown
@@ -73,7 +73,7 @@ class SparseStep:
     ) -> None:
         if nan_gradients not in NAN_GRADIENTS:
             raise ValueError(f"`nan_gradients` must be one of {', '.join(NAN_GRADIENTS)}, got {nan_gradients!r}")
-        self.session = session
+        self.session, self.agreement = session, Agreement(session, group)
         self.may_load: Callable[[], bool] = lambda: True  # whether tables that are loaded now count
         self.on_training_lookup: Callable[[], None] = lambda: None  # called before the first row of a step is asked for
         self.on_written: list[Callable[[str], None]] = []  # load what was written into state dicts (`load_written`)
@@ -87,7 +87,6 @@ class SparseStep:
         self.frozen: list[Callable[[], Sequence[Table]]] = []  # tables that are looked up and not stepped
         self.coming: list[Callable[[], tuple[list[Tensor], list[BagRoute]] | None]] = []  # what goes with a push
         self.on_pushed: list[Callable[[], None]] = []  # called when the rows of the next step may be asked for
-        self._group = group
         self._refuses_nan = nan_gradients == "raise"
         self._open = False
         self._waiting: weakref.WeakSet[Ticket] = weakref.WeakSet()  # training lookups without a gradient so far
@@ -268,11 +267,11 @@ class SparseStep:
         finite = self._finite and len(self._gathered) < 2  # a sum may overflow
         self._gathered = []
         rates = self.rates()
-        if self._refuses_nan:
-            self._refusal = self._check_finite(rows, gradients, finite, rates)
-            if self._refusal is not None:
-                return
-        ahead = [asked for coming in self.coming if (asked := coming()) is not None]
+        refused = self.check_finite(rows, gradients, finite, rates) if self._refuses_nan else None
+        ahead = [asked for coming in self.coming if (asked := coming()) is not None]  # while the others come to agree
+        self._refusal = refused() if refused is not None else None
+        if self._refusal is not None:
+            return
         self.session.push(rows, gradients, rates, bags, of_bags, ahead)
         for look_ahead in self.on_pushed:
             look_ahead()
@@ -286,7 +285,7 @@ class SparseStep:
         Raises:
             RuntimeError: another trainer trains, or loads something else.
         """
-        most, *_ = self._agree(f"loads {what}", [portions, *(0 for _ in self.session.job.tables[1:])])
+        most, *_ = self.agreement.on(f"loads {what}", [portions])
         return most
 
     def agree_on_written(self, names: Set[str]) -> Set[str] | None:
@@ -299,67 +298,8 @@ class SparseStep:
             RuntimeError: not all trainers ask, and one that does has written something.
         """
         tables = [table.name for table in self.session.job.tables]
-        flags = self._meet("has a state dict", [int(name in names) for name in tables], asks=True)
+        flags = self.agreement.on_written([int(name in names) for name in tables])
         return None if flags is None else {name for name, flag in zip(tables, flags, strict=True) if flag}
-
-    def _agree(self, what: str, flags: list[int], alike: str = "") -> list[int]:
-        """Returns the greatest value of each flag over all trainers.
-
-        Args:
-            alike: what else must be the same on all of them, for the message, too.
-
-        Raises:
-            RuntimeError: they do not all do the same.
-        """
-        found = self._meet(what, flags, asks=False, alike=alike)
-        assert found is not None, "only who asks gets None"
-        return found
-
-    def _meet(self, what: str, flags: list[int], asks: bool, alike: str = "") -> list[int] | None:
-        """Agrees as `_agree`, but a trainer that `asks` what was written may meet others that train.
-
-        It gets None then, and the others try again. Perhaps only this trainer has a state dict.
-        """
-        if self._group is None:
-            return flags
-        mark, wrote = zlib.crc32((what + alike).encode()) >> 1, asks and any(flags)
-        while True:
-            all_flags = torch.tensor([mark, -mark, asks, -asks, wrote, *flags], dtype=torch.int32, device="cpu")
-            try:
-                dist.all_reduce(all_flags, op=dist.ReduceOp.MAX, group=self._group)
-            except RuntimeError as error:  # torch's, which says that a connection was closed
-                error.add_note(
-                    f"torch_ecrec: step {self.session.step}: another trainer has ended, or was lost. If its loop is"
-                    " shorter than that of this one, give all trainers as many batches: leave some out, or give a"
-                    " trainer without ids an empty KeyedJaggedTensor"
-                )
-                raise
-            most, least, any_asks, none_asks, any_wrote, *found = all_flags.tolist()
-            if most == -least:
-                return found
-            if not any_asks or not none_asks + any_asks or any_wrote:
-                other = f", or not with the {alike} of this one" if alike else ""
-                raise RuntimeError(
-                    f"step {self.session.step}: this trainer {what}, and another one does something else{other}."
-                    " Every trainer trains, and loads the same, at the same place of its loop"
-                )
-            if asks:
-                return None
-
-    def gather(self, what: str, values_N: Tensor) -> list[Tensor]:
-        """Returns every trainer's values (N,) int64, in trainer order; N may differ. Every trainer calls it alike.
-
-        Raises:
-            RuntimeError: another trainer does something else.
-        """
-        most, *_ = self._agree(what, [len(values_N), *[0] * (len(self.session.job.tables) - 1)])
-        if self._group is None:
-            return [values_N]
-        padded = torch.zeros(1 + most, dtype=torch.int64, device="cpu")
-        padded[0], padded[1 : 1 + len(values_N)] = len(values_N), values_N
-        found = [torch.empty_like(padded) for _ in range(self.session.trainers)]
-        dist.all_gather(found, padded, group=self._group)
-        return [values[1 : 1 + int(values[0])] for values in found]
 
     def _take_sums(self) -> tuple[list[BagRoute], list[Tensor]]:
         """Returns the bags of each table group that slots have pooled, and the gradients of their sums; nothing if none
@@ -423,14 +363,20 @@ class SparseStep:
             gradients.append(gradient_UD)
         return rows, gradients
 
-    def _check_finite(
+    def check_finite(
         self, rows: list[Tensor], gradients: list[Tensor], finite: bool, rates: list[float]
-    ) -> NonFiniteGradient | None:
-        """Returns why the step is refused, the same on every trainer. `finite`: this trainer's gradients all are.
+    ) -> Callable[[], NonFiniteGradient | None]:
+        """Begins to agree with the other trainers on whether the step is refused.
 
-        Raises:
-            RuntimeError: another trainer does not train, or with other learning rates (the servers take trainer 0's),
-                with other tables frozen, or after more or fewer backward passes.
+        Args:
+            rows, gradients: of this trainer, per table group.
+            finite: whether these gradients all are.
+            rates: learning rates, per table group.
+
+        Returns:
+            What waits for the others, and returns why the step is refused, the same on every trainer; None: it is not.
+            It raises RuntimeError where another trainer does not train, or with other learning rates (the servers take
+            trainer 0's), with other tables frozen, or after more or fewer backward passes.
         """
         job = self.session.job
         flags = [0] * len(job.tables)
@@ -444,8 +390,12 @@ class SparseStep:
         frozen = sorted(table.job_name for tables in self.frozen for table in tables())
         alike = f"learning rates {rates}" + (f" or the frozen tables {', '.join(frozen)}" if frozen else "")
         alike += f" or the {self._passes} backward passes so far (rows must be looked up for each, on every trainer)"
-        flags = self._agree("trains", flags, alike)
-        names = [table.name for table, flag in zip(job.tables, flags, strict=True) if flag]
+        meeting = self.agreement.begin("trains", flags, alike)
+        return lambda: self._refusal_of(meeting.end())
+
+    def _refusal_of(self, flags: list[int]) -> NonFiniteGradient | None:
+        """Returns why a step is refused, by the tables that have a flag; None if none has."""
+        names = [table.name for table, flag in zip(self.session.job.tables, flags, strict=True) if flag]
         if not names:
             return None
         others = f" on the servers; {', '.join(self.elsewhere)} have stepped all the same" if self.elsewhere else ""

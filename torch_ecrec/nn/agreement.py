@@ -1,0 +1,135 @@
+"""What all trainers agree on before one of them acts: that each does the same, and the greatest of their numbers.
+
+One all-reduce for each: a *meeting*. It is begun and ended apart, so that a trainer does other work until the others
+have come. All meetings of a job have the same size, so that whoever does something else is met, and told so.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_ecrec.nn.backend import EmbeddingBackend
+
+
+class Agreement:
+    """The meetings of one trainer with the others.
+
+    Args:
+        session: says the step, for messages, and how many tables there are: a meeting has a number for each.
+        group: a process group of the trainers, used for nothing else; None with one trainer, who agrees with himself.
+    """
+
+    def __init__(self, session: EmbeddingBackend, group: dist.ProcessGroup | None) -> None:
+        self._session, self._group = session, group
+
+    def begin(self, what: str, numbers: Sequence[int], alike: str = "") -> Meeting:
+        """Begins a meeting. It must be ended before the next begins.
+
+        Args:
+            what: this trainer does, which all must do.
+            numbers: non-negative, one for each table, or fewer.
+            alike: what else must be the same on all of them, for the message, too.
+        """
+        return Meeting(self._session, self._group, what, numbers, alike, asks=False)
+
+    def on(self, what: str, numbers: Sequence[int]) -> list[int]:
+        """Returns the greatest of each number over all trainers; see `begin` and `Meeting.end`."""
+        return self.begin(what, numbers).end()
+
+    def on_written(self, flags: Sequence[int]) -> list[int] | None:
+        """Returns the greatest of each flag over all trainers, which all ask what was written.
+
+        Returns:
+            None if others train, and this trainer has written nothing: perhaps only this one has a state dict.
+
+        Raises:
+            RuntimeError: as `Meeting.end`, or others train and this trainer has written something.
+        """
+        return Meeting(self._session, self._group, "has a state dict", flags, "", asks=True).end_asking()
+
+    def gather(self, what: str, values_N: Tensor) -> list[Tensor]:
+        """Returns every trainer's values (N,) int64, in trainer order; N may differ. Every trainer calls it alike.
+
+        Raises:
+            RuntimeError: another trainer does something else.
+        """
+        most, *_ = self.on(what, [len(values_N)])
+        if self._group is None:
+            return [values_N]
+        padded = torch.zeros(1 + most, dtype=torch.int64, device="cpu")
+        padded[0], padded[1 : 1 + len(values_N)] = len(values_N), values_N
+        found = [torch.empty_like(padded) for _ in range(self._session.trainers)]
+        dist.all_gather(found, padded, group=self._group)
+        return [values[1 : 1 + int(values[0])] for values in found]
+
+
+class Meeting:
+    """One meeting, begun when it is made; see `Agreement`.
+
+    Args:
+        asks: this trainer asks what was written; those that train meet it, and then each other once more.
+    """
+
+    def __init__(
+        self,
+        session: EmbeddingBackend,
+        group: dist.ProcessGroup | None,
+        what: str,
+        numbers: Sequence[int],
+        alike: str,
+        asks: bool,
+    ) -> None:
+        self._session, self._group, self._what, self._alike, self._asks = session, group, what, alike, asks
+        self._numbers = [*numbers, *(0 for _ in session.job.tables[len(numbers) :])]
+        self._wrote = asks and any(numbers)
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._group is None:
+            return
+        mark, asks = zlib.crc32((self._what + self._alike).encode()) >> 1, self._asks
+        self._all = torch.tensor(
+            [mark, -mark, asks, -asks, self._wrote, *self._numbers], dtype=torch.int32, device="cpu"
+        )
+        self._work = dist.all_reduce(self._all, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def end(self) -> list[int]:
+        """Waits until all trainers have come, and returns the greatest of each number.
+
+        Raises:
+            RuntimeError: they do not all do the same, or one has ended.
+        """
+        found = self.end_asking()
+        assert found is not None, "only who asks gets None"
+        return found
+
+    def end_asking(self) -> list[int] | None:
+        """As `end`; None if this trainer asks, has written nothing, and others train."""
+        while self._group is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:  # torch's, which says that a connection was closed
+                error.add_note(
+                    f"torch_ecrec: step {self._session.step}: another trainer has ended, or was lost. If its loop is"
+                    " shorter than that of this one, give all trainers as many batches: leave some out, or give a"
+                    " trainer without ids an empty KeyedJaggedTensor"
+                )
+                raise
+            most, least, any_asks, none_asks, any_wrote, *found = self._all.tolist()
+            if most == -least:
+                return found
+            if not any_asks or not none_asks + any_asks or any_wrote:
+                other = f", or not with the {self._alike} of this one" if self._alike else ""
+                raise RuntimeError(
+                    f"step {self._session.step}: this trainer {self._what}, and another one does something else{other}."
+                    " Every trainer trains, and loads the same, at the same place of its loop"
+                )
+            if self._asks:
+                return None
+            self._begin()
+        return self._numbers
