@@ -162,6 +162,14 @@ def load_not_alike(trainer: int) -> None:
     for group in model.fused_optimizer.param_groups:
         group["lr"] /= 1 + trainer
     assert step.check_finite(rows, gradients, True, step.rates())() is None
+    model.snapshot_every = trainer
+    with pytest.raises(RuntimeError, match=r"trains, and .* else, .* or snapshot_every=[01] of this one"):
+        step.check_finite(rows, gradients, True, step.rates())()
+    model.snapshot_every = 1
+    step._refuses_nan, step._has_met = trainer == 0, False
+    with pytest.raises(RuntimeError, match=r"trains, and .* else, .* or nan_gradients='(raise|pass)' or"):
+        train(model, [batch_of(4, trainer)])
+    step._refuses_nan = True
     next(p for name, p in model.named_parameters() if name.endswith("wide.weight")).requires_grad_(trainer == 0)
     with pytest.raises(RuntimeError, match=r"trains, and .* else, or not with the learning rates \[.*\]"):
         step.check_finite(rows, gradients, True, step.rates())()

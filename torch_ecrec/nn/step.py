@@ -88,6 +88,7 @@ class SparseStep:
         self.coming: list[Callable[[], tuple[list[Tensor], list[BagRoute]] | None]] = []  # what goes with a push
         self.on_pushed: list[Callable[[], None]] = []  # called when the rows of the next step may be asked for
         self._refuses_nan = nan_gradients == "raise"
+        self._has_met = False  # a step of this life was agreed on; those that pass NaN on agree on the first one only
         self._open = False
         self._waiting: weakref.WeakSet[Ticket] = weakref.WeakSet()  # training lookups without a gradient so far
         self._pass = -1  # id of the backward pass that the fields below belong to
@@ -267,7 +268,8 @@ class SparseStep:
         finite = self._finite and len(self._gathered) < 2  # a sum may overflow
         self._gathered = []
         rates = self.rates()
-        refused = self.check_finite(rows, gradients, finite, rates) if self._refuses_nan else None
+        meets, self._has_met = self._refuses_nan or not self._has_met, True
+        refused = self.check_finite(rows, gradients, finite, rates) if meets else None
         ahead = [asked for coming in self.coming if (asked := coming()) is not None]  # while the others come to agree
         self._refusal = refused() if refused is not None else None
         if self._refusal is not None:
@@ -376,12 +378,13 @@ class SparseStep:
         Returns:
             What waits for the others, and returns why the step is refused, the same on every trainer; None: it is not.
             It raises RuntimeError where another trainer does not train, or with other learning rates (the servers take
-            trainer 0's), with other tables frozen, or after more or fewer backward passes.
+            trainer 0's), other tables frozen, another `nan_gradients` or `snapshot_every`, or after more or fewer
+            backward passes.
         """
         job = self.session.job
         flags = [0] * len(job.tables)
         for table_group, rows_U, gradient_UD in zip(job.table_groups, rows, gradients, strict=True):
-            if not finite:
+            if not finite and self._refuses_nan:
                 bad_rows = rows_U[~torch.isfinite(gradient_UD).all(dim=1)]
                 first_rows_T = torch.tensor(table_group.first_rows, dtype=torch.int64, device="cpu")
                 at = torch.bucketize(bad_rows, first_rows_T, right=True) - 1
@@ -390,6 +393,8 @@ class SparseStep:
         frozen = sorted(table.job_name for tables in self.frozen for table in tables())
         alike = f"learning rates {rates}" + (f" or the frozen tables {', '.join(frozen)}" if frozen else "")
         alike += f" or the {self._passes} backward passes so far (rows must be looked up for each, on every trainer)"
+        alike += f" or nan_gradients={'raise' if self._refuses_nan else 'pass'!r}"
+        alike += f" or snapshot_every={self.session.snapshot_every}"
         meeting = self.agreement.begin("trains", flags, alike)
         return lambda: self._refusal_of(meeting.end())
 
