@@ -34,8 +34,14 @@ KNOWN_PATHS = ("design.md", "architecture.md", "protocol.md", "assumptions.md") 
 SITE = ("mkdocs", "material", "mkdocstrings_handlers.python")
 
 
+LOOKED_UP = DOCS / "troubleshooting.md"  # the first column of its tables, messages, is searched and not read
+
+
 def words(page: Path) -> int:
-    return len(page.read_text(encoding="utf-8").split())
+    lines = page.read_text(encoding="utf-8").splitlines()
+    if page == LOOKED_UP:
+        lines = [line.split("|", 2)[2] if line.startswith("| `") else line for line in lines]
+    return sum(len(line.split()) for line in lines)
 
 
 def test_every_page_is_in_one_section() -> None:
@@ -52,7 +58,7 @@ def test_pages_of_contributors_are_apart() -> None:
 
 
 def test_users_can_read_all_of_theirs() -> None:
-    assert sum(map(words, USERS)) <= 20_000, {page.name: words(page) for page in USERS}
+    assert sum(map(words, USERS)) <= 17_500, {page.name: words(page) for page in USERS}
     assert sum(words(DOCS / name) for name in THE_WAY) <= 4_000
 
 
