@@ -1,7 +1,10 @@
 """What benchmarks of real training are made of, without processes: modes, steps, waiting, turns; what is refused."""
 
 import dataclasses
+import os
+import random
 import re
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +20,7 @@ from torch_ecrec.bench import (
     connections,
     exactness,
     experiment,
+    faults,
     outages,
     overlap,
     recovery,
@@ -29,6 +33,7 @@ from torch_ecrec.bench import (
 from torch_ecrec.bench.experiment import VARIANTS, Experiment, Model, Part, Running, Steps, Stopped, parse_mode
 from torch_ecrec.bench.places import Here
 from torch_ecrec.cli.main import main
+from torch_ecrec.demo.report import Kill
 from torch_ecrec.demo.training import DemoRun, require_device
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.spec.job import CodeSpec
@@ -179,6 +184,17 @@ def test_a_lost_cluster_is_trouble(tmp_path: Path) -> None:
     assert running.trouble() == "the coordinator is gone: gone"
     running.on_message({"type": "event", "event": "fatal", "kind": "data_loss", "reason": "too much", "time_s": 1.0})
     assert running.trouble() == "the cluster has stopped: too much"
+
+
+def test_a_kill_waits_while_a_member_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    running, killed = running_in(tmp_path), list[tuple[int, int]]()
+    asked = iter(["a member is silent", "still", ""])
+    monkeypatch.setattr(running, "whole", lambda: next(asked))
+    kill = Kill("a kill", "server", 0, "server-0", 7, 0, 1, 1.0, {0: 0})
+    monkeypatch.setattr(running.record, "on_kill", lambda *_: kill)
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
+    assert faults.kill_host(running, random.Random(0)) is kill and killed == [(kill.pid, signal.SIGKILL)]
+    assert next(asked, None) is None
 
 
 # --- turns -----------------------------------------------------------------------------------------------------------

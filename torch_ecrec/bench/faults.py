@@ -166,26 +166,36 @@ def most_mb(sizes: Sequence[tuple[float, int]], begin_s: float, end_s: float) ->
 def kill_host(running: Running, rng: random.Random) -> Killed:
     """Kills the process that hosts a random slot, by SIGKILL; with its host and link, where it has one of its own.
 
+    It waits until the cluster is whole: on a busy machine a member may be silent for a moment.
+
     Raises:
         Stopped: it cannot be done.
     """
-    slot = rng.randrange(len(running.record.places))
-    with running.changed:
-        lacks = running.whole() or running.trouble()
-        if lacks:
-            raise Stopped(f"{running.part.name}: a kill did not fire: {lacks}")
-        kill = running.record.on_kill(running.part.name, "server", slot, time.time())
-        assert kill.pid is not None, "of all processes alone it is not known"
-        gone = f"{running.part.name}: a kill did not fire: no process {kill.pid}"
-        if isinstance(running.place, Apart):
-            host = running.place.hosts.host_of(kill.pid)
-            if host is None or not running.cluster.kill_host(host, float("inf")):
-                raise Stopped(gone)
-            return kill
-        try:
-            os.kill(kill.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            raise Stopped(gone) from None
+    slot, kills = rng.randrange(len(running.record.places)), []
+
+    def lacks() -> str:
+        missing = running.whole() or running.trouble()
+        if not missing:
+            kills.append(_kill_host_of(running, slot))
+        return missing
+
+    running.until(lacks, WHOLE_S, "a whole cluster to kill in")
+    return kills[0]
+
+
+def _kill_host_of(running: Running, slot: int) -> Killed:
+    kill = running.record.on_kill(running.part.name, "server", slot, time.time())
+    assert kill.pid is not None, "of all processes alone it is not known"
+    gone = f"{running.part.name}: a kill did not fire: no process {kill.pid}"
+    if isinstance(running.place, Apart):
+        host = running.place.hosts.host_of(kill.pid)
+        if host is None or not running.cluster.kill_host(host, float("inf")):
+            raise Stopped(gone)
+        return kill
+    try:
+        os.kill(kill.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        raise Stopped(gone) from None
     return kill
 
 
