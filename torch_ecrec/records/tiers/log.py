@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ READ_BYTES = 1 << 20  # at a time
 GARBAGE = 1.5  # the file holds so many times as many cells as are live, at most
 
 Places = NDArray[np.int64]
+_kept = threading.local()
 
 
 def bucket_of(record_bytes: int) -> int:
@@ -55,6 +57,14 @@ def segment_bytes_of(record_bytes: int, rows: int) -> int:
     bucket = bucket_of(record_bytes)
     want = min(SEGMENT_BYTES, max(LEAST_SEGMENT_BYTES, rows * record_bytes // 64))
     return max(1, want // bucket) * bucket
+
+
+def _scratch_of_thread(size: int) -> Bytes:
+    """Returns memory into which this thread alone reads. It is kept: the system takes time to make pages of it."""
+    found: Bytes | None = getattr(_kept, "scratch", None)
+    if found is None or len(found) < size:
+        found = _kept.scratch = untouched(size, np.uint8)
+    return found[:size]
 
 
 def buffer_bytes_of(record_bytes: int, rows: int) -> int:
@@ -237,7 +247,7 @@ class SegmentLog:
         if len(some):
             numbers_U = segments_U * (self._segment_bytes // self._bucket_bytes) + buckets_U
             some = some[np.argsort(numbers_U[some], kind="stable")]
-            scratch = self._scratch if not apart else untouched(len(self._scratch), np.uint8)
+            scratch = self._scratch if not apart else _scratch_of_thread(len(self._scratch))
             most = len(scratch) // self._bucket_bytes
             numbers = numbers_U[some]
             new = np.concatenate([[True], numbers[1:] != numbers[:-1]])
