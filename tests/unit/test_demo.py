@@ -1,9 +1,11 @@
 """The demo: its arguments, when its kills fire, and what it leaves."""
 
 import argparse
+import errno
 import json
 import math
 import re
+import resource
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,6 +69,35 @@ def test_who_has_trainers_ends_them_whatever_tells_it_to_end(
         assert main([*words, "--out", str(tmp_path)]) == 130 and ended == [number]
     finally:
         signal.signal(number, before)
+
+
+@pytest.mark.parametrize("words", [["demo"], ["chaos"], ["chaos", "--check-power", "60"]])
+def test_who_is_interrupted_says_so_and_leaves_no_earlier_result_behind(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Within a minute, before anything trains, `chaos` ended without a word, beside the verdict of an earlier one."""
+    monkeypatch.setattr("torch_ecrec.processes.launch.counted", lambda *_: signal.raise_signal(signal.SIGINT))
+    for name in ("chaos.json", "power.json", "result.json"):
+        (tmp_path / name).write_text('{"error": null, "equal": true}')
+    assert main([*words, "--out", str(tmp_path)]) == 130
+    assert capsys.readouterr().out.endswith("interrupted; everything that was started has ended\n")
+    left = {"demo": "result.json", "chaos": "power.json" if len(words) > 1 else "chaos.json"}[words[0]]
+    assert not (tmp_path / left).exists() or json.loads((tmp_path / left).read_text())["error"] == "interrupted"
+
+
+def test_a_result_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system says no more than that a file is too large, or that a disk is full."""
+    monkeypatch.setattr("torch_ecrec.demo.run.warm", lambda **_: signal.raise_signal(signal.SIGINT))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    arguments = parser().parse_args(["demo", "--out", str(tmp_path)])
+    monkeypatch.setattr(Terminal, "say", lambda *_: None)  # pytest has what is said in a file
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*/result.json'") as refused:
+            run.run_demo(arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert refused.value.errno == errno.EFBIG and not list(tmp_path.glob("*.json"))
 
 
 def test_what_nohup_ignores_stays_ignored() -> None:

@@ -33,6 +33,7 @@ from torch_ecrec.observe import events
 from torch_ecrec.processes.children import descendants
 from torch_ecrec.processes.launch import warm
 from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.runtime.files import write_whole
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import (
     ALONE_EVENTS,
@@ -242,11 +243,13 @@ def run_chaos(
     begin_s, before = time.time(), set(descendants(os.getpid()))
     error: str | None = "interrupted"
     calm: DemoRun | None = None
-    with sigterm_interrupts():
+    for name in ("chaos.json", "chaos.png"):  # an earlier run's would pass for this one's, if it is interrupted early
+        (out / name).unlink(missing_ok=True)
+    with sigterm_interrupts(terminal.say):
         store, left_out = prepare_store(arguments)  # first: processes that were started before would not see it
         for kind, reason in left_out.items():
             terminal.say(f"{kind} is left out: {reason}")
-        warm()
+        warm(tells=True)
         terminal.say("measuring the pace")
         rate = pace(arguments, code, out / "logs" / "pace", terminal, servers)
         left = DISTURBED_ON_HOSTS if arguments.hosts else DISTURBED
@@ -278,7 +281,8 @@ def run_chaos(
             raise
         finally:
             result = assemble(arguments, run, calm, error, before, left_out)
-            (out / "chaos.json").write_text(json.dumps(without_nan(result), indent=1, allow_nan=False) + "\n")
+            text = json.dumps(without_nan(result), indent=1, allow_nan=False) + "\n"
+            write_whole(out / "chaos.json", text.encode())
             with contextlib.suppress(ImportError):  # no matplotlib: the figures are in the JSON
                 from torch_ecrec.demo.plot import draw_chaos
 
