@@ -1,7 +1,6 @@
 """The demo: its arguments, when its kills fire, and what it leaves."""
 
 import argparse
-import errno
 import json
 import math
 import re
@@ -39,6 +38,7 @@ from torch_ecrec.demo.report import format_summary
 from torch_ecrec.demo.result import assemble, differences
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.demo.training import DemoRun
+from torch_ecrec.errors import ClusterError
 from torch_ecrec.spec.job import CodeSpec
 
 CHECKPOINTS = ["--checkpoint", "store", "--checkpoint-every", "20"]
@@ -85,19 +85,33 @@ def test_who_is_interrupted_says_so_and_leaves_no_earlier_result_behind(
     assert not (tmp_path / left).exists() or json.loads((tmp_path / left).read_text())["error"] == "interrupted"
 
 
-def test_a_result_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system says no more than that a file is too large, or that a disk is full."""
-    monkeypatch.setattr("torch_ecrec.demo.run.warm", lambda **_: signal.raise_signal(signal.SIGINT))
+@pytest.mark.parametrize(
+    ("failed", "code"), [(None, 2), (ClusterError("a server was lost"), 1), (KeyboardInterrupt(), 130)]
+)
+def test_a_result_that_cannot_be_written_is_named_beside_what_failed_before(
+    failed: BaseException | None,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The system says no more than that a file is too large, or a disk full; a lost run had that for its reason."""
+
+    def train(_: DemoRun) -> None:
+        if failed is not None:
+            raise failed
+
+    monkeypatch.setattr(run, "warm", lambda **_: None)
+    monkeypatch.setattr(DemoRun, "execute", train)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    arguments = parser().parse_args(["demo", "--out", str(tmp_path)])
-    monkeypatch.setattr(Terminal, "say", lambda *_: None)  # pytest has what is said in a file
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
-        with pytest.raises(OSError, match=r"File too large: '.*/result.json'") as refused:
-            run.run_demo(arguments)
+        assert main(["demo", "--no-compare", "--out", str(tmp_path)]) == code
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert refused.value.errno == errno.EFBIG and not list(tmp_path.glob("*.json"))
+    told = capsys.readouterr().err
+    assert f"torch-ecrec: File too large: '{tmp_path}/result.json'" in told and not list(tmp_path.glob("*.json"))
+    assert code != 1 or "torch-ecrec: a server was lost" in told
 
 
 def test_what_nohup_ignores_stays_ignored() -> None:

@@ -131,7 +131,8 @@ def finish(
     print(shown)
     try:
         if draw is not None:
-            draw().savefig(out / f"{name}.png", dpi=130)
+            with written_whole(out / f"{name}.png") as part:
+                draw().savefig(part, format="png", dpi=130)
     except ImportError as missing:
         print(f"no picture: {missing} (pip install matplotlib)", file=sys.stderr)
     print(f"written: {out / name}.json, .csv" + (", .png" if draw is not None else ""))

@@ -20,7 +20,7 @@ from typing import Any
 from torch_ecrec.demo import criteo, report
 from torch_ecrec.demo.interrupts import sigterm_interrupts
 from torch_ecrec.demo.kills import KillSpec, check_beyond, parse_kills
-from torch_ecrec.demo.result import assemble
+from torch_ecrec.demo.result import assemble, beside_failure
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.demo.training import DemoRun, require_device
 from torch_ecrec.errors import ClusterError
@@ -115,7 +115,8 @@ def run_demo(
         finally:
             done = calm if calm is not None and calm.reports else None
             result = assemble(arguments, run, done, error)
-            write_whole(out / "result.json", (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
+            with beside_failure():
+                write_whole(out / "result.json", (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
             if not (run.reports and (calm is None or calm.reports)):  # no summary will follow
                 for entry in result["kills"]:
                     terminal.say("\n".join(["", *report.format_kill(entry)]))

@@ -24,7 +24,7 @@ from torch_ecrec.demo.chaos.preempted import COUNTS_STEPS, PreemptedRun
 from torch_ecrec.demo.chaos.run import ChaosRun
 from torch_ecrec.demo.chaos.schedule import EVERY_KIND
 from torch_ecrec.demo.interrupts import sigterm_interrupts
-from torch_ecrec.demo.result import arguments_json, differences, versions, without_nan
+from torch_ecrec.demo.result import arguments_json, beside_failure, differences, versions, without_nan
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.demo.training import DemoRun
 from torch_ecrec.demo.troubled_store import TroubledStore
@@ -282,8 +282,8 @@ def run_chaos(
         finally:
             result = assemble(arguments, run, calm, error, before, left_out)
             text = json.dumps(without_nan(result), indent=1, allow_nan=False) + "\n"
-            write_whole(out / "chaos.json", text.encode())
-            with contextlib.suppress(ImportError):  # no matplotlib: the figures are in the JSON
+            with beside_failure(), contextlib.suppress(ImportError):  # no matplotlib: the figures are in the JSON
+                write_whole(out / "chaos.json", text.encode())
                 from torch_ecrec.demo.plot import draw_chaos
 
                 draw_chaos(result, out / "chaos.png")
