@@ -1,12 +1,13 @@
 """The demo: its arguments, when its kills fire, and what it leaves."""
 
 import argparse
+import contextlib
 import json
 import math
 import re
 import resource
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,6 +86,17 @@ def test_who_is_interrupted_says_so_and_leaves_no_earlier_result_behind(
     assert not (tmp_path / left).exists() or json.loads((tmp_path / left).read_text())["error"] == "interrupted"
 
 
+@contextlib.contextmanager
+def limited_files(size: int) -> Iterator[None]:
+    """Lets no file grow beyond so many bytes, as a full disk would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 @pytest.mark.parametrize(
     ("failed", "code"), [(None, 2), (ClusterError("a server was lost"), 1), (KeyboardInterrupt(), 130)]
 )
@@ -103,12 +115,8 @@ def test_a_result_that_cannot_be_written_is_named_beside_what_failed_before(
 
     monkeypatch.setattr(run, "warm", lambda **_: None)
     monkeypatch.setattr(DemoRun, "execute", train)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    try:
+    with limited_files(100):
         assert main(["demo", "--no-compare", "--out", str(tmp_path)]) == code
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     told = capsys.readouterr().err
     assert f"torch-ecrec: File too large: '{tmp_path}/result.json'" in told and not list(tmp_path.glob("*.json"))
     assert code != 1 or "torch-ecrec: a server was lost" in told
@@ -504,6 +512,8 @@ def test_what_was_lost_for_good_is_told_and_is_no_equality(tmp_path: Path) -> No
     assert disturbed.record.unexpected == [] and disturbed.record.whole
     draw(result, tmp_path / "recovery.png")
     assert (tmp_path / "recovery.png").stat().st_size > 10_000
+    with limited_files(100), pytest.raises(OSError, match=r"File too large: '.*/other.png'"):
+        draw(result, tmp_path / "other.png")
     document = (ROOT / "docs" / "contributing" / "demo-result.md").read_text(encoding="utf-8")
     assert set(partly) <= set(re.findall(r"`(\w+)`", document))
 
