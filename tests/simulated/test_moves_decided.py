@@ -181,6 +181,7 @@ def test_what_nobody_is_called_is_refused() -> None:
     h = Harness().start()
     assert "no server is called 'server-9'" in h.core.drain("server-9", undo=False)
     assert "there are server-0, server-1, server-2, server-3" in h.core.drain("", undo=False)
+    assert Harness().core.drain("server-0", undo=False).endswith("; there are none yet")
 
 
 def test_undone_a_drain_leaves_what_has_not_moved() -> None:

@@ -1,11 +1,13 @@
 """The demo: its arguments, when its kills fire, and what it leaves."""
 
 import argparse
+import contextlib
 import json
 import math
 import re
+import resource
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,6 +39,7 @@ from torch_ecrec.demo.report import format_summary
 from torch_ecrec.demo.result import assemble, differences
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.demo.training import DemoRun
+from torch_ecrec.errors import ClusterError
 from torch_ecrec.spec.job import CodeSpec
 
 CHECKPOINTS = ["--checkpoint", "store", "--checkpoint-every", "20"]
@@ -67,6 +70,56 @@ def test_who_has_trainers_ends_them_whatever_tells_it_to_end(
         assert main([*words, "--out", str(tmp_path)]) == 130 and ended == [number]
     finally:
         signal.signal(number, before)
+
+
+@pytest.mark.parametrize("words", [["demo"], ["chaos"], ["chaos", "--check-power", "60"]])
+def test_who_is_interrupted_says_so_and_leaves_no_earlier_result_behind(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Within a minute, before anything trains, `chaos` ended without a word, beside the verdict of an earlier one."""
+    monkeypatch.setattr("torch_ecrec.processes.launch.counted", lambda *_: signal.raise_signal(signal.SIGINT))
+    for name in ("chaos.json", "power.json", "result.json"):
+        (tmp_path / name).write_text('{"error": null, "equal": true}')
+    assert main([*words, "--out", str(tmp_path)]) == 130
+    assert capsys.readouterr().out.endswith("interrupted; everything that was started has ended\n")
+    left = {"demo": "result.json", "chaos": "power.json" if len(words) > 1 else "chaos.json"}[words[0]]
+    assert not (tmp_path / left).exists() or json.loads((tmp_path / left).read_text())["error"] == "interrupted"
+
+
+@contextlib.contextmanager
+def limited_files(size: int) -> Iterator[None]:
+    """Lets no file grow beyond so many bytes, as a full disk would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(
+    ("failed", "code"), [(None, 2), (ClusterError("a server was lost"), 1), (KeyboardInterrupt(), 130)]
+)
+def test_a_result_that_cannot_be_written_is_named_beside_what_failed_before(
+    failed: BaseException | None,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The system says no more than that a file is too large, or a disk full; a lost run had that for its reason."""
+
+    def train(_: DemoRun) -> None:
+        if failed is not None:
+            raise failed
+
+    monkeypatch.setattr(run, "warm", lambda **_: None)
+    monkeypatch.setattr(DemoRun, "execute", train)
+    with limited_files(100):
+        assert main(["demo", "--no-compare", "--out", str(tmp_path)]) == code
+    told = capsys.readouterr().err
+    assert f"torch-ecrec: File too large: '{tmp_path}/result.json'" in told and not list(tmp_path.glob("*.json"))
+    assert code != 1 or "torch-ecrec: a server was lost" in told
 
 
 def test_what_nohup_ignores_stays_ignored() -> None:
@@ -459,6 +512,8 @@ def test_what_was_lost_for_good_is_told_and_is_no_equality(tmp_path: Path) -> No
     assert disturbed.record.unexpected == [] and disturbed.record.whole
     draw(result, tmp_path / "recovery.png")
     assert (tmp_path / "recovery.png").stat().st_size > 10_000
+    with limited_files(100), pytest.raises(OSError, match=r"File too large: '.*/other.png'"):
+        draw(result, tmp_path / "other.png")
     document = (ROOT / "docs" / "contributing" / "demo-result.md").read_text(encoding="utf-8")
     assert set(partly) <= set(re.findall(r"`(\w+)`", document))
 

@@ -27,6 +27,7 @@ import psutil
 import torch_ecrec
 from torch_ecrec.demo.result import versions
 from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.runtime.files import write_whole, written_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -97,8 +98,8 @@ def write(out: Path, name: str, content: Mapping[str, Any], rows: Sequence[Row],
     text = json.dumps({**content, "rows": list(rows)}, indent=1) + "\n"
     for path in (out / f"{name}.json", *([copy] if copy is not None else [])):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    with open(out / f"{name}.csv", "w", newline="") as file:
+        write_whole(path, text.encode())
+    with written_whole(out / f"{name}.csv") as part, part.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else [])
         writer.writeheader()
         writer.writerows(rows)
@@ -130,7 +131,8 @@ def finish(
     print(shown)
     try:
         if draw is not None:
-            draw().savefig(out / f"{name}.png", dpi=130)
+            with written_whole(out / f"{name}.png") as part:
+                draw().savefig(part, format="png", dpi=130)
     except ImportError as missing:
         print(f"no picture: {missing} (pip install matplotlib)", file=sys.stderr)
     print(f"written: {out / name}.json, .csv" + (", .png" if draw is not None else ""))

@@ -110,7 +110,7 @@ class Members:
             if one.draining == undo:
                 one.draining = not undo
                 self.send(one.name, Drains(one.draining))
-        servers = ", ".join(one.name + (f" ({one.domain})" if one.domain else "") for one in here)
+        servers = ", ".join(one.name + (f" ({one.domain})" if one.domain else "") for one in here) or "none yet"
         return "" if found else f"no server is called {what!r} or is in such a failure domain; there are {servers}"
 
     def is_draining(self, name: str) -> bool:

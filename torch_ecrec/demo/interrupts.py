@@ -9,17 +9,20 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _interrupted = threading.Event()
 
 
 @contextlib.contextmanager
-def sigterm_interrupts() -> Iterator[None]:
+def sigterm_interrupts(say: Callable[[str], object] = lambda _: None) -> Iterator[None]:
     """Makes SIGTERM, and SIGHUP of a terminal that ends, end what runs in this context as Ctrl-C does, with all that it
     started.
 
     `nohup` has SIGHUP ignored, and so it stays.
+
+    Args:
+        say: is told, where that has happened, that nothing is left.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -36,6 +39,9 @@ def sigterm_interrupts() -> Iterator[None]:
     before = {number: signal.signal(number, interrupt) for number in ends}
     try:
         yield
+    except KeyboardInterrupt:
+        say("interrupted; everything that was started has ended")
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

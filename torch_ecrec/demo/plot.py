@@ -20,6 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
+from torch_ecrec.runtime.files import written_whole
+
 INK, FAINT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 RUN, CALM, BAND = "#2563eb", "#9aa5b1", "#fde68a"
 LOST, REBUILDING, HEALTHY = "#dc2626", "#f59e0b", "#86c7a3"
@@ -110,7 +112,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     else:
         number_kills(figure, rates, kills, start_s, height)
     head(figure, result, height)
-    figure.savefig(path)
+    with written_whole(path) as part:
+        figure.savefig(part, format="png")
 
 
 def _draw_rates(axes: Axes, result: dict[str, Any]) -> float:
@@ -216,7 +219,8 @@ def draw_chaos(result: dict[str, Any], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.005)
     figure.tight_layout()
-    figure.savefig(path)
+    with written_whole(path) as part:
+        figure.savefig(part, format="png")
 
 
 def _above(axes: Axes, inches: float) -> float:

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from torch_ecrec.demo import plot
 from torch_ecrec.demo.plot import CALM, FAINT, GRID, INK, LOST, REBUILDING, RUN
+from torch_ecrec.runtime.files import written_whole
 
 CHECKPOINT = "#15803d"
 HEIGHT_INCHES, TOP_INCHES = 5.5, 1.58
@@ -70,7 +71,8 @@ def draw_steps(result: dict[str, Any], path: Path) -> None:
     else:
         plot.number_kills(figure, steps, kills, start_s, height)
     plot.head(figure, result, height, legend_below=True)
-    figure.savefig(path)
+    with written_whole(path) as part:
+        figure.savefig(part, format="png")
 
 
 def _draw_lines(axes: Axes, result: dict[str, Any], start_s: float) -> float:

@@ -6,6 +6,8 @@ import argparse
 import contextlib
 import math
 import platform
+import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +27,18 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found
+
+
+@contextlib.contextmanager
+def beside_failure() -> Iterator[None]:
+    """Keeps a result that cannot be written from taking the place of why the run failed: it is told, and no more."""
+    failure = sys.exception()
+    try:
+        yield
+    except OSError as error:
+        if failure is None:
+            raise
+        print(f"torch-ecrec: {error.strerror}" + (f": {error.filename!r}" if error.filename else ""), file=sys.stderr)
 
 
 def differences(run: dict[str, Any], other: dict[str, Any]) -> list[str]:

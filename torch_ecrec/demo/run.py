@@ -20,12 +20,13 @@ from typing import Any
 from torch_ecrec.demo import criteo, report
 from torch_ecrec.demo.interrupts import sigterm_interrupts
 from torch_ecrec.demo.kills import KillSpec, check_beyond, parse_kills
-from torch_ecrec.demo.result import assemble
+from torch_ecrec.demo.result import assemble, beside_failure
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.demo.training import DemoRun, require_device
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.processes.launch import warm
 from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.runtime.files import write_whole
 from torch_ecrec.spec.job import SLOTS_MOST, TRAINERS_MOST, CodeSpec, OptimizerSpec
 
 NUMBER_MOST = (1 << 31) - 1  # of steps, and of what is drawn for each: more than any machine has room for
@@ -97,7 +98,7 @@ def run_demo(
     run = DemoRun(arguments, code, kills, out / "logs" / "run", terminal, checkpoints, servers, arguments.http)
     calm: DemoRun | None = None
     error: str | None = "interrupted"
-    with sigterm_interrupts():
+    with sigterm_interrupts(terminal.say):
         try:
             warm(tells=True)
             run.execute()
@@ -111,13 +112,11 @@ def run_demo(
         except ClusterError as failure:
             error = str(failure)
             raise
-        except KeyboardInterrupt:
-            terminal.say("interrupted; everything that was started has ended")
-            raise
         finally:
             done = calm if calm is not None and calm.reports else None
             result = assemble(arguments, run, done, error)
-            (out / "result.json").write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+            with beside_failure():
+                write_whole(out / "result.json", (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
             if not (run.reports and (calm is None or calm.reports)):  # no summary will follow
                 for entry in result["kills"]:
                     terminal.say("\n".join(["", *report.format_kill(entry)]))

@@ -24,7 +24,7 @@ from torch_ecrec.demo.chaos.preempted import COUNTS_STEPS, PreemptedRun
 from torch_ecrec.demo.chaos.run import ChaosRun
 from torch_ecrec.demo.chaos.schedule import EVERY_KIND
 from torch_ecrec.demo.interrupts import sigterm_interrupts
-from torch_ecrec.demo.result import arguments_json, differences, versions, without_nan
+from torch_ecrec.demo.result import arguments_json, beside_failure, differences, versions, without_nan
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.demo.training import DemoRun
 from torch_ecrec.demo.troubled_store import TroubledStore
@@ -33,6 +33,7 @@ from torch_ecrec.observe import events
 from torch_ecrec.processes.children import descendants
 from torch_ecrec.processes.launch import warm
 from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.runtime.files import write_whole
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import (
     ALONE_EVENTS,
@@ -242,11 +243,13 @@ def run_chaos(
     begin_s, before = time.time(), set(descendants(os.getpid()))
     error: str | None = "interrupted"
     calm: DemoRun | None = None
-    with sigterm_interrupts():
+    for name in ("chaos.json", "chaos.png"):  # an earlier run's would pass for this one's, if it is interrupted early
+        (out / name).unlink(missing_ok=True)
+    with sigterm_interrupts(terminal.say):
         store, left_out = prepare_store(arguments)  # first: processes that were started before would not see it
         for kind, reason in left_out.items():
             terminal.say(f"{kind} is left out: {reason}")
-        warm()
+        warm(tells=True)
         terminal.say("measuring the pace")
         rate = pace(arguments, code, out / "logs" / "pace", terminal, servers)
         left = DISTURBED_ON_HOSTS if arguments.hosts else DISTURBED
@@ -278,8 +281,9 @@ def run_chaos(
             raise
         finally:
             result = assemble(arguments, run, calm, error, before, left_out)
-            (out / "chaos.json").write_text(json.dumps(without_nan(result), indent=1, allow_nan=False) + "\n")
-            with contextlib.suppress(ImportError):  # no matplotlib: the figures are in the JSON
+            text = json.dumps(without_nan(result), indent=1, allow_nan=False) + "\n"
+            with beside_failure(), contextlib.suppress(ImportError):  # no matplotlib: the figures are in the JSON
+                write_whole(out / "chaos.json", text.encode())
                 from torch_ecrec.demo.plot import draw_chaos
 
                 draw_chaos(result, out / "chaos.png")

@@ -21,6 +21,7 @@ from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.demo.training import DemoRun
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.processes.launch import warm
+from torch_ecrec.runtime.files import write_whole
 from torch_ecrec.server.spoiling import SAID
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import SPOILS
@@ -73,8 +74,9 @@ def run_check(arguments: argparse.Namespace, code: CodeSpec) -> int:
     late = round(LATE * arguments.steps)
     runs: dict[str, dict[str, Any]] = {}
     faults: list[str] = []
-    with sigterm_interrupts():
-        warm()
+    (out / "power.json").unlink(missing_ok=True)
+    with sigterm_interrupts(terminal.say):
+        warm(tells=True)
         for kind in SPOILS:
             terminal.say(f"{kind} in step {late} of {arguments.steps}:")
             run = DemoRun(arguments, code, [], out / "logs" / kind, terminal)
@@ -99,7 +101,7 @@ def run_check(arguments: argparse.Namespace, code: CodeSpec) -> int:
         "runs": runs,
         "faults": faults,
     }
-    (out / "power.json").write_text(json.dumps(without_nan(result), indent=1, allow_nan=False) + "\n")
+    write_whole(out / "power.json", (json.dumps(without_nan(result), indent=1, allow_nan=False) + "\n").encode())
     terminal.say(f"written: {out / 'power.json'}")
     if faults:
         terminal.say("NOT TO BE RELIED ON: " + "; ".join(faults))
