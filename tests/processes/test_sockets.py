@@ -416,13 +416,25 @@ def test_a_reader_that_fails_ends_its_channel(pair: Pair, monkeypatch: pytest.Mo
     assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
 
 
-def test_a_call_without_a_descriptor_for_it_fails(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lacks", ["Too many open files", "can't start new thread"])
+def test_a_call_for_which_there_is_no_room_fails_and_is_told(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacks: str
+) -> None:
+    """Calls are made again and again: a log alone says why training stands still."""
+
     class Refusing(socket.socket):
         def __init__(self, *args: Any, **more: Any) -> None:
-            raise OSError(errno.EMFILE, "Too many open files")
+            raise OSError(errno.EMFILE, lacks)
 
-    monkeypatch.setattr(sockets.socket, "socket", Refusing)
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError(lacks)
+
+    if lacks == "Too many open files":
+        monkeypatch.setattr(sockets.socket, "socket", Refusing)
+    else:
+        monkeypatch.setattr(sockets.Worker, "start", start)
     outcome = pair.call(wire.Versions(0, 0))
     monkeypatch.undo()
-    assert isinstance(outcome, wire.Failed) and "Too many open files" in outcome.reason
+    assert isinstance(outcome, wire.Failed) and lacks in outcome.reason
+    assert f"a member cannot be connected to: {'[Errno 24] ' * (lacks[0] == 'T')}{lacks}" in caplog.text
     assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)

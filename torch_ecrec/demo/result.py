@@ -15,6 +15,7 @@ from typing import Any
 
 import torch_ecrec
 from torch_ecrec.demo.training import DemoRun
+from torch_ecrec.errors import ClusterError
 from torch_ecrec.web.place import Place
 
 PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "numba")
@@ -31,14 +32,19 @@ def versions() -> dict[str, str]:
 
 @contextlib.contextmanager
 def beside_failure() -> Iterator[None]:
-    """Keeps a result that cannot be written from taking the place of why the run failed: it is told, and no more."""
+    """Keeps a result that cannot be written from taking the place of why the run failed: it is told, and no more.
+
+    Raises:
+        ClusterError: the run has not failed.
+    """
     failure = sys.exception()
     try:
         yield
     except OSError as error:
+        told = f"{error.strerror}" + (f": {error.filename!r}" if error.filename else "")
         if failure is None:
-            raise
-        print(f"torch-ecrec: {error.strerror}" + (f": {error.filename!r}" if error.filename else ""), file=sys.stderr)
+            raise ClusterError(f"the run has ended, and its result cannot be written: {told}") from error
+        print(f"torch-ecrec: {told}", file=sys.stderr)
 
 
 def differences(run: dict[str, Any], other: dict[str, Any]) -> list[str]:

@@ -486,12 +486,14 @@ class SocketTransport(Transport):
             try:
                 channel = Channel(self, peer, address)
             except OSError as error:  # no more descriptors
+                self.complaints.add("a member cannot be connected to", error)
                 raise ConnectionError(f"no connection to {peer}: {error}") from error
             self._channels[peer] = channel
             self._outbound.add(channel.connection)
         try:
             self._start(channel.run, f"to {peer}")
         except RuntimeError as error:  # no more threads
+            self.complaints.add("a member cannot be connected to", error)
             channel.fail(Failed(f"no connection to {peer}: {error}"))
         return channel
 
