@@ -301,6 +301,28 @@ def test_a_listing_that_looked_once_would_be_seen(tmp_path: Path, monkeypatch: p
         test_each_call_while_checkpoints_come_and_go(next_comes_and_the_one_before_goes, lists, tmp_path)
 
 
+def test_what_a_checkpoint_builds_on_may_be_removed_while_it_is_committed() -> None:
+    """The cluster is told, and writes a full one; it counted one that nobody can restore."""
+
+    def run(at: int | None) -> int:
+        place = Place(f"memory://{uuid.uuid4().hex}/k")
+        full = place.commit(place.prepared())
+        coming, looker = place.prepared(full), place.looker()
+        if at is not None:
+            place.at[at] = lambda: place.remove(full.id)
+        try:
+            made = looker.commit(coming.id, coming)
+        except CheckpointError as error:
+            assert at is not None and full.id in str(error)
+            assert coming.id not in {one.id for one in place.shelf.catalog.checkpoints()}
+        else:
+            assert len(place.shelf.catalog.chain(made)) == 2, at
+        return place.calls
+
+    for at in range(run(None)):
+        run(at)
+
+
 def saved(place: Place, base: Manifest) -> Manifest:
     """A prioritised save on a checkpoint, whose parts are there."""
     name = place.shelf.catalog.new_folder(base.done)

@@ -116,6 +116,9 @@ class Catalog:
         data = encode(msgspec.structs.replace(manifest, order=order))
         kept = decode(data, f"{at.url}/{MANIFEST}")  # what cannot be read is not written
         at.write_whole(MANIFEST, data)
+        if manifest.base is not None and not self.folder(manifest.base).exists(MANIFEST):  # `--remove`, meanwhile
+            at.remove(MANIFEST)
+            raise CheckpointError(f"{folder} builds on {manifest.base}, which was removed meanwhile")
         return kept
 
     # what is there --------------------------------------------------------------------------------
