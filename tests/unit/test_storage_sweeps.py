@@ -4,6 +4,7 @@ what was true at some moment, or to a clear error, and never to "nothing here" w
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import time
@@ -308,8 +309,13 @@ def test_what_a_checkpoint_builds_on_may_be_removed_while_it_is_committed() -> N
         place = Place(f"memory://{uuid.uuid4().hex}/k")
         full = place.commit(place.prepared())
         coming, looker = place.prepared(full), place.looker()
+
+        def remove() -> None:
+            with contextlib.suppress(CheckpointError):  # once the other counts
+                place.remove(full.id)
+
         if at is not None:
-            place.at[at] = lambda: place.remove(full.id)
+            place.at[at] = remove
         try:
             made = looker.commit(coming.id, coming)
         except CheckpointError as error:
