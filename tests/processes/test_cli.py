@@ -532,6 +532,8 @@ def test_another_table_list_is_refused(join: str) -> None:
         settings = Settings(join=join)
         with pytest.raises(JoinRefused, match="code parameter r is 1 in this cluster, got 2"):
             launch.connect(job(trainers=2), settings, 1, CodeSpec(3, 2, 2, "none"))  # it would have less than it wants
+        with pytest.raises(JoinRefused, match="code parameter protection is parity in this cluster, got none"):
+            launch.connect(job(trainers=2), settings, 1, CodeSpec(3, 2, 1, "none"))
         for other in (job(trainers=2, seed=6), job(trainers=3)):
             with pytest.raises(JoinRefused, match="this cluster trains another job: it "):
                 launch.connect(other, settings, trainer=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from models import (
 )
 from shards import all_whole
 from torchrec.datasets.utils import Batch
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 
 from torch_ecrec.errors import NonFiniteGradient
 from torch_ecrec.nn.dense import unpack
@@ -112,6 +114,7 @@ def two_trainers(trainer: int, folder: str) -> None:
     share_snapshot(trainer)
     put_back(trainer)
     load_not_alike(trainer)
+    make_not_alike(trainer)
     run_example(trainer, folder)
     look_nothing_up(trainer)
     dist.destroy_process_group()
@@ -163,16 +166,31 @@ def load_not_alike(trainer: int) -> None:
         group["lr"] /= 1 + trainer
     assert step.check_finite(rows, gradients, True, step.rates())() is None
     model.snapshot_every = trainer
-    with pytest.raises(RuntimeError, match=r"trains, and .* else, .* or snapshot_every=[01] of this one"):
+    with pytest.raises(RuntimeError, match=r"trains, and .* else, .* or snapshot_every=[01] or nothing attached of"):
         step.check_finite(rows, gradients, True, step.rates())()
     model.snapshot_every = 1
-    step._refuses_nan, step._has_met = trainer == 0, False
-    with pytest.raises(RuntimeError, match=r"trains, and .* else, .* or nan_gradients='(raise|pass)' or"):
-        train(model, [batch_of(4, trainer)])
-    step._refuses_nan = True
     next(p for name, p in model.named_parameters() if name.endswith("wide.weight")).requires_grad_(trainer == 0)
     with pytest.raises(RuntimeError, match=r"trains, and .* else, or not with the learning rates \[.*\]"):
         step.check_finite(rows, gradients, True, step.rates())()
+
+
+def make_not_alike(trainer: int) -> None:
+    """Trainers that were given different arguments are told so by name; some waited for each other for ever."""
+    for name, values in {
+        "nan_gradients": ("raise", "pass"),
+        "snapshot_every": (1, 2),
+        "unprotected": ("refuse", "snapshot"),
+        "init_data_parallel": (True, False),
+        "init_parameters": (True, False),
+        "data_parallel_wrapper": (None, DefaultDataParallelWrapper()),
+    }.items():
+        own = re.escape(f"{name}={values[trainer]!r}") if trainer == 0 or name != "data_parallel_wrapper" else name
+        with pytest.raises(RuntimeError, match=f"makes its model, and another one .* or not with the .*{own}"):
+            shard(Net(collection()), 2, trainer, **{name: values[trainer]})
+    model, _ = shard(Net(collection()), 2, trainer)
+    model.attach(optimizer=[torch.optim.SGD(dense_parameters(model).values(), lr=LR)][trainer:])
+    with pytest.raises(RuntimeError, match=r"trains, and another .* or optimizers \[(SGD)?\] attached of this one"):
+        train(model, [batch_of(4, trainer)])
 
 
 def look_nothing_up(trainer: int) -> None:

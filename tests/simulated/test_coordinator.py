@@ -224,6 +224,7 @@ def test_loaded_reaches_all_trainers_also_late_ones() -> None:
         ({"role": "server", "code": {"k": 3}}, ["k is 2", "got 3"]),
         ({"role": "server", "code": {"r": 2}}, ["r is 1", "got 2"]),
         ({"role": "server", "code": {"slots": 7}}, ["slots is 3", "got 7"]),
+        ({"role": "trainer", "rank": 1, "code": {"protection": "none"}}, ["protection is parity", "got none"]),
         ({"role": "trainer", "rank": 2}, ["below 2", "got 2"]),
         ({"role": "trainer", "rank": 1, "job": {}}, ["tables", "job"]),
         ({"role": "trainer", "rank": 1, "job": None}, ["not a job"]),

@@ -24,8 +24,9 @@ from torch_ecrec.processes.checkpoint_files import FileCheckpointWriter, FileMan
 from torch_ecrec.protocol import messages
 from torch_ecrec.server.capture import Portion
 from torch_ecrec.spec.job import CodeSpec, JobSpec
-from torch_ecrec.storage.catalog import Catalog, Listing
+from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.chain_reader import check_rows
+from torch_ecrec.storage.listing import Listing
 from torch_ecrec.storage.location import Location
 
 LIMIT_S = 300.0  # for a thread: only a hang reaches it

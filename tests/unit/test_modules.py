@@ -5,15 +5,26 @@ refused by name. What a new release brings fails here until somebody has judged 
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import managed
 import pytest
 import torch
-from models import Net, batch_of, collection, plain_torchrec, seeded_tables, shard, train
+import torchrec.distributed
+from models import CPU, Net, batch_of, collection, plain_torchrec, seeded, seeded_tables, shard, table, train
 from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 pytestmark = pytest.mark.usefixtures("process_group")
 warnings.filterwarnings("ignore")
@@ -133,6 +144,112 @@ def pair(sub: bool) -> list[tuple[Any, Any]]:
     return found
 
 
+class Whole(nn.Module):
+    """One collection of another kind, and a dense layer."""
+
+    def __init__(self, tables: Any, keys: list[str] | None) -> None:
+        super().__init__()
+        self.tables, self.keys = tables, keys  # None: of bags
+        torch.manual_seed(1)
+        self.over = nn.Linear(8, 1, dtype=torch.float32)
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, None]:
+        made = self.tables(batch.sparse_features)
+        rows = made.values().view(-1, 8) if self.keys is None else torch.cat([made[key].values() for key in self.keys])
+        return torch.tanh(self.over(rows)).square().mean(), None
+
+
+def sequences() -> tuple[Whole, Any]:
+    configs = [
+        EmbeddingConfig(name=name, num_embeddings=20, embedding_dim=8, feature_names=of, init_fn=init)
+        for name, of, init in (
+            ("words", ["f2", "f0"], functools.partial(seeded, seed=1)),
+            ("places", ["f1"], functools.partial(seeded, seed=2)),
+        )
+    ]
+    made = EmbeddingCollection(tables=configs, device=CPU)
+    apply_optimizer_in_backward(torch.optim.SGD, made.parameters(), {"lr": 0.05})
+    return Whole(made, ["f2", "f0", "f1"]), EmbeddingCollectionSharder()
+
+
+def processed() -> tuple[Whole, Any]:
+    configs = [table("words", 20, 8, "f0", "f1", init_fn=functools.partial(seeded, seed=1))]
+    bags = EmbeddingBagCollection(tables=configs, device=CPU, is_weighted=True)
+    apply_optimizer_in_backward(torch.optim.SGD, bags.parameters(), {"lr": 0.05})
+    made = FeatureProcessedEmbeddingBagCollection(bags, PositionWeightedModuleCollection({"f0": 4, "f1": 4}))
+    return Whole(made, None), FeatureProcessedEmbeddingBagCollectionSharder()
+
+
+Kind = Callable[[], tuple[Any, Any]]
+OTHER_KINDS: dict[Kind, tuple[list[str], set[str], set[str]]] = {
+    # tables; methods of ours, which need no word; those of TorchRec's that ours lacks
+    sequences: (["words", "places"], {"made_with"}, {"create_embedding_sharding"}),
+    processed: (  # stages, and what is of a sharded collection, are of the collection within ours
+        ["words"],
+        {"is_weighted", "split"},
+        {
+            *("add_fp_params_grad_sync_callback", "apply_feature_processors_to_kjt_list", "sharded_parameter_names"),
+            *("compute", "compute_and_output_dist", "copy", "create_context", "input_dist", "output_dist"),
+            *("prefetch", "preprocess_input", "update", "write", "write_dist"),
+        },
+    ),
+}
+
+
+def managed_bags() -> tuple[managed.Net, None]:
+    return managed.Net("sgd", "lfu", "bags"), None
+
+
+def managed_sequences() -> tuple[managed.Net, None]:
+    return managed.Net("sgd", "lfu", "sequences"), None
+
+
+for one in (managed_bags, managed_sequences):
+    OTHER_KINDS[one] = (
+        [],
+        {"made_with", "load_replicated_state", "replicated_state"},
+        {"sync_hash_zch_weights"},  # of maps by hash, which are refused
+    )
+
+
+def pair_of(kind: Kind) -> list[tuple[Any, Any]]:
+    """As `pair`, of a collection of another kind."""
+    ours = shard(kind()[0])[0]
+    net, sharder = kind()
+    if isinstance(net, managed.Net):
+        return [(model, model.module.managed) for model in (ours, managed.stock(net))]
+    ways = {name: table_wise(rank=0, compute_kernel="fused") for name in OTHER_KINDS[kind][0]}
+    plan = construct_module_sharding_plan(net.tables, ways, sharder, local_size=1, device_type="cpu")
+    theirs = torchrec.distributed.DistributedModelParallel(
+        net, device=CPU, plan=ShardingPlan({"tables": plan}), sharders=[sharder]
+    )
+    return [(model, model.module.tables) for model in (ours, theirs)]
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_every_method_of_other_collections_is_judged(kind: Kind) -> None:
+    (_, ours), (_, theirs) = pair_of(kind)
+    _, own, lacks = OTHER_KINDS[kind]
+    assert public(ours) - VERDICTS.keys() == own
+    assert public(theirs) - public(ours) - LACKING.keys() == lacks
+
+
+@pytest.mark.parametrize("name", DO)
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_a_method_of_other_collections_does_what_it_does_with_torchrec(kind: Kind, name: str) -> None:
+    (model, ours), (other, theirs) = pair_of(kind)
+    if VERDICTS[name] != SAME or name in OTHER_KINDS[kind][2] or (name in LACKING and not hasattr(ours, name)):
+        return
+    mine, its = outcome(DO[name], ours), outcome(DO[name], theirs)
+    if name in ("write", "write_dist") and kind is sequences:  # TorchRec has it, if a config says so
+        assert mine[0] == "NotImplementedError" and "is not implemented" in str(mine[1]) and its[0] != "gives"
+    else:
+        words = [str(said).replace(type(one).__name__, "X") for (_, said), one in ((mine, ours), (its, theirs))]
+        assert (mine[0], words[0]) == (its[0], words[1])
+    if name != "reset_parameters" and isinstance(model.module, Whole):  # others draw their first weights
+        torch.testing.assert_close(train(model, BATCHES), train(other, BATCHES))
+
+
 def public(one: nn.Module) -> set[str]:
     return {name for name in dir(type(one)) if not name.startswith("_") and callable(getattr(type(one), name))}
 
@@ -147,7 +264,7 @@ def test_every_method_is_judged(sub: bool) -> None:
 def outcome(do: Do, one: Any) -> tuple[str, object]:
     try:
         return "gives", kind_of(do(one))
-    except (AttributeError, AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
+    except (AttributeError, AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         return type(error).__name__, str(error)
 
 

@@ -4,21 +4,29 @@ what was true at some moment, or to a clear error, and never to "nothing here" w
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import re
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from kept import Shelf
 
+from torch_ecrec.cli.checkpoints import _as_text, _Found
 from torch_ecrec.errors import CheckpointError
+from torch_ecrec.storage import catalog as catalogs
 from torch_ecrec.storage import chain_reader
+from torch_ecrec.storage import listing as listings
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.exporting import export
 from torch_ecrec.storage.manifest import MANIFEST, Manifest
+from torch_ecrec.storage.saves import Saves
 
 
 class Watched:
@@ -112,8 +120,8 @@ def first_comes(place: Place) -> list[Callable[[], None]]:
 
 
 def next_comes_and_the_one_before_goes(place: Place) -> list[Callable[[], None]]:
-    first, coming = place.commit(place.prepared()), place.prepared()
-    return [lambda: void(place.commit(coming)), lambda: place.remove(first.id)]
+    first = place.commit(place.prepared())  # the other has a folder only then: whoever has the names has not that
+    return [lambda: void(place.commit(place.prepared())), lambda: place.remove(first.id)]
 
 
 def next_comes_and_the_one_before_half_goes(place: Place) -> list[Callable[[], None]]:
@@ -144,6 +152,19 @@ def chain_is_replaced(place: Place) -> list[Callable[[], None]]:
     return [lambda: void(place.commit(coming)), go]
 
 
+def all_but_the_newest_go(place: Place) -> list[Callable[[], None]]:
+    """A cluster that keeps one only."""
+    for _ in range(2):
+        place.commit(place.prepared())
+
+    def prune() -> None:
+        place.shelf.catalog.keep(1)
+        place.note()
+
+    coming = place.prepared()
+    return [lambda: void(place.commit(coming)), prune]
+
+
 def void(_: object) -> None:
     pass
 
@@ -156,6 +177,7 @@ SCENES: list[Scene] = [
     newest_goes,
     one_is_begun,
     chain_is_replaced,
+    all_but_the_newest_go,
 ]
 
 
@@ -203,7 +225,28 @@ def cleans(place: Place, catalog: Catalog, folder: Path) -> None:
     place.note()
 
 
+def removes_the_newest(place: Place, catalog: Catalog, folder: Path) -> None:
+    """As `checkpoints --remove`, beside a cluster."""
+    one = catalog.newest()
+    catalog.remove(one.id)
+    place.note()
+    assert one.id not in {each.id for each in catalog.checkpoints()}
+
+
+def prunes(place: Place, catalog: Catalog, folder: Path) -> None:
+    catalog.keep(1)
+    place.note()
+
+
+def imports(place: Place, catalog: Catalog, folder: Path) -> None:
+    coming = place.prepared()
+    made = catalog.commit(coming.id, coming)
+    place.note()
+    assert catalog.read(made.id) == made
+
+
 DOES = [lists, finds_the_newest, restores_the_newest, verifies_the_newest, exports_the_newest, cleans]
+DOES += [removes_the_newest, prunes, imports]
 
 
 def schedules(calls: int, actions: int) -> Iterator[tuple[int, ...]]:
@@ -237,6 +280,7 @@ def test_each_call_while_checkpoints_come_and_go(
                 or "is not there" in str(error)
                 or "(any more)" in str(error)
                 or ("there is no checkpoint" in str(error) and set() in place.moments)
+                or re.match(r"there is no checkpoint \d{12}-\w+ at", str(error))  # which was removed meanwhile
             ), f"{schedule}: {error}"
         except AssertionError as error:
             raise AssertionError(f"{schedule}: {error}") from error
@@ -249,3 +293,83 @@ def test_each_call_while_checkpoints_come_and_go(
     assert calls > 1
     for schedule in schedules(calls, actions):
         run(schedule)
+
+
+def test_a_listing_that_looked_once_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sweep has power: with the mend taken out, it finds the fault."""
+    monkeypatch.setattr(catalogs, "list_all", lambda *place: listings._look(*place, {})[0])
+    with pytest.raises(AssertionError):
+        test_each_call_while_checkpoints_come_and_go(next_comes_and_the_one_before_goes, lists, tmp_path)
+
+
+def test_what_a_checkpoint_builds_on_may_be_removed_while_it_is_committed() -> None:
+    """The cluster is told, and writes a full one; it counted one that nobody can restore."""
+
+    def run(at: int | None) -> int:
+        place = Place(f"memory://{uuid.uuid4().hex}/k")
+        full = place.commit(place.prepared())
+        coming, looker = place.prepared(full), place.looker()
+
+        def remove() -> None:
+            with contextlib.suppress(CheckpointError):  # once the other counts
+                place.remove(full.id)
+
+        if at is not None:
+            place.at[at] = remove
+        try:
+            made = looker.commit(coming.id, coming)
+        except CheckpointError as error:
+            assert at is not None and full.id in str(error)
+            assert coming.id not in {one.id for one in place.shelf.catalog.checkpoints()}
+        else:
+            assert len(place.shelf.catalog.chain(made)) == 2, at
+        return place.calls
+
+    for at in range(run(None)):
+        run(at)
+
+
+def saved(place: Place, base: Manifest) -> Manifest:
+    """A prioritised save on a checkpoint, whose parts are there."""
+    name = place.shelf.catalog.new_folder(base.done)
+    made = place.shelf.parts(base.done, folder=name)
+    for part in made.parts:  # they lie where those of checkpoints do
+        data = place.shelf.catalog.folder(name).read(part.name)
+        Saves(place.shelf.catalog.location).folder(name).write_whole(part.name, data)
+    place.shelf.catalog.location.remove(name)
+    parts = [msgspec.structs.replace(part, dense=[]) for part in made.parts]
+    return msgspec.structs.replace(made, kind="save", base=base.id, parts=parts)
+
+
+def test_each_call_while_saves_come_and_go() -> None:
+    """`torch-ecrec checkpoints` beside a cluster: what it says of saves was so at some moment, and none that is on a
+    checkpoint is said to be on none."""
+
+    def run(first: int | None, after: int) -> int:
+        place = Place(f"memory://{uuid.uuid4().hex}/k")
+        saves, full, coming = Saves(place.shelf.catalog.location), place.commit(place.prepared()), place.prepared()
+        before, later = saved(place, full), saved(place, coming)
+        saves.commit(before)
+
+        def replace() -> None:
+            place.commit(coming)
+            place.remove(full.id)
+            saves.remove(before.id)
+            saves.commit(later)
+
+        def end() -> None:
+            saves.remove(later.id)
+
+        if first is not None:
+            place.at[first] = replace
+            if after:
+                place.at[first + after] = end
+        found = _Found.look(place.looker(), verify=False)
+        whole = [one.id for one in found.saves.whole]
+        assert whole in ([before.id], [later.id], []), (first, after)
+        assert found.adrift() == [] and "nothing can use it" not in _as_text("k", found, time.time()), (first, after)
+        assert not found.saves.broken and set(found.saves.unfinished) <= {later.id}, (first, after)
+        return place.calls
+
+    for first, after in itertools.product(range(run(None, 0)), (0, 2, 5)):
+        run(first, after)

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from torch_ecrec.demo.interrupts import sigterm_interrupts
 
 if TYPE_CHECKING:  # numpy and Numba, which take a second
-    from torch_ecrec.storage.catalog import Catalog, Listing
+    from torch_ecrec.storage.catalog import Catalog
+    from torch_ecrec.storage.listing import Listing
     from torch_ecrec.storage.manifest import Manifest
-    from torch_ecrec.storage.saves import Saves, SavesListing
+    from torch_ecrec.storage.saves import Saves
 
 HELP = "list, verify, remove, export and import checkpoints at a URL"
 OPTIONS_OF = {  # each says something of one of the actions
@@ -125,7 +126,7 @@ class _Found:
     """The checkpoints and prioritised saves at a URL. `faults`: the faults of each, by name; None: not verified."""
 
     listing: Listing
-    saves: SavesListing
+    saves: Listing
     faults: dict[str, list[str]] | None
     removed: list[str] = field(default_factory=list)  # while they were read
 
@@ -135,7 +136,10 @@ class _Found:
         from torch_ecrec.storage.saves import Saves
 
         saves = Saves(catalog.location)
-        found = _Found(catalog.listing(), saves.listing(), {} if verify else None)
+        of_saves = saves.listing()  # first: of one that comes later the checkpoint would not be found
+        found = _Found(catalog.listing(), of_saves, {} if verify else None)
+        gone = {one.id for one in found.adrift() if not saves.folder(one.id).exists(one.file)}
+        of_saves.whole = [one for one in of_saves.whole if one.id not in gone]
         if found.faults is not None:
             with _told_of(catalog, "verifies checkpoints", [*found.listing.whole, *found.saves.whole]):
                 saves = Saves(catalog.location)  # which tells of its bytes, too
@@ -311,6 +315,9 @@ def _as_json(found: _Found) -> dict[str, Any]:
     def faults(name: str) -> dict[str, Any]:
         return {} if found.faults is None else {"faults": found.faults[name]}
 
+    def broken(listing: Listing) -> list[dict[str, str]]:
+        return [{"name": one.folder, "reason": one.reason} for one in listing.broken]
+
     def save(one: Manifest) -> dict[str, Any]:
         said = {"name": one.id, "step": one.done, "base": one.base, "bytes": one.bytes, "rows": one.rows}
         return {**said, "written_s": one.written_s, **faults(f"saves/{one.id}")}
@@ -338,12 +345,12 @@ def _as_json(found: _Found) -> dict[str, Any]:
     known = {each.id for one in found.listing.whole for each in found.saves_on(one.id)}
     return {
         "checkpoints": checkpoints,
-        "broken": [{"name": one.folder, "reason": one.reason} for one in found.listing.broken],
+        "broken": broken(found.listing),
         "unfinished": found.listing.unfinished,
         "removed": found.removed,
         "other_saves": {
             "whole": [save(one) for one in found.saves.whole if one.id not in known],
-            "broken": [{"name": name, "reason": reason} for name, reason in found.saves.broken.items()],
+            "broken": broken(found.saves),
             "unfinished": found.saves.unfinished,
         },
     }
@@ -368,7 +375,7 @@ def _as_text(url: str, found: _Found, now_s: float) -> str:
     for name, reasons in (found.faults or {}).items():
         lines += [f"  FAULTY {name}: {reason}" for reason in reasons]
     lines += [f"  BROKEN {one.folder}: {one.reason}" for one in listing.broken]
-    lines += [f"  BROKEN saves/{name}: {reason}" for name, reason in found.saves.broken.items()]
+    lines += [f"  BROKEN saves/{one.folder}: {one.reason}" for one in found.saves.broken]
     lines += [f"  saves/{one.id} is on {one.base}, which is not there: nothing can use it" for one in found.adrift()]
     lines += [f"  {name} was removed while it was read" for name in found.removed]
     unfinished = [*listing.unfinished, *(f"saves/{name}" for name in found.saves.unfinished)]

@@ -25,7 +25,7 @@ FENCED = "this process was taken for lost, and what it did has been given to ano
 
 def join_refusal(state: ClusterState, join: Join) -> str | None:
     """Returns why a process may not join, or None."""
-    for name in ("k", "r", "slots"):
+    for name in ("k", "r", "slots", "protection"):
         wanted, ours = getattr(join.code, name), getattr(state.job.code, name)
         if wanted is not None and wanted != ours:
             return f"code parameter {name} is {ours} in this cluster, got {wanted}"

@@ -195,6 +195,16 @@ class DistributedModelParallel(ShardedAtAllPaths):
             _tell_of_others_plan(plan, session.job.code)
         session, recorder = recorded(session, self)
         step = SparseStep(session, _group_of_steps(env), nan_gradients, env.process_group)
+        wrapper = None if data_parallel_wrapper is None else type(data_parallel_wrapper).__name__
+        alike = {  # another trainer with another one would wait for this one, or this one's loss be told too late
+            "nan_gradients": nan_gradients,
+            "snapshot_every": snapshot_every,
+            "unprotected": unprotected,
+            "init_data_parallel": init_data_parallel,
+            "init_parameters": init_parameters,
+            "data_parallel_wrapper": wrapper,
+        }
+        step.agreement.begin("makes its model", (), ", ".join(f"{n}={value!r}" for n, value in alike.items())).end()
         super().__init__(
             module,
             env=env,
@@ -281,6 +291,8 @@ class DistributedModelParallel(ShardedAtAllPaths):
         self._step.load_written()
         optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
         check_optimizers(optimizers)
+        kinds = ", ".join(type(one).__name__ for one in optimizers)
+        self._step.attached = f"optimizers [{kinds}] attached"
         settings = self._settings or Settings.from_environment()
         schedulers = [lr_scheduler] if isinstance(lr_scheduler, Stateful) else list(lr_scheduler)
         named = {f"{SCHEDULERS}{i}]": scheduler for i, scheduler in enumerate(schedulers)}

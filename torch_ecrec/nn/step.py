@@ -89,6 +89,7 @@ class SparseStep:
         self.on_pushed: list[Callable[[], None]] = []  # called when the rows of the next step may be asked for
         self._refuses_nan = nan_gradients == "raise"
         self._has_met = False  # a step of this life was agreed on; those that pass NaN on agree on the first one only
+        self.attached = "nothing attached"  # words for what trainers keep shares of, and must have alike
         self._open = False
         self._waiting: weakref.WeakSet[Ticket] = weakref.WeakSet()  # training lookups without a gradient so far
         self._pass = -1  # id of the backward pass that the fields below belong to
@@ -378,8 +379,8 @@ class SparseStep:
         Returns:
             What waits for the others, and returns why the step is refused, the same on every trainer; None: it is not.
             It raises RuntimeError where another trainer does not train, or with other learning rates (the servers take
-            trainer 0's), other tables frozen, another `nan_gradients` or `snapshot_every`, or after more or fewer
-            backward passes.
+            trainer 0's), other tables frozen, another `snapshot_every`, other optimizers attached, or
+            after more or fewer backward passes.
         """
         job = self.session.job
         flags = [0] * len(job.tables)
@@ -393,8 +394,7 @@ class SparseStep:
         frozen = sorted(table.job_name for tables in self.frozen for table in tables())
         alike = f"learning rates {rates}" + (f" or the frozen tables {', '.join(frozen)}" if frozen else "")
         alike += f" or the {self._passes} backward passes so far (rows must be looked up for each, on every trainer)"
-        alike += f" or nan_gradients={'raise' if self._refuses_nan else 'pass'!r}"
-        alike += f" or snapshot_every={self.session.snapshot_every}"
+        alike += f" or snapshot_every={self.session.snapshot_every} or {self.attached}"
         meeting = self.agreement.begin("trains", flags, alike)
         return lambda: self._refusal_of(meeting.end())
 

@@ -25,8 +25,9 @@ from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.server.capture import Portion
 from torch_ecrec.spec.job import JobSpec, TableGroup
-from torch_ecrec.storage.catalog import Catalog, Listing
+from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.chain_reader import check_rows
+from torch_ecrec.storage.listing import Listing
 from torch_ecrec.storage.location import Location
 from torch_ecrec.storage.manifest import Encoding, Manifest, PartEntry
 from torch_ecrec.storage.parts import PartWriter

@@ -26,6 +26,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -147,7 +148,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None, draining
             "server",
             uuid.uuid4().hex,
             os.getpid(),
-            code=WantedCode(**(code or {})),
+            code=WantedCode() if code is None else WantedCode(code["k"], code["r"], code["slots"]),
             domain=settings.failure_domain or host_name(),
             experiment=settings.experiment,
             bits=kernel_bits(),
@@ -313,7 +314,10 @@ class _Trainer:
         own: Supervisor | None,
         is_own: bool,
     ) -> None:
-        self._wanted = WantedCode() if code is None else WantedCode(code.k, code.r, code.slots)
+        self._wanted = WantedCode()
+        if code is not None:
+            protection: Any = code.protection  # `CodeSpec` has checked it
+            self._wanted = WantedCode(code.k, code.r, code.slots, protection)
         self._job, self._settings, self._trainer, self._snapshot_every = job, settings, trainer, snapshot_every
         self._own, self._is_own = own, is_own
         self._process, self._thread = os.getpid(), threading.current_thread()

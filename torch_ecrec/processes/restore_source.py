@@ -14,8 +14,9 @@ from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Beyond
-from torch_ecrec.storage.catalog import NEWEST, Broken, Catalog, place_of
+from torch_ecrec.storage.catalog import NEWEST, Catalog, place_of
 from torch_ecrec.storage.chain_reader import dense_of
+from torch_ecrec.storage.listing import Broken
 from torch_ecrec.storage.manifest import Manifest
 from torch_ecrec.storage.store_probe import StoreProbe
 

@@ -22,7 +22,7 @@ import functools
 import ipaddress
 import typing
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -116,6 +116,7 @@ class WantedCode(Struct, frozen=True, forbid_unknown_fields=True):
     k: Count | None = None
     r: Count | None = None
     slots: Count | None = None
+    protection: Literal["parity", "none"] | None = None
 
 
 # from processes that are no members yet, and from tools -----------------------------------------------

@@ -18,50 +18,24 @@ be removed under its hands, which is an error that names the file, never other d
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
 from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.runtime.checks import require_int
+from torch_ecrec.storage.listing import Listing, is_name, list_all
 from torch_ecrec.storage.location import Location
-from torch_ecrec.storage.manifest import ADVICE, FOLDER, MANIFEST, Manifest, decode, encode, read, require_parts
+from torch_ecrec.storage.manifest import ADVICE, MANIFEST, Manifest, decode, encode, read, require_parts
 from torch_ecrec.storage.parts import PartReader
 
 log = logging.getLogger(__name__)
 
-_FOLDER = re.compile(FOLDER)
 NEWEST = "newest"  # in place of a URL: of the checkpoints that a cluster keeps itself
 CHAIN_MOST = 10_000  # checkpoints that build on each other
-LOOKS = 20  # at a place where checkpoints come and go meanwhile
 UNREAD_ORDERS = 1 << 20  # left out for those whose manifests cannot be read: more than were ever committed after one
-
-
-@dataclass(frozen=True)
-class Broken:
-    """A folder whose manifest cannot be read: which, and why. `unavailable`: it may be whole (`StoreUnavailable`)."""
-
-    folder: str
-    reason: str
-    unavailable: bool = False
-
-
-@dataclass
-class Listing:
-    """Lists what is at a URL of checkpoints.
-
-    Attributes:
-        whole: checkpoints with a manifest that can be read, newest first.
-        broken: those with another one.
-        unfinished: folders of attempts that have none.
-    """
-
-    whole: list[Manifest] = field(default_factory=list)
-    broken: list[Broken] = field(default_factory=list)
-    unfinished: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -114,7 +88,7 @@ class Catalog:
 
     def folder(self, name: str) -> Location:
         """Returns where the files of one checkpoint are."""
-        if not _FOLDER.match(name):
+        if not is_name(name):
             raise CheckpointError(f"{name!r} is no name of a checkpoint: wanted is STEP-WORD, as `new_folder` makes it")
         return self.location.below(name)
 
@@ -142,55 +116,22 @@ class Catalog:
         data = encode(msgspec.structs.replace(manifest, order=order))
         kept = decode(data, f"{at.url}/{MANIFEST}")  # what cannot be read is not written
         at.write_whole(MANIFEST, data)
+        if manifest.base is not None and not self.folder(manifest.base).exists(MANIFEST):  # `--remove`, meanwhile
+            at.remove(MANIFEST)
+            raise CheckpointError(f"{folder} builds on {manifest.base}, which was removed meanwhile")
         return kept
 
     # what is there --------------------------------------------------------------------------------
 
     def listing(self) -> Listing:
-        """Looks at every folder that has the name of a checkpoint.
-
-        A cluster may write a checkpoint and remove the one before between a look at the names and a look into the
-        folders: neither would be found, and what is without a manifest may have had one. So it looks again, until all
-        that are without one were so at the look before.
+        """Returns all that is there, what was committed last first.
 
         Raises:
             CheckpointError: the URL cannot be read; StoreUnavailable: it never stood still.
         """
-        known: dict[str, Manifest] = {}
-        before: set[str] = set()
-        for _ in range(LOOKS):
-            listing, gone = self._look(known)
-            if not gone and before.issuperset(listing.unfinished):
-                listing.whole.sort(key=lambda one: (one.order, one.done, one.id), reverse=True)
-                return listing
-            before = set(listing.unfinished)
-        raise StoreUnavailable(
-            f"checkpoints at {self.url} come and go faster than they can be listed: try again, or when nothing writes"
-            " there"
-        )
-
-    def _look(self, known: dict[str, Manifest]) -> tuple[Listing, bool]:
-        """Looks once, in no order; and whether a checkpoint was removed while it was read. `known`: what was read."""
-        listing, gone = Listing(), False
-        for name in self.location.list():
-            if not _FOLDER.match(name):
-                continue
-            at = self.location.below(name)
-            try:
-                if at.exists(MANIFEST):
-                    if name not in known:
-                        known[name] = self.read(name)
-                    listing.whole.append(known[name])
-                else:
-                    listing.unfinished.append(name)
-            except CheckpointError as error:
-                if at.gone(error, MANIFEST):
-                    gone = True
-                    continue
-                is_file = isinstance(error.__cause__, NotADirectoryError)  # however often it is read
-                unavailable = isinstance(error, StoreUnavailable) and not is_file
-                listing.broken.append(Broken(name, str(error), unavailable))
-        return listing, gone
+        listing = list_all(self.location, MANIFEST, self.read)
+        listing.whole.sort(key=lambda one: (one.order, one.done, one.id), reverse=True)
+        return listing
 
     def read(self, name: str) -> Manifest:
         """Returns one checkpoint's manifest. Raises CheckpointError: it is not there, was altered, or is another's."""

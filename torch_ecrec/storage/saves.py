@@ -15,32 +15,15 @@ that any more, so those of a run that is over can never be used again, and go.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from torch_ecrec.errors import CheckpointError
+from torch_ecrec.storage.listing import Listing, is_name, list_all
 from torch_ecrec.storage.location import Location
-from torch_ecrec.storage.manifest import FOLDER, SAVE, Manifest, encode, read, require_parts
+from torch_ecrec.storage.manifest import SAVE, Manifest, encode, read, require_parts
 from torch_ecrec.storage.parts import PartReader
 
 SAVES = "saves"  # below the checkpoints' URL
-_FOLDER = re.compile(FOLDER)
-
-
-@dataclass
-class SavesListing:
-    """Lists the prioritised saves of a checkpoint.
-
-    Attributes:
-        whole: saves with a manifest that can be read, in the order of their names.
-        broken: names of those with another one, and why.
-        unfinished: names of those that have none.
-    """
-
-    whole: list[Manifest] = field(default_factory=list)
-    broken: dict[str, str] = field(default_factory=dict)
-    unfinished: list[str] = field(default_factory=list)
 
 
 class Saves:
@@ -60,7 +43,7 @@ class Saves:
 
     def folder(self, name: str) -> Location:
         """Returns where the files of one are."""
-        if not _FOLDER.match(name):
+        if not is_name(name):
             raise CheckpointError(f"{name!r} is no name of a prioritised save")
         return self.location.below(name)
 
@@ -76,24 +59,16 @@ class Saves:
 
     def names(self) -> list[str]:
         """Returns the names of all saves that lie there, interrupted ones too."""
-        return [name for name in self.location.list() if _FOLDER.match(name)]
+        return [name for name in self.location.list() if is_name(name)]
 
     def read(self, name: str) -> Manifest:
         """One's manifest. Raises CheckpointError: it is not there, was altered, or is another's."""
         return read(self.folder(name), name, SAVE)
 
-    def listing(self) -> SavesListing:
-        """Looks at all that lie there. Raises CheckpointError if the URL cannot be read."""
-        listing = SavesListing()
-        for name in sorted(self.names()):
-            try:
-                if self.folder(name).exists(SAVE):
-                    listing.whole.append(self.read(name))
-                else:
-                    listing.unfinished.append(name)
-            except CheckpointError as error:
-                if not self.folder(name).gone(error, SAVE):
-                    listing.broken[name] = str(error)
+    def listing(self) -> Listing:
+        """Returns all that lie there, in the order of their names. Raises as `Catalog.listing`."""
+        listing = list_all(self.location, SAVE, self.read)
+        listing.whole.sort(key=lambda one: one.id)
         return listing
 
     def faults(self, save: Manifest) -> list[str]:
