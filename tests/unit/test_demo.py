@@ -98,7 +98,7 @@ def limited_files(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("failed", "code"), [(None, 2), (ClusterError("a server was lost"), 1), (KeyboardInterrupt(), 130)]
+    ("failed", "code"), [(None, 1), (ClusterError("a server was lost"), 1), (KeyboardInterrupt(), 130)]
 )
 def test_a_result_that_cannot_be_written_is_named_beside_what_failed_before(
     failed: BaseException | None,

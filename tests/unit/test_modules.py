@@ -116,7 +116,9 @@ VERDICTS: dict[str, str] = {name: SAME for name in (*DO, *HOOKS)} | {
     **dict.fromkeys(("init_torchrec_delta_tracker", "reshard"), "refused (test_coverage.py, test_moves.py)"),
     **dict.fromkeys(("attach", "close", "digest", "flush", "full_optim_state_dict", "full_state_dict"), OURS),
     **dict.fromkeys(("step", "streamed_optim_state_dict", "streamed_state_dict"), OURS),
-    **dict.fromkeys(("announce", "before_lookup", "config_of", "give_out_as", "keys_of_tables", "load_state"), OURS),
+    **dict.fromkeys(
+        ("announce", "before_lookup", "config_of", "give_out_as", "keys_of_tables", "load_state", "made_with"), OURS
+    ),
     **dict.fromkeys(("modules_of_tables", "save_state"), OURS),
     **dict.fromkeys(("compute", "compute_and_output_dist", "create_context", "input_dist", "output_dist"), "stages"),
     **dict.fromkeys(("prefetch", "preprocess_input", "update"), "stages, which do nothing here (test_pipelines.py)"),
@@ -183,7 +185,7 @@ def processed() -> tuple[Whole, Any]:
 Kind = Callable[[], tuple[Any, Any]]
 OTHER_KINDS: dict[Kind, tuple[list[str], set[str], set[str]]] = {
     # tables; methods of ours, which need no word; those of TorchRec's that ours lacks
-    sequences: (["words", "places"], {"made_with"}, {"create_embedding_sharding"}),
+    sequences: (["words", "places"], set(), {"create_embedding_sharding"}),
     processed: (  # stages, and what is of a sharded collection, are of the collection within ours
         ["words"],
         {"is_weighted", "split"},
@@ -207,7 +209,7 @@ def managed_sequences() -> tuple[managed.Net, None]:
 for one in (managed_bags, managed_sequences):
     OTHER_KINDS[one] = (
         [],
-        {"made_with", "load_replicated_state", "replicated_state"},
+        {"load_replicated_state", "replicated_state"},
         {"sync_hash_zch_weights"},  # of maps by hash, which are refused
     )
 
