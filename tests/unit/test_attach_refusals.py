@@ -77,8 +77,8 @@ def test_the_reader_itself_must_not_be_iterated() -> None:
 @pytest.mark.parametrize("both", [False, True], ids=["one ahead", "two of a turn"])
 def test_a_draw_between_forward_and_backward_is_refused_where_a_batch_would_be_lost(both: bool) -> None:
     """It is not where all that was drawn is trained on when the next step begins."""
-    trainer = attach(made())
-    batches = passes(trainer.batches)
+    trainer = attach(made(), Passes(6))
+    batches = iter(trainer.batches)
     loss, _ = trainer.model(next(batches))
     for step in range(1, 3):
         coming = next(batches)

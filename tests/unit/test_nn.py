@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -449,15 +450,17 @@ class WithBuffer(nn.Module):
         return self.over(self.norm(self.tables(batch.sparse_features).values())).tanh().sum()
 
 
-def test_a_trainer_whose_loop_is_longer_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_trainer_whose_loop_is_longer_is_told_so(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ended with torch's word that a connection was closed, and nothing of what to do."""
 
     def closed(*_: object, **__: object) -> None:
         raise RuntimeError("Connection closed by peer")
 
     model, _ = shard(Net(collection()))
-    model._step._group = object()
-    monkeypatch.setattr("torch_ecrec.nn.step.dist.all_reduce", closed)
+    model._step.agreement._group = object()
+    all_reduce = closed if at_once else lambda *_, **__: SimpleNamespace(wait=closed)
+    monkeypatch.setattr("torch_ecrec.nn.agreement.dist.all_reduce", all_reduce)
     loss, _ = model(batch_of(4, 0))
     with pytest.raises(RuntimeError, match="Connection closed") as caught:
         loss.backward()

@@ -6,8 +6,9 @@ have come. All meetings of a job have the same size, so that whoever does someth
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -96,7 +97,21 @@ class Meeting:
         self._all = torch.tensor(
             [mark, -mark, asks, -asks, self._wrote, *self._numbers], dtype=torch.int32, device="cpu"
         )
-        self._work = dist.all_reduce(self._all, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        with self._explained():
+            self._work = dist.all_reduce(self._all, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Adds what to do to an error of torch, which says that a connection was closed."""
+        try:
+            yield
+        except RuntimeError as error:
+            error.add_note(
+                f"torch_ecrec: step {self._session.step}: another trainer has ended, or was lost. If its loop is"
+                " shorter than that of this one, give all trainers as many batches: leave some out, or give a"
+                " trainer without ids an empty KeyedJaggedTensor"
+            )
+            raise
 
     def end(self) -> list[int]:
         """Waits until all trainers have come, and returns the greatest of each number.
@@ -111,15 +126,8 @@ class Meeting:
     def end_asking(self) -> list[int] | None:
         """As `end`; None if this trainer asks, has written nothing, and others train."""
         while self._group is not None:
-            try:
+            with self._explained():
                 self._work.wait()
-            except RuntimeError as error:  # torch's, which says that a connection was closed
-                error.add_note(
-                    f"torch_ecrec: step {self._session.step}: another trainer has ended, or was lost. If its loop is"
-                    " shorter than that of this one, give all trainers as many batches: leave some out, or give a"
-                    " trainer without ids an empty KeyedJaggedTensor"
-                )
-                raise
             most, least, any_asks, none_asks, any_wrote, *found = self._all.tolist()
             if most == -least:
                 return found
