@@ -72,7 +72,9 @@ def test_sequences_beside_torch(tmp_path: Path) -> None:
     assert run(train, tmp_path, "--shape", "sequence", "--systems", "torch,none,k2r1", *SMALL) == 0
     found = result(tmp_path, "train-sequence")
     held = found["server_bytes"]
-    assert held["none"]["record_bytes"] == held["k2r1"]["record_bytes"] == 2 * 200 * 4 * 64 * 3, "Adam's two moments"
+    assert held["none"]["record_bytes"] == held["k2r1"]["record_bytes"] == 402 * 4 * 64 * 3, (
+        "Adam's two moments, of 2 tables of 200 rows, and of two more so that slots have equally many"
+    )
     losses = {system: found["blocks"][system][0]["losses"] for system in ("torch", "none", "k2r1")}
     assert losses["none"][0] == losses["k2r1"][0]
     assert losses["torch"][0] == pytest.approx(losses["none"][0], abs=0.1)
