@@ -43,7 +43,7 @@ def test_training(tmp_path: Path, capsys: pytest.CaptureFixture[str], trainers: 
     assert sent["torchrec"] == {} and {"lookup", "push"} <= set(sent["none"]) and "fold" not in sent["none"]
     assert sent["k2r1"]["fold"] > 0
     assert set(held) == {"none", "k2r1"} and held["none"]["parity_bytes"] == 0
-    assert held["k2r1"]["record_bytes"] == held["none"]["record_bytes"] == 26 * 200 * 4 * 65
+    assert held["k2r1"]["record_bytes"] == held["none"]["record_bytes"] == 5202 * 4 * 65, "two more than 26 x 200"
     assert held["k2r1"]["parity_bytes"] == held["k2r1"]["record_bytes"] / 2
     losses = [found["blocks"][system][0]["losses"] for system in systems]
     assert losses[1][0] == losses[2][0], "parity changes nothing"
