@@ -164,7 +164,7 @@ class SmallTier(Tier):
     def unanswered_s(self) -> float:
         return 0.0
 
-    def run(self, read: Callable[[], None], then: Callable[[], None]) -> None:
+    def run(self, read: Callable[[], None], then: Callable[[], None], awaited: bool = True) -> None:
         if self.disks.clock is not None:
             self.disks.later(lambda: self._read(read, then))
             return
@@ -221,11 +221,12 @@ class AskedStore(TieredStore):
     def at(self, positions_U: Any, use: Use) -> View:
         return self.look(positions_U) if self.checked else super().at(positions_U, use)
 
-    def look(self, positions_U: Any) -> View:
+    def look(self, positions_U: Any, read: Any = None) -> View:
         there_U = positions_U >= 0
         arrays = [array[: self._top] for array in (self._records_FB, self._seals_F, self._meta_F)]
         before = [array.copy() for array in arrays]
-        records_VB, seals_V, at_V = super().look(positions_U[there_U])
+        assert read is None or there_U.all(), "what was read is of those that were asked for"
+        records_VB, seals_V, at_V = super().look(positions_U[there_U], read)
         for array, old in zip(arrays, before, strict=True):
             array[:] = old
         at_U = np.full(len(positions_U), -1)
@@ -272,7 +273,7 @@ class AskedTier(SmallTier):
         super().__init__(frames)
         self._asked, self._under_way = asked, list[Callable[[], None]]()
 
-    def run(self, read: Callable[[], None], then: Callable[[], None]) -> None:
+    def run(self, read: Callable[[], None], then: Callable[[], None], awaited: bool = True) -> None:
         read()
         self._under_way.append(then)
         self._asked()

@@ -140,7 +140,7 @@ class Waits(SimulatedCluster):
         if not self.scenario.tier_frames:
             return None
         tier: Any = SmallTier(self.scenario.tier_frames or 0)
-        tier.run = lambda read, then: self.network.clock.later(0.002, lambda: (read(), then()))
+        tier.run = lambda read, then, awaited=True: self.network.clock.later(0.002, lambda: (read(), then()))
         return tier  # type: ignore[no-any-return]
 
     def on_event(self, number: int) -> None:

@@ -46,7 +46,7 @@ class Crowded(SimulatedCluster):
     def tier_of(self, name: str) -> Tier | None:
         tier: Any = Tier(self.folder, self.memory_bytes)
 
-        def run(read: Callable[[], None], then: Callable[[], None]) -> None:
+        def run(read: Callable[[], None], then: Callable[[], None], awaited: bool = True) -> None:
             self.network.clock.later(0.001, lambda: (read(), then()) if name not in self.network.dead else None)
 
         tier.run = run

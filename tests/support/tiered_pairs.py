@@ -69,6 +69,7 @@ class Doing:
         self.rows, self.dim = shards[0].data_rows, shards[0].schema.dim
         self.undo: list[Any] = []
         self.coming: list[Any] = []  # readings, with what is done with each once it has run
+        self.passing: list[Any] = []  # readings of what was only looked at, with what was asked for
         self.step = 0
 
     def some(self, most: int = 12) -> Any:
@@ -121,6 +122,22 @@ class Doing:
                 reading.run()
             then()
 
+    def pass_by(self) -> None:
+        """Records are read for a rebuild while others change and move them; `gather_whole` gives them as they are."""
+        parity, at = bool(self.rng.integers(2)), self.some()
+        self.passing.append((at, parity, self.shards[1].absent(at, parity), False))
+        for i, (at, parity, reading, has_run) in enumerate(self.passing):
+            if reading is not None and not has_run and self.rng.random() < 0.5:
+                reading.run()
+                self.passing[i] = (at, parity, reading, True)
+        while self.passing and self.rng.random() < 0.4:
+            at, parity, reading, has_run = self.passing.pop(int(self.rng.integers(len(self.passing))))
+            if reading is not None and not has_run:
+                reading.run()
+            found = self.shards[1].gather_whole(at, parity, reading)
+            for here, there in zip(self.shards[0].gather_whole(at, parity), found, strict=True):
+                assert here.tobytes() == there.tobytes()
+
     def gather(self) -> None:
         parity, at = bool(self.rng.integers(2)), self.some()
         both(self.shards, lambda s: s.gather(at, parity))
@@ -169,7 +186,7 @@ class Doing:
 
     def go(self, steps: int) -> None:
         verbs = [self.apply] * 6 + [self.lookup] * 3 + [self.take_back, self.gather, self.overwrite, self.install]
-        verbs += [self.scrub, self.capture, self.prefer, *[self.ahead] * 4]
+        verbs += [self.scrub, self.capture, self.prefer, *[self.ahead] * 4, *[self.pass_by] * 3]
         for _ in range(steps):
             verbs[int(self.rng.integers(len(verbs)))]()
         every = np.arange(self.rows)

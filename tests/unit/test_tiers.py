@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import sys
@@ -36,6 +37,7 @@ from torch_ecrec.records.store import Use
 from torch_ecrec.records.tiers import log as segments
 from torch_ecrec.records.tiers import tiered
 from torch_ecrec.records.tiers.budget import LEAST_SHARE, Tier, least_budget, most_on_disk, need_of
+from torch_ecrec.records.tiers.disk import _ENTER as ENTER
 from torch_ecrec.records.tiers.disk import BLOCK_BYTES, ScratchFile, Uring
 from torch_ecrec.records.tiers.tiered import TieredStore
 from torch_ecrec.records.tiers.trouble import Trouble
@@ -159,24 +161,53 @@ def test_trouble_of_a_disk_is_felt(tmp_path: Path) -> None:
             again()
 
 
+def test_what_a_rebuild_asks_for_is_read_once_and_beside_the_node() -> None:
+    store, _ = store_of(200, 40)
+    for position in range(200):
+        put(store, position, position % 250)
+    folded = store.below()[:3]
+    for position in folded:
+        view = store.at(np.array([position]), Use.FOLD)  # of which only what was folded is in memory
+        view.records_XB[view.at_U] ^= 1
+        view.seals_X[view.at_U] ^= seals.seals_of(np.ones((1, 16), np.uint8))
+    asked = np.union1d(folded, store.below())
+    reading = store.absent(asked)
+    assert reading is not None
+    reading.run()
+    reads = store.file.reads
+    assert reads
+    view = store.look(asked, reading)
+    assert store.file.reads == reads, "what was read is not read again"
+    assert not len(seals.broken(view.records_XB, view.seals_X, view.at_U))
+    assert [int(x) for x in view.records_XB[view.at_U, 0]] == [
+        position % 250 ^ (position in folded) for position in asked
+    ]
+
+
 class Few:
     """A system that is short of memory: it takes a few requests of a call only, and does not wait for results then."""
 
     def __init__(self, libc: Any) -> None:
         self._libc = libc
 
-    def syscall(self, number: int, handle: int, submit: int, least: int, *more: Any) -> int:
-        few = min(submit, 3)
-        return int(self._libc.syscall(number, handle, few, least if few == submit else 0, *more))
+    def syscall(self, number: int, *arguments: Any) -> int:
+        if number == ENTER:
+            handle, submit, least, *more = arguments
+            few = min(submit, 3)
+            arguments = handle, few, least if few == submit else 0, *more
+        return int(self._libc.syscall(number, *arguments))
 
 
-def test_reads_of_which_the_system_takes_a_few_at_a_time_all_come(tmp_path: Path) -> None:
+def test_reads_of_which_the_system_takes_a_few_at_a_time_all_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it had not taken was never read, and the reader waited for ever."""
+    libc = Few(ctypes.CDLL(None, use_errno=True))
+    monkeypatch.setattr("torch_ecrec.records.tiers.disk.ctypes.CDLL", lambda *_, **__: libc)
     try:
         uring = Uring()
     except OSError as error:
         pytest.skip(f"no io_uring here: {error}")
-    uring._libc = Few(uring._libc)  # type: ignore[assignment]
     file, many, draws = ScratchFile(tmp_path, uring), 600, np.random.default_rng(1)
     content, into = (untouched(many * BLOCK_BYTES, np.uint8) for _ in range(2))
     content[:] = draws.integers(0, 256, len(content), np.uint8)

@@ -208,7 +208,10 @@ class Keyed:
             self.put(positions_X, cells_of(self._view.records_XB, self._view.seals_X))
         self._changed = False
 
-    def look(self, positions_U: Positions) -> View:
+    def absent(self, positions_U: Positions) -> None:
+        return None
+
+    def look(self, positions_U: Positions, read: Any = None) -> View:
         self.flush()
         return self._read(positions_U)
 

@@ -149,6 +149,35 @@ class SlotContext(ABC):
 
     # what its parts ask of it -------------------------------------------------------------------
 
+    def once_read(
+        self,
+        table_group: int,
+        parity: bool,
+        positions_U: np.ndarray,
+        then: Callable[[Any], None],
+        reply: Callable[[Refused], None],
+    ) -> None:
+        """Has some records read that are on a disk only, for one whom training does not wait for.
+
+        Args:
+            table_group, parity, positions_U: which.
+            then: gets what `Shard.gather_whole` takes for them: at once, if none is to be read.
+            reply: is refused instead, if the slot is not the same any more by then.
+        """
+        reading = self.held.shards[table_group].absent(positions_U, parity)
+        if reading is None:
+            then(None)
+            return
+        history = self.host.history
+
+        def done() -> None:
+            if self.dead or not self.ready or history != self.host.history:
+                reply(Refused(f"slot {self.held.index} was another one when its records were read"))
+            else:
+                then(reading)
+
+        self.read_tier(reading, done, awaited=False)
+
     def tell(self, word: messages.OfMember) -> None:
         """Tells the coordinator something of this incarnation."""
         self.host.tell(word)
@@ -171,8 +200,11 @@ class SlotContext(ABC):
         """
 
     @abstractmethod
-    def read_tier(self, reading: Any, done: Callable[[], None]) -> None:
-        """Runs a reading (`records/tiers/tiered.py:Reading`) beside the node, and then `done` inside of it."""
+    def read_tier(self, reading: Any, done: Callable[[], None], awaited: bool = True) -> None:
+        """Runs a reading (`records/tiers/tiered.py:Reading`) beside the node, and then `done` inside of it.
+
+        `awaited`: training waits for it, or will soon. It does not wait for readings that are not.
+        """
 
     @abstractmethod
     def tend_tiers(self) -> None:

@@ -11,7 +11,8 @@ Shape legend: U records, M of them that changed, B record bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import assert_never
+from functools import partial
+from typing import Any, assert_never
 
 import numpy as np
 import torch
@@ -201,12 +202,16 @@ class Parity(Durability):
 
     def on_fetch(self, request: wire.Fetch, reply: Reply[wire.Records | wire.Damaged]) -> None:
         """Records of one member of some stripes (all with the same base) as of given steps."""
-        held, positions = self.held, request.positions.numpy()
-        table_group, is_parity = request.table_group, request.parity
         if not self.slot.ready:
             reply(Refused("not rebuilt yet"))
             return
-        records_UB, broken_M = held.shards[table_group].gather_whole(positions, is_parity)
+        then = partial(self._present, request, reply)
+        self.slot.once_read(request.table_group, request.parity, request.positions.numpy(), then, reply)
+
+    def _present(self, request: wire.Fetch, reply: Reply[wire.Records | wire.Damaged], read: Any) -> None:
+        held, positions = self.held, request.positions.numpy()
+        table_group, is_parity = request.table_group, request.parity
+        records_UB, broken_M = held.shards[table_group].gather_whole(positions, is_parity, read)
         if len(broken_M):
             self.scrubber.look(table_group, is_parity, positions[broken_M])
         there_U = held.missing.present(table_group, is_parity, positions)

@@ -165,7 +165,7 @@ class Scrubber:
             self._used[table_group][unread_M] = used_M
         if reading is not None:
             self._reads = True
-            self._slot.read_tier(reading, partial(self._on_scanned, table_group, parity, reading))
+            self._slot.read_tier(reading, partial(self._on_scanned, table_group, parity, reading), awaited=False)
         return end
 
     def _on_scanned(self, table_group: int, parity: bool, reading: Any) -> None:

@@ -458,13 +458,22 @@ class Shard:
         _gather(view.records_XB.view(np.uint32), view.at_U, values_UB.view(np.uint32))
         return values_UB
 
-    def gather_whole(self, positions_U: Positions, parity: bool = False) -> tuple[Bytes, Positions]:
-        """Returns what `gather` does, and what `broken` does of them, (M,) int64: each is read once where it can be."""
+    def absent(self, positions_U: Positions, parity: bool = False) -> Any:
+        """Returns what reads those of some records that are on a disk only; see `RecordStore.absent`."""
         store = self._stores[parity]
-        if not (store.in_place and store.sealed):
-            broken_M = self.broken(positions_U, parity)
-            return self.gather(positions_U, parity), broken_M
-        view = store.look(check_positions(positions_U, store.rows))
+        return store.absent(check_positions(positions_U, store.rows))
+
+    def gather_whole(self, positions_U: Positions, parity: bool = False, read: Any = None) -> tuple[Bytes, Positions]:
+        """Returns what `gather` does, and what `broken` does of them, (M,) int64: each is read once.
+
+        Args:
+            positions_U, parity: as of both.
+            read: what `absent` has returned for the same ones, once it was run.
+        """
+        store = self._stores[parity]
+        if not store.sealed:
+            return self.gather(positions_U, parity), np.empty(0, np.int64)
+        view = store.look(check_positions(positions_U, store.rows), read)
         assert view.seals_X is not None
         values_UB = shared.empty((len(view.at_U), store.nbytes), np.uint8)
         return values_UB, seals.gather(view.records_XB, view.seals_X, view.at_U, values_UB)

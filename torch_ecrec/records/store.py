@@ -82,8 +82,16 @@ class RecordStore(Protocol):
             IndexError: a position is out of range. A store in memory leaves that to the kernels, which look anyway.
         """
 
-    def look(self, positions_U: Positions) -> View:
-        """As `at` to read, for one who passes by (a rebuild, a checkpoint): others stay where they are for training."""
+    def absent(self, positions_U: Positions) -> Any:
+        """Returns what reads those of some records that are on a disk only, a `Reading` for `look`; None: none is."""
+
+    def look(self, positions_U: Positions, read: Any = None) -> View:
+        """As `at` to read, for one who passes by (a rebuild, a checkpoint): others stay where they are for training.
+
+        Args:
+            positions_U: as of `at`.
+            read: what `absent` has returned for the same ones, once it was run: only what has changed since is read.
+        """
 
     def seals_at(self, positions_U: Positions) -> SealsOf:
         """Returns the seals of some records, (U,) uint32 fresh, wherever these are. Only where seals are kept."""
@@ -180,7 +188,10 @@ class MemoryStore:
     def at(self, positions_U: Positions, use: Use) -> View:
         return View(self.records_PB, self.seals_P, positions_U)
 
-    def look(self, positions_U: Positions) -> View:
+    def absent(self, positions_U: Positions) -> None:
+        return None
+
+    def look(self, positions_U: Positions, read: Any = None) -> View:
         return View(self.records_PB, self.seals_P, positions_U)
 
     def seals_at(self, positions_U: Positions) -> SealsOf:

@@ -15,6 +15,7 @@ Nothing of a slot is lost by this, nothing is decoded, and no holder has to catc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,12 +104,18 @@ class SlotExport:
         return found
 
     def _on_copy(self, request: wire.Copy, reply: Reply[wire.Records]) -> None:
+        then = partial(self._copy, request, reply)
+        self.slot.once_read(request.table_group, request.parity, request.positions.numpy(), then, reply)
+
+    def _copy(self, request: wire.Copy, reply: Reply[wire.Records], read: Any) -> None:
         positions_U = request.positions.numpy()
-        self.scrubber.look(request.table_group, request.parity, positions_U)
+        shard = self.held.shards[request.table_group]
+        records_UB, broken_M = shard.gather_whole(positions_U, request.parity, read)
+        if len(broken_M):
+            self.scrubber.look(request.table_group, request.parity, positions_U[broken_M])
         if self.held.missing.lacks(request.table_group, request.parity, positions_U):
             reply(Refused("missing, or damaged and being repaired"))
             return
-        records_UB = self.held.shards[request.table_group].gather(positions_U, request.parity)
         if self.scrubber.came_whole(request.table_group, request.parity):
             reply(wire.Records(torch.from_numpy(records_UB)))
         else:

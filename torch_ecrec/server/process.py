@@ -126,8 +126,8 @@ class ServerProcess(Node, HostContext):
         self.code = LinearCode(1, 0)
 
     @abstractmethod
-    def read_tier(self, read: Callable[[], None], done: Callable[[], None]) -> None:
-        """Runs `read`, which waits for a disk, beside the node; then `done` inside of it."""
+    def read_tier(self, read: Callable[[], None], done: Callable[[], None], awaited: bool) -> None:
+        """Runs `read`, which waits for a disk, beside the node; then `done` inside of it: `SlotContext.read_tier`."""
 
     @property
     def snapshot_slots(self) -> tuple[int, ...]:

@@ -333,11 +333,11 @@ class Host(ServerProcess):
         held.keep_last_(known)
         return held
 
-    def read_tier(self, read: Callable[[], None], done: Callable[[], None]) -> None:
+    def read_tier(self, read: Callable[[], None], done: Callable[[], None], awaited: bool) -> None:
         tier = self.tier
         assert tier is not None, "who reads has a tier"
 
-        self.emit(lambda: tier.run(read, lambda: self.run(done)))
+        self.emit(lambda: tier.run(read, lambda: self.run(done), awaited))
 
     # from other processes -----------------------------------------------------------------------
 

@@ -200,8 +200,8 @@ class Slot(SlotContext):
                 self.read_tier(reading, partial(self._arrived, shard, reading, later))
         return away
 
-    def read_tier(self, reading: Any, done: Callable[[], None]) -> None:
-        self.host.read_tier(reading.run, done)
+    def read_tier(self, reading: Any, done: Callable[[], None], awaited: bool = True) -> None:
+        self.host.read_tier(reading.run, done, awaited)
 
     def tend_tiers(self) -> None:
         if self.host.tier is None:

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 FOR_LOGS = 8  # the 8th part of the budget is not for frames
 LEAST_SHARE = 64  # the 64th part of a store's records has frames, at least
+IN_BACKGROUND = 2  # threads that read for a rebuild: one unpacks what it has read while the disk reads for the other
 NAMED_BYTES = 1 << 20  # what is too little is told in whole MiB: slots have some records more, or fewer, than others
 
 
@@ -107,12 +108,17 @@ class Tier:
         self.reader: Reader = reader()
         self._tiered: weakref.WeakSet[TieredStore] = weakref.WeakSet()
         self._in_memory: weakref.WeakSet[MemoryStore] = weakref.WeakSet()
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        Worker(partial(_serve, self._work), "tier", log_error).start()
-        weakref.finalize(self, self._work.put, None)
+        self._work = {True: _Work("tier", 1), False: _Work("tier, in the background", IN_BACKGROUND)}
+        for work in self._work.values():
+            weakref.finalize(self, work.end)
 
-    def run(self, read: Callable[[], None], then: Callable[[], None]) -> None:
-        """Runs what waits for the disk, and then the other, on a thread of its own, one pair after the other."""
+    def run(self, read: Callable[[], None], then: Callable[[], None], awaited: bool = True) -> None:
+        """Runs what waits for the disk, and then the other, on another thread.
+
+        Args:
+            read, then: both.
+            awaited: training waits for it. Such pairs are run one after the other, beside those that are not.
+        """
 
         def work() -> None:
             try:
@@ -121,7 +127,7 @@ class Tier:
             except Exception as error:  # the seam: those who wait for this would wait for ever
                 self.on_error(error)
 
-        self._work.put(work)
+        self._work[awaited].put(work)
 
     @property
     def unanswered_s(self) -> float:
@@ -244,6 +250,24 @@ class Tier:
         for store in stores:
             share = room / max(1, whole)
             store.frames = max(1, min(store.rows, int(share * store.rows)))
+
+
+class _Work:
+    """What some threads are to do."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._threads, self._queue = threads, queue.SimpleQueue[Callable[[], None] | None]()
+        for _ in range(threads):
+            Worker(partial(_serve, self._queue), name, log_error).start()
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Has one of them do something."""
+        self._queue.put(work)
+
+    def end(self) -> None:
+        """Ends the threads, once they have done what there is."""
+        for _ in range(self._threads):
+            self._queue.put(None)
 
 
 def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:

@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 4096  # reads and writes past the page cache begin and end with one
 THREADS = 16
-DEPTH = 256  # reads that the kernel has at once
+DEPTH = 256  # reads that the kernel has at once, of one batch
+RINGS = 4  # batches at once: of training's readings, of two in the background, and of the node itself
 
 _SETUP, _ENTER = 425, 426  # system calls, the same numbers on every architecture
 _SQ_RING, _CQ_RING, _SQES = 0, 0x8000000, 0x10000000  # offsets at which the rings are mapped
@@ -90,7 +91,7 @@ class Reader(Protocol):
 
 
 class Uring:
-    """Reads by io_uring. One batch at a time; others wait.
+    """Reads by io_uring. Some threads read at once; others wait.
 
     Raises:
         OSError: the system has none, or forbids it.
@@ -98,8 +99,24 @@ class Uring:
 
     def __init__(self) -> None:
         self.name = "io_uring"
+        self._free = queue.SimpleQueue[_Ring]()
+        for _ in range(RINGS):
+            self._free.put(_Ring())
+
+    def read(self, handle: int, offsets_R: Numbers, lengths_R: Numbers, into: NDArray[np.uint8], at_R: Numbers) -> Any:
+        results_R, ring = np.empty(len(offsets_R), np.int64), self._free.get()
+        try:
+            ring.read(handle, offsets_R, lengths_R, into.ctypes.data + at_R, results_R)
+        finally:
+            self._free.put(ring)
+        return results_R
+
+
+class _Ring:
+    """Two rings that the kernel shares with this process. One batch at a time."""
+
+    def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
-        self._lock = threading.Lock()
         params = np.zeros((), _PARAMS)
         handle = self._libc.syscall(_SETUP, DEPTH, ctypes.c_void_p(params.ctypes.data))
         if handle < 0:
@@ -136,13 +153,8 @@ class Uring:
         if hasattr(self, "_maps"):
             os.close(self._handle)
 
-    def read(self, handle: int, offsets_R: Numbers, lengths_R: Numbers, into: NDArray[np.uint8], at_R: Numbers) -> Any:
-        results_R = np.empty(len(offsets_R), np.int64)
-        with self._lock:
-            self._read(handle, offsets_R, lengths_R, into.ctypes.data + at_R, results_R)
-        return results_R
-
-    def _read(self, handle: int, offsets_R: Numbers, lengths_R: Numbers, addresses_R: Numbers, into_R: Numbers) -> None:
+    def read(self, handle: int, offsets_R: Numbers, lengths_R: Numbers, addresses_R: Numbers, into_R: Numbers) -> None:
+        """Reads all; `into_R` is what `Reader.read` returns."""
         begun = done = 0
         into_R[:] = -errno.EIO
         while done < len(into_R):

@@ -102,13 +102,20 @@ class Reading:
         positions_A, places_A: (A,) int64, which, and where.
         seals_A: (A,) uint32, that they should fit.
         nbytes: of a record.
+        asked_A: (A,) int64, which of those that were asked for they are.
     """
 
     def __init__(
-        self, file: SegmentLog, positions_A: Positions, places_A: Positions, seals_A: SealsOf, nbytes: int
+        self,
+        file: SegmentLog,
+        positions_A: Positions,
+        places_A: Positions,
+        seals_A: SealsOf,
+        nbytes: int,
+        asked_A: Positions,
     ) -> None:
         self._file = file
-        self.positions_A, self.places_A, self.seals_A = positions_A, places_A, seals_A
+        self.positions_A, self.places_A, self.seals_A, self.asked_A = positions_A, places_A, seals_A, asked_A
         self.versions_A = file.versions(places_A)
         self.records_AB: Bytes = np.empty((len(positions_A), nbytes), np.uint8)
         self.broken_A = np.ones(len(positions_A), np.bool_)
@@ -216,8 +223,15 @@ class TieredStore:
         theirs_F = (run_F >= 0) & (positions_F < ends[run_F])
         self._meta_F[: self._top, 1][theirs_F] |= np.uint32(COUNT)
 
-    def look(self, positions_U: Positions) -> View:
+    def absent(self, positions_U: Positions) -> Reading | None:
+        frame_U = self._frame_P[positions_U].astype(np.int64)
+        (some,) = np.nonzero(~self._whole(frame_U) & self._written(self._place_P[positions_U]))
+        return self._reading(positions_U[some], some) if len(some) else None
+
+    def look(self, positions_U: Positions, read: Reading | None = None) -> View:
         self._require_whole()
+        if read is not None:
+            self.settle(read)
         records_UB = np.empty((len(positions_U), self.nbytes), np.uint8)
         seals_U = np.empty(len(positions_U), np.uint32)
         at_U = np.arange(len(positions_U))
@@ -230,6 +244,11 @@ class TieredStore:
                 self._settle(np.unique(pending_V))
             words_FW, words_UW = self._records_FB.view(np.uint32), records_UB.view(np.uint32)
             copy_frames(words_FW, self._seals_F, frames_V, words_UW, seals_U, at_U[there_U])
+        if read is not None:
+            (some,) = np.nonzero(self._unmoved(read) & ~read.broken_A & ~there_U[read.asked_A])
+            words_AW, words_UW = read.records_AB.view(np.uint32), records_UB.view(np.uint32)
+            copy_frames(words_AW, read.seals_A, some, words_UW, seals_U, read.asked_A[some])
+            there_U[read.asked_A[some]] = True
         absent_U = at_U[~there_U]
         if len(absent_U):
             self._bring(positions_U[absent_U], records_UB, seals_U, absent_U)
@@ -304,10 +323,11 @@ class TieredStore:
             return None, coming > 0
         return self._reading(new_U[:count]), True
 
-    def _reading(self, positions_A: Positions) -> Reading:
-        """Returns what reads some records, which are in the file."""
+    def _reading(self, positions_A: Positions, asked_A: Positions | None = None) -> Reading:
+        """Returns what reads some records, which are in the file. `asked_A`: None for all that were asked for."""
         places_A = self._place_P[positions_A].astype(np.int64)
-        return Reading(self._log, positions_A, places_A, self._seal_P[positions_A], self.nbytes)
+        asked_A = np.arange(len(positions_A)) if asked_A is None else asked_A
+        return Reading(self._log, positions_A, places_A, self._seal_P[positions_A], self.nbytes, asked_A)
 
     def _unmoved(self, reading: Reading) -> NDArray[np.bool_]:
         """Which records are still where they were when it was made: what was read is what they are in the file."""
