@@ -23,12 +23,14 @@ from torch_ecrec.coordinator.checkpointing import Finished, Restorable, run_of
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.records.positions import Bytes, Positions
+from torch_ecrec.records.tiers.tiered import Reading
 from torch_ecrec.server.capture import Portion
 from torch_ecrec.server.process import CheckpointReader, CheckpointWriter
 from torch_ecrec.spec.job import JobSpec, TableGroup
 from torch_ecrec.transport.node import Node
 
 WRITE_S = (0.0002, 0.006)  # of one portion
+READ_S = (0.0, 0.0005)  # for what is on a disk, before that
 COMMIT_S = (0.0002, 0.006)
 PORTION_BYTES = 60
 
@@ -202,7 +204,7 @@ class _VirtualScribe:
         order: messages.Capture,
         slot: int,
         table_groups: Sequence[TableGroup],
-        next_portion: Callable[[int], Portion | None],
+        next_portion: Callable[[int], Portion | Reading | None],
         dense: Sequence[tuple[Key, Part]],
         done: Callable[[dict[str, Any]], None],
         failed: Callable[[str], None],
@@ -222,9 +224,12 @@ class _VirtualScribe:
                 failed(reason)
                 return
             portion = next_portion(PORTION_BYTES)
-            while order.portion < 1 and portion is not None and not len(portion.rows_N):
+            while order.portion < 1 and isinstance(portion, Portion) and not len(portion.rows_N):
                 portion = next_portion(PORTION_BYTES)  # nothing is written of it
-            if portion is None:
+            if isinstance(portion, Reading):
+                portion.run()
+                self._shelf.later(READ_S, f"reading of slot {slot}", go_on)
+            elif portion is None:
                 done({"bytes": sum(portion.records_NB.nbytes for portion in part.portions)})
             else:
                 part.portions.append(portion)

@@ -92,8 +92,8 @@ def test_a_step_that_changes_a_damaged_record_gives_the_checkpoint_up(monkeypatc
     """With checks in the background a step uses it, and the capture is the first to see it: the slot goes on."""
     found, portion = [], Captured.portion
 
-    def seen(self: Captured, most: int) -> Any:
-        positions_M, records_MB, broken_U = portion(self, most)
+    def seen(self: Captured, most: int, read: Any) -> Any:
+        positions_M, records_MB, broken_U = portion(self, most, read)
         found.extend(self._marks_P[broken_U] == KEPT)
         return positions_M, records_MB, broken_U
 

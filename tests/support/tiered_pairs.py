@@ -175,7 +175,15 @@ class Doing:
             for one in captured:
                 one.keep(at, deltas)
             most = int(self.rng.integers(1, 9))
-            portions = [one.portion(most) for one in captured]
+            reading = captured[1].absent(most)
+            if reading is not None:
+                reading.run()
+            at = self.some()
+            merged = merge([(at, np.ones((len(at), self.dim), np.float32))])
+            deltas = both(self.shards, lambda s, merged=merged: s.apply_(KIND, merged, 0.1, 1, {}))[0]
+            for one in captured:
+                one.keep(at, deltas)
+            portions = [one.portion(most, reading if one is captured[1] else None) for one in captured]
             for here, there in zip(*portions, strict=True):
                 assert here.tobytes() == there.tobytes()
             assert not len(portions[0][2])

@@ -13,7 +13,7 @@ from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.records import captured
 from torch_ecrec.records.captured import CLEAN, MARKED
-from torch_ecrec.server.capture import Capture
+from torch_ecrec.server.capture import Capture, Portion
 
 POOLS = (1, 70, 16 << 20)  # bytes: a record in each piece; some; all in one
 
@@ -71,6 +71,7 @@ def test_a_capture_is_of_its_step_whatever_comes_and_is_undone(
         capture = Capture(held, of, marks)
         portions, peak, most = [], 0, int(rng.choice([1, 60, 1000]))
         while (portion := capture.next_portion(most)) is not None:
+            assert isinstance(portion, Portion), "nothing is on a disk"
             portions.append(portion)
             peak = max(peak, capture.kept_bytes)
             while rng.random() < 0.3:

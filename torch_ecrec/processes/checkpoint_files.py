@@ -22,6 +22,7 @@ from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.processes.restore_source import restored_of
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
+from torch_ecrec.records.tiers.tiered import Reading
 from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.server.capture import Portion
 from torch_ecrec.spec.job import JobSpec, TableGroup
@@ -47,6 +48,7 @@ BYTES_PER_S_MOST = 100e6  # and at most
 BURST_S = 0.25  # what was not written lately may be written at once, up to so much
 
 Run = Callable[[Callable[[], None]], None]  # `Node.run`
+NextPortion = Callable[[int], Portion | Reading | None]  # `Capture.next_portion`
 
 
 class _Cancelled(Exception):
@@ -70,7 +72,7 @@ class FileCheckpointWriter:
         order: messages.Capture,
         slot: int,
         table_groups: Sequence[TableGroup],
-        next_portion: Callable[[int], Portion | None],
+        next_portion: NextPortion,
         dense: Sequence[tuple[Key, Part]],
         done: Callable[[dict[str, Any]], None],
         failed: Callable[[str], None],
@@ -151,7 +153,7 @@ class FileWriting:
     def __init__(
         self,
         run: Run,
-        next_portion: Callable[[int], Portion | None],
+        next_portion: NextPortion,
         dense: Sequence[tuple[Key, Part]],
         done: Callable[[dict[str, Any]], None],
         failed: Callable[[str], None],
@@ -168,7 +170,12 @@ class FileWriting:
 
     def next_portion(self) -> Portion | None:
         """Returns the next records to write, taken inside the node; None: there are no more. Raises _Cancelled."""
-        found: list[Portion | None] = []
+        while isinstance(found := self._ask(), Reading):
+            found.run()
+        return found
+
+    def _ask(self) -> Portion | Reading | None:
+        found: list[Portion | Reading | None] = []
         self._inside(lambda slot: found.append(slot.next_portion(PORTION_BYTES)))
         if not found:
             raise _Cancelled
@@ -198,7 +205,7 @@ class FileWriting:
 @dataclass(frozen=True)
 class _Slot:
     run: Run
-    next_portion: Callable[[int], Portion | None]
+    next_portion: NextPortion
     done: Callable[[dict[str, Any]], None]
     failed: Callable[[str], None]
 

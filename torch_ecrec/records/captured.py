@@ -195,9 +195,9 @@ class Captured:
         _keep(source_XW, seals_X, at_M, deltas_UW, index_M, self._kept, self._address_C, self._piece_rows)
         self._kept += count
 
-    def _look(self, positions_M: Positions) -> tuple[NDArray[np.uint32], SealsOf, Positions]:
-        """Records where they lie, as kernels take them."""
-        view = self._store.look(positions_M)
+    def _look(self, positions_M: Positions, read: Any = None) -> tuple[NDArray[np.uint32], SealsOf, Positions]:
+        """Records where they lie, as kernels take them. `read`: see `RecordStore.look`."""
+        view = self._store.look(positions_M, read)
         return view.records_XB.view(np.uint32), _NO_SEALS if view.seals_X is None else view.seals_X, view.at_U
 
     def _make_room(self, count: int) -> None:
@@ -207,23 +207,32 @@ class Captured:
         if len(self._pieces) != len(self._address_C):
             self._address_C = addresses(self._pieces, self._bytes + SEAL_BYTES, np.uint8)
 
-    def portion(self, most: int) -> tuple[Positions, Bytes, Positions]:
+    def _next(self, most: int) -> tuple[Positions, int]:
+        """Returns the positions of the next portion, (M,) int64, and where the one after it begins."""
+        end = min(len(self._marks_P), self.next + LOOKS_MOST)
+        positions_M = np.empty(min(most, end - self.next) + 1, np.int64)
+        count, behind = _scan(self._marks_P, self.next, end, positions_M)
+        return positions_M[:count], behind
+
+    def absent(self, most: int) -> Any:
+        """Returns what reads those of the next portion that are on a disk only; None: none is."""
+        return self._store.absent(self._next(most)[0])
+
+    def portion(self, most: int, read: Any = None) -> tuple[Positions, Bytes, Positions]:
         """Returns the next records.
 
         Args:
             most: records, at least 1. There may be fewer, or none where nothing is wanted.
+            read: what `absent` has returned for as many, once it was run.
 
         Returns:
             Their positions, (M,) int64, ascending; the records, (M, B) uint8, fresh; and the positions of those that
             do not fit their seals, whether they are damaged in the shard or where they were kept.
         """
-        end = min(len(self._marks_P), self.next + LOOKS_MOST)
-        most = min(most, end - self.next)
-        positions_M = np.empty(most + 1, np.int64)
-        count, self.next = _scan(self._marks_P, self.next, end, positions_M)
-        positions_M = positions_M[:count]
+        positions_M, self.next = self._next(most)
+        count = len(positions_M)
         records_MB, broken_M = shared.empty((count, self._bytes), np.uint8), np.empty(count, np.int64)
-        source_XW, seals_X, at_M = self._look(positions_M)
+        source_XW, seals_X, at_M = self._look(positions_M, read)
         broken = _copy(
             self._marks_P,
             positions_M,

@@ -23,6 +23,7 @@ import numpy as np
 from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.records.captured import MARKED, MarksOf
 from torch_ecrec.records.positions import Bytes, Positions
+from torch_ecrec.records.tiers.tiered import Reading
 
 Marks = list[MarksOf]  # of each table group
 
@@ -81,6 +82,7 @@ class Capture:
     ) -> None:
         self.step, self._broken, self._held = step, broken, held
         self._table_group = 0  # where it is
+        self._read: Reading | None = None  # of the next portion, which was asked for before
         self._captured = [shard.captured(marks_P) for shard, marks_P in zip(held.shards, marks, strict=True)]
         for later in range(step + 1, held.rule.applied + 1):
             for table_group, (positions_U, _) in enumerate(held.log.get(later)):
@@ -95,10 +97,11 @@ class Capture:
         for table_group in range(self._table_group, len(self._captured)):
             self._captured[table_group].keep(positions[table_group], deltas[table_group])
 
-    def next_portion(self, most_bytes: int) -> Portion | None:
+    def next_portion(self, most_bytes: int) -> Portion | Reading | None:
         """Returns the next records, of at most so many bytes (at least one record); None: that was all.
 
-        A portion may have fewer, or none where nothing is marked.
+        A portion may have fewer, or none where nothing is marked. Where some are on a disk, it returns at first what
+        reads them: to be run beside the node, and then this is called again with the same `most_bytes`.
         """
         while self._table_group < len(self._captured) and self._captured[self._table_group].is_over:
             self._captured[self._table_group].let_go()
@@ -107,7 +110,13 @@ class Capture:
             return None
         table_group, held = self._table_group, self._held
         most = max(1, most_bytes // held.shards[table_group].schema.nbytes)
-        positions_M, records_MB, broken_U = self._captured[table_group].portion(most)
+        captured = self._captured[table_group]
+        if self._read is None:
+            self._read = captured.absent(most)
+            if self._read is not None:
+                return self._read
+        read, self._read = self._read, None
+        positions_M, records_MB, broken_U = captured.portion(most, read)
         if len(broken_U):
             self._broken(table_group, broken_U)
         rows_M = held.layouts[table_group].row_at(held.index, positions_M)

@@ -16,6 +16,7 @@ from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.protocol.waits import SlotWaits
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.records.tiers.budget import Tier
+from torch_ecrec.records.tiers.tiered import Reading
 from torch_ecrec.records.tiers.trouble import Trouble
 from torch_ecrec.server.capture import Portion
 from torch_ecrec.spec.job import JobSpec, TableGroup
@@ -35,7 +36,7 @@ class CheckpointWriter(Protocol):
         order: messages.Capture,
         slot: int,
         table_groups: Sequence[TableGroup],
-        next_portion: Callable[[int], Portion | None],
+        next_portion: Callable[[int], Portion | Reading | None],
         dense: Sequence[tuple[Key, Part]],
         done: Callable[[dict[str, Any]], None],
         failed: Callable[[str], None],
@@ -46,7 +47,8 @@ class CheckpointWriter(Protocol):
             order: where, how fast, and in which form.
             slot: whose.
             table_groups: of the job: what records look like, whose they are.
-            next_portion: gives the next records, of at most so many bytes; None at their end.
+            next_portion: gives the next records, of at most so many bytes; or what is to be run outside before it is
+                called again; None at their end.
             dense: parts of the dense model that go with it.
             done: gets what the manifest has to say of the part, once it is durable.
             failed: gets the reason, for people.
