@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import re
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,8 +36,8 @@ from torch_ecrec.codec import seals
 from torch_ecrec.errors import TierFailed
 from torch_ecrec.records.pages import untouched
 from torch_ecrec.records.store import Use
+from torch_ecrec.records.tiers import disk, tiered
 from torch_ecrec.records.tiers import log as segments
-from torch_ecrec.records.tiers import tiered
 from torch_ecrec.records.tiers.budget import LEAST_SHARE, Tier, least_budget, most_on_disk, need_of
 from torch_ecrec.records.tiers.disk import _ENTER as ENTER
 from torch_ecrec.records.tiers.disk import BLOCK_BYTES, ScratchFile, Uring
@@ -184,6 +186,53 @@ def test_what_a_rebuild_asks_for_is_read_once_and_beside_the_node() -> None:
     ]
 
 
+def test_what_is_asked_for_twice_at_once_is_what_it_is() -> None:
+    """It was XORed twice with what was folded into it: what had been folded was all that was left, with a seal that
+    fits."""
+    store, _ = store_of(200, 40)
+    for position in range(200):
+        put(store, position, position % 250)
+    position = int(store.below()[5])
+    view = store.at(np.array([position]), Use.FOLD)
+    view.records_XB[view.at_U] ^= 1
+    view.seals_X[view.at_U] ^= seals.seals_of(np.ones((1, 16), np.uint8))
+    asked = np.array([position, store.below()[0], position, store.below()[0]])
+    reading = store.absent(asked)
+    assert reading is not None
+    reading.run()
+    view = store.look(asked, reading)
+    assert not len(seals.broken(view.records_XB, view.seals_X, view.at_U))
+    assert view.records_XB[view.at_U, 0].tolist() == [at % 250 ^ (at == position) for at in asked.tolist()]
+    assert value_of(store, position) == position % 250 ^ 1
+
+
+def test_what_waits_to_be_read_takes_no_memory_for_records() -> None:
+    """A server has as many such readings as others ask it for, beside its budget."""
+    store, _ = store_of(200, 40)
+    for position in range(200):
+        put(store, position, position % 250)
+    reading = store.absent(store.below())
+    assert reading is not None
+
+    def is_there() -> bool:
+        return any(getattr(value, "nbytes", 0) >= 16 * len(reading.positions_A) for value in vars(reading).values())
+
+    assert not is_there()
+    reading.run()
+    assert is_there()
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_what_was_read_is_not_kept_until_more_is(tmp_path: Path, awaited: bool) -> None:
+    """The last reading kept its slot, and all frames of that, on a server that the slot had left."""
+    tier, slot, done = Tier(tmp_path, 1 << 20), Few(None), list[int]()
+    gone = weakref.ref(slot)
+    tier.run(lambda slot=slot: None, lambda slot=slot: done.append(1), awaited)  # type: ignore[misc]
+    del slot
+    wait_until(lambda: bool(done), 60.0, "it has run")
+    wait_until(lambda: gone() is None, 60.0, "nobody keeps it")
+
+
 class Few:
     """A system that is short of memory: it takes a few requests of a call only, and does not wait for results then."""
 
@@ -217,6 +266,32 @@ def test_reads_of_which_the_system_takes_a_few_at_a_time_all_come(
     results = file.read(order * BLOCK_BYTES, lengths, into, np.arange(many) * BLOCK_BYTES)
     assert np.array_equal(results, lengths)
     assert np.array_equal(into.reshape(many, -1), content.reshape(many, -1)[order])
+
+
+def test_a_system_with_room_for_few_rings_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Linux 5.12 they count as locked memory, of which there may be room for less than all."""
+    ring, made = disk._Ring, list[Any]()
+
+    def make() -> Any:
+        if made:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        made.append(ring())
+        return made[0]
+
+    try:
+        make()
+    except OSError as error:
+        pytest.skip(f"no io_uring here: {error}")
+    made.clear()
+    monkeypatch.setattr(disk, "_Ring", make)
+    found = disk.reader("uring")
+    file, (content, into) = ScratchFile(tmp_path, found), (untouched(BLOCK_BYTES, np.uint8) for _ in range(2))
+    content[:] = 7
+    file.write(0, content)
+    for _ in range(3):
+        into[:] = 0
+        assert file.read(np.array([0]), np.array([BLOCK_BYTES]), into, np.array([0])).tolist() == [BLOCK_BYTES]
+        assert (into == 7).all()
 
 
 def test_a_disk_that_hangs_is_seen_from_another_thread(tmp_path: Path) -> None:

@@ -273,3 +273,4 @@ class _Work:
 def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (one := work.get()) is not None:
         one()
+        del one  # its records, and the slot that it was for, would be kept until there is more to do

@@ -100,8 +100,10 @@ class Uring:
     def __init__(self) -> None:
         self.name = "io_uring"
         self._free = queue.SimpleQueue[_Ring]()
-        for _ in range(RINGS):
-            self._free.put(_Ring())
+        self._free.put(_Ring())
+        with contextlib.suppress(OSError):  # there may be room for fewer (`ulimit -l`, before Linux 5.12): one will do
+            for _ in range(RINGS - 1):
+                self._free.put(_Ring())
 
     def read(self, handle: int, offsets_R: Numbers, lengths_R: Numbers, into: NDArray[np.uint8], at_R: Numbers) -> Any:
         results_R, ring = np.empty(len(offsets_R), np.int64), self._free.get()
@@ -204,6 +206,7 @@ class Threads:
     def _serve(self) -> None:
         while (work := self._work.get()) is not None:
             work()
+            del work  # it keeps the memory that it has read into
 
     def __del__(self) -> None:
         for _ in range(THREADS):

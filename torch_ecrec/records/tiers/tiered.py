@@ -117,12 +117,14 @@ class Reading:
         self._file = file
         self.positions_A, self.places_A, self.seals_A, self.asked_A = positions_A, places_A, seals_A, asked_A
         self.versions_A = file.versions(places_A)
-        self.records_AB: Bytes = np.empty((len(positions_A), nbytes), np.uint8)
+        self._nbytes = nbytes
         self.broken_A = np.ones(len(positions_A), np.bool_)
 
     def run(self) -> None:
         """Reads them: waits for the disk. On any thread."""
         every_A = np.arange(len(self.positions_A))
+        # Not before: of those that wait for their turn there may be many.
+        self.records_AB: Bytes = np.empty((len(self.positions_A), self._nbytes), np.uint8)
         self.broken_A = self._file.read(self.places_A, self.seals_A, self.records_AB, every_A, apart=True)
 
 
@@ -392,6 +394,8 @@ class TieredStore:
         frames_A = self._frame_P[positions_A].astype(np.int64)
         (some,) = np.nonzero((frames_A >= 0) & ~self._whole(frames_A) & self._unmoved(reading))
         if len(some):
+            # of one that was asked for twice, once: XORed twice it would be gone, and its seal with it
+            some = some[np.unique(frames_A[some], return_index=True)[1]]
             broken = reading.broken_A[some]
             if broken.any():
                 self._on_broken(positions_A[some[broken]], reading.seals_A, some[broken])
