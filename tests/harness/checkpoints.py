@@ -24,7 +24,7 @@ from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.records.tiers.tiered import Reading
-from torch_ecrec.server.capture import Portion
+from torch_ecrec.server.capture import NextPortion, Portion
 from torch_ecrec.server.process import CheckpointReader, CheckpointWriter
 from torch_ecrec.spec.job import JobSpec, TableGroup
 from torch_ecrec.transport.node import Node
@@ -204,7 +204,7 @@ class _VirtualScribe:
         order: messages.Capture,
         slot: int,
         table_groups: Sequence[TableGroup],
-        next_portion: Callable[[int], Portion | Reading | None],
+        next_portion: NextPortion,
         dense: Sequence[tuple[Key, Part]],
         done: Callable[[dict[str, Any]], None],
         failed: Callable[[str], None],

@@ -211,9 +211,7 @@ class Parity(Durability):
     def _present(self, request: wire.Fetch, reply: Reply[wire.Records | wire.Damaged], read: Any) -> None:
         held, positions = self.held, request.positions.numpy()
         table_group, is_parity = request.table_group, request.parity
-        records_UB, broken_M = held.shards[table_group].gather_whole(positions, is_parity, read)
-        if len(broken_M):
-            self.scrubber.look(table_group, is_parity, positions[broken_M])
+        records_UB = self.scrubber.gather(table_group, is_parity, positions, read)
         there_U = held.missing.present(table_group, is_parity, positions)
         if there_U is not None and not there_U.all():
             reply(wire.Damaged(torch.from_numpy(np.flatnonzero(~there_U))))

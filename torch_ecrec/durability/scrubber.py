@@ -30,7 +30,7 @@ import numpy as np
 from torch_ecrec.durability.context import SlotContext
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.bounds import PLACES_MOST, TEXT_MOST
-from torch_ecrec.records.positions import Positions, mark
+from torch_ecrec.records.positions import Bytes, Positions, mark
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +110,18 @@ class Scrubber:
         places_M = self._held.shards[table_group].broken(positions_U, parity)
         if len(places_M):
             self._on_found(table_group, parity, np.unique(positions_U[places_M]))
+
+    def gather(self, table_group: int, parity: bool, positions_U: Positions, read: Any) -> Bytes:
+        """Returns some records (or parities), (U, B) uint8 fresh, and looks at those that do not fit their seals.
+
+        Args:
+            table_group, parity, positions_U: which.
+            read: see `Shard.gather_whole`.
+        """
+        records_UB, broken_M = self._held.shards[table_group].gather_whole(positions_U, parity, read)
+        if len(broken_M):
+            self.look(table_group, parity, positions_U[broken_M])
+        return records_UB
 
     def came_whole(self, table_group: int, parity: bool) -> bool:
         """Returns whether all records (or parities) that came from a disk since this was asked last fit their seals.

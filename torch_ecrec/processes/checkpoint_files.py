@@ -24,7 +24,7 @@ from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.records.tiers.tiered import Reading
 from torch_ecrec.runtime.threads import Worker, log_error
-from torch_ecrec.server.capture import Portion
+from torch_ecrec.server.capture import NextPortion, Portion
 from torch_ecrec.spec.job import JobSpec, TableGroup
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.chain_reader import check_rows
@@ -48,7 +48,6 @@ BYTES_PER_S_MOST = 100e6  # and at most
 BURST_S = 0.25  # what was not written lately may be written at once, up to so much
 
 Run = Callable[[Callable[[], None]], None]  # `Node.run`
-NextPortion = Callable[[int], Portion | Reading | None]  # `Capture.next_portion`
 
 
 class _Cancelled(Exception):

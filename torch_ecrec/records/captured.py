@@ -216,7 +216,7 @@ class Captured:
 
     def absent(self, most: int) -> Any:
         """Returns what reads those of the next portion that are on a disk only; None: none is."""
-        return self._store.absent(self._next(most)[0])
+        return None if self._store.in_place else self._store.absent(self._next(most)[0])
 
     def portion(self, most: int, read: Any = None) -> tuple[Positions, Bytes, Positions]:
         """Returns the next records.

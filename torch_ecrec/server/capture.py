@@ -28,6 +28,10 @@ from torch_ecrec.records.tiers.tiered import Reading
 Marks = list[MarksOf]  # of each table group
 
 
+NextPortion = Callable[[int], "Portion | Reading | None"]
+"""`Capture.next_portion`, for those who write what it gives."""
+
+
 @dataclass(frozen=True)
 class Portion:
     """Some records of one table group.

@@ -109,10 +109,7 @@ class SlotExport:
 
     def _copy(self, request: wire.Copy, reply: Reply[wire.Records], read: Any) -> None:
         positions_U = request.positions.numpy()
-        shard = self.held.shards[request.table_group]
-        records_UB, broken_M = shard.gather_whole(positions_U, request.parity, read)
-        if len(broken_M):
-            self.scrubber.look(request.table_group, request.parity, positions_U[broken_M])
+        records_UB = self.scrubber.gather(request.table_group, request.parity, positions_U, read)
         if self.held.missing.lacks(request.table_group, request.parity, positions_U):
             reply(Refused("missing, or damaged and being repaired"))
             return

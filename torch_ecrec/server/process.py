@@ -16,9 +16,8 @@ from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.protocol.waits import SlotWaits
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.records.tiers.budget import Tier
-from torch_ecrec.records.tiers.tiered import Reading
 from torch_ecrec.records.tiers.trouble import Trouble
-from torch_ecrec.server.capture import Portion
+from torch_ecrec.server.capture import NextPortion
 from torch_ecrec.spec.job import JobSpec, TableGroup
 from torch_ecrec.spec.settings import Settings, require_tier
 from torch_ecrec.transport.node import Node, Port
@@ -36,7 +35,7 @@ class CheckpointWriter(Protocol):
         order: messages.Capture,
         slot: int,
         table_groups: Sequence[TableGroup],
-        next_portion: Callable[[int], Portion | Reading | None],
+        next_portion: NextPortion,
         dense: Sequence[tuple[Key, Part]],
         done: Callable[[dict[str, Any]], None],
         failed: Callable[[str], None],

@@ -15,21 +15,19 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from torch_ecrec.errors import TierFailed
 from torch_ecrec.records.store import MemoryStore, RecordStore
-from torch_ecrec.records.tiers.disk import Reader, Watch, reader
+from torch_ecrec.records.tiers.disk import Reader, Watch, Workers, reader
 from torch_ecrec.records.tiers.log import GARBAGE, LEAST_SEGMENT_BYTES, bucket_of, buffer_bytes_of
 from torch_ecrec.records.tiers.tiered import FRAME_BYTES, ROW_BYTES, TieredStore
 from torch_ecrec.records.tiers.trouble import Trouble, file_of
 from torch_ecrec.runtime.checks import require
-from torch_ecrec.runtime.threads import Worker, log_error
+from torch_ecrec.runtime.threads import log_error
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +106,7 @@ class Tier:
         self.reader: Reader = reader()
         self._tiered: weakref.WeakSet[TieredStore] = weakref.WeakSet()
         self._in_memory: weakref.WeakSet[MemoryStore] = weakref.WeakSet()
-        self._work = {True: _Work("tier", 1), False: _Work("tier, in the background", IN_BACKGROUND)}
+        self._work = {True: Workers("tier", 1), False: Workers("tier, in the background", IN_BACKGROUND)}
         for work in self._work.values():
             weakref.finalize(self, work.end)
 
@@ -250,27 +248,3 @@ class Tier:
         for store in stores:
             share = room / max(1, whole)
             store.frames = max(1, min(store.rows, int(share * store.rows)))
-
-
-class _Work:
-    """What some threads are to do."""
-
-    def __init__(self, name: str, threads: int) -> None:
-        self._threads, self._queue = threads, queue.SimpleQueue[Callable[[], None] | None]()
-        for _ in range(threads):
-            Worker(partial(_serve, self._queue), name, log_error).start()
-
-    def put(self, work: Callable[[], None]) -> None:
-        """Has one of them do something."""
-        self._queue.put(work)
-
-    def end(self) -> None:
-        """Ends the threads, once they have done what there is."""
-        for _ in range(self._threads):
-            self._queue.put(None)
-
-
-def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (one := work.get()) is not None:
-        one()
-        del one  # its records, and the slot that it was for, would be kept until there is more to do

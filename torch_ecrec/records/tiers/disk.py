@@ -24,7 +24,9 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -194,23 +196,37 @@ class _Ring:
         return count
 
 
+class Workers:
+    """Some threads, and what they are to do."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._threads, self._queue = threads, queue.SimpleQueue[Callable[[], None] | None]()
+        for _ in range(threads):
+            Worker(partial(_serve, self._queue), name, log_error).start()
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Has one of them do something."""
+        self._queue.put(work)
+
+    def end(self) -> None:
+        """Ends the threads, once they have done what there is."""
+        for _ in range(self._threads):
+            self._queue.put(None)
+
+
+def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (one := work.get()) is not None:
+        one()
+        del one  # its records, and the slot that it was for, would be kept until there is more to do
+
+
 class Threads:
     """Reads by threads, each one place at a time."""
 
     def __init__(self) -> None:
         self.name = f"{THREADS} threads"
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        for i in range(THREADS):
-            Worker(self._serve, f"tier reader {i}", log_error).start()
-
-    def _serve(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
-            del work  # it keeps the memory that it has read into
-
-    def __del__(self) -> None:
-        for _ in range(THREADS):
-            self._work.put(None)
+        self._work = Workers("tier reader", THREADS)
+        weakref.finalize(self, self._work.end)
 
     def read(self, handle: int, offsets_R: Numbers, lengths_R: Numbers, into: NDArray[np.uint8], at_R: Numbers) -> Any:
         results_R, target, left = np.empty(len(offsets_R), np.int64), into.data, queue.SimpleQueue[None]()

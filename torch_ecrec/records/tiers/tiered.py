@@ -226,9 +226,13 @@ class TieredStore:
         self._meta_F[: self._top, 1][theirs_F] |= np.uint32(COUNT)
 
     def absent(self, positions_U: Positions) -> Reading | None:
-        frame_U = self._frame_P[positions_U].astype(np.int64)
-        (some,) = np.nonzero(~self._whole(frame_U) & self._written(self._place_P[positions_U]))
+        some = self._only_below(positions_U)
         return self._reading(positions_U[some], some) if len(some) else None
+
+    def _only_below(self, which: Positions | slice) -> Positions:
+        """Returns the indices of those of some records that are on the disk, and not whole in memory."""
+        below_U = ~self._whole(self._frame_P[which].astype(np.int64)) & self._written(self._place_P[which])
+        return np.flatnonzero(below_U)
 
     def look(self, positions_U: Positions, read: Reading | None = None) -> View:
         self._require_whole()
@@ -280,8 +284,7 @@ class TieredStore:
         return first + np.flatnonzero(broken_U)
 
     def scan(self, first: int, end: int, most_bytes: int) -> tuple[int, Reading | None]:
-        frame_U = self._frame_P[first:end].astype(np.int64)
-        (some,) = np.nonzero(~self._whole(frame_U) & self._written(self._place_P[first:end]))
+        some = self._only_below(slice(first, end))
         most = max(1, most_bytes // SCAN_BYTES)
         if len(some) > most:
             end, some = first + int(some[most]), some[:most]
