@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numba
 import pytest
@@ -614,6 +615,11 @@ def test_a_map_of_ids_is_read_and_put_back() -> None:
         theirs = of_torchrec.modules_of_maps(of_torchrec.maps_of(other))[table]
         of_torchrec.load_map_(theirs, before)  # type: ignore[arg-type]
         assert str(of_torchrec.state_of_map(theirs)) == str(before)  # type: ignore[arg-type]
+        evicts = of_torchrec.eviction_of(mine)  # type: ignore[arg-type]
+        assert type(of_torchrec.eviction_policy_of(mine)).__name__ in evicts
+        assert of_torchrec.eviction_of(theirs) == evicts  # type: ignore[arg-type]
+        with mock.patch.object(theirs, "_eviction_interval", 12345):
+            assert of_torchrec.eviction_of(theirs) != evicts  # type: ignore[arg-type]
     batch = batch_of(8, 9).sparse_features
     one(batch), other(batch)
     for table, mine in modules.items():
