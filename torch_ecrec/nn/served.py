@@ -31,6 +31,7 @@ from typing import Any, Generic, Never, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.jit import is_tracing  # type: ignore[attr-defined]
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import logger as torchrec_logger
@@ -508,7 +509,7 @@ def refuse_recording(given: Iterable[object]) -> None:
     Args:
         given: what a sharded module is called with.
     """
-    recorded = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    recorded = is_tracing()
     if recorded or is_transformed() or any(isinstance(one, torch.fx.Proxy) for one in given):
         raise RuntimeError(NO_RECORDING)
 
