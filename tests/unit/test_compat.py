@@ -98,6 +98,7 @@ def public_names(module: Any) -> list[str]:
     return sorted({*getattr(module, "__all__", ()), *(name for name in defined if not name.startswith("_"))})
 
 
+@pytest.mark.smoke  # looks at all of the package
 def test_every_name_is_tested() -> None:
     source = inspect.getsource(sys.modules[__name__])
     assert not [name for module in SEAMS for name in public_names(module) if name not in source]
@@ -138,6 +139,7 @@ def test_an_empty_value_of_an_option_is_refused_by_its_name(capsys: pytest.Captu
         assert f"argument {words[0].strip('=')}: a value is wanted, and this one is empty" in capsys.readouterr().err
 
 
+@pytest.mark.smoke  # looks at all of the package
 def test_every_name_says_what_it_is() -> None:
     """Functions and classes by their docstrings; constants by the text behind them."""
     for name, tree in seam().items():
@@ -147,6 +149,7 @@ def test_every_name_says_what_it_is() -> None:
             assert not public or ast.get_docstring(node), f"{name}: {node.name}"  # type: ignore[union-attr, arg-type]
 
 
+@pytest.mark.smoke  # looks at all of the package
 def test_no_class_of_ours_has_a_private_name_of_a_library() -> None:
     """Nothing of a class that we derive from is overridden unseen, by a method or by an attribute that we assign."""
     hidden = []

@@ -118,8 +118,9 @@ def test_a_result_that_cannot_be_written_is_named_beside_what_failed_before(
     with limited_files(100):
         assert main(["demo", "--no-compare", "--out", str(tmp_path)]) == code
     told = capsys.readouterr().err
-    assert f"torch-ecrec: File too large: '{tmp_path}/result.json'" in told and not list(tmp_path.glob("*.json"))
-    assert code != 1 or "torch-ecrec: a server was lost" in told
+    assert f": File too large: '{tmp_path}/result.json'" in told and not list(tmp_path.glob("*.json"))
+    assert ("the run has ended, and its result cannot be written" in told) == (failed is None)
+    assert ("torch-ecrec: a server was lost" in told) == isinstance(failed, ClusterError)
 
 
 def test_what_nohup_ignores_stays_ignored() -> None:

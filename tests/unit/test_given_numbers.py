@@ -187,6 +187,7 @@ def test_a_flag_may_be_a_bool() -> None:
         assert Settings(again=given).environment() == Settings(again=1).environment()
 
 
+@pytest.mark.smoke  # looks at all of the package
 def test_every_record_that_looks_at_its_fields_takes_them() -> None:
     """Or is inside: who adds one says which."""
     found = {}

@@ -199,7 +199,7 @@ def test_training_goes_on_as_if_the_model_had_loaded_it(
     url = str(tmp_path / "store")
     assert main(["checkpoints", url, "--import", str(saved.folder), "--job", str(saved.job)]) == 0
     out = capsys.readouterr().out
-    assert "107 rows" in out and f"up --restore {url}, for 1 trainers" in out
+    assert "107 rows" in out and f"up --restore {url}@0, for 1 trainers" in out
     assert "not in it: epoch, which is no tensor" in out and "random states" in out and "momentum" not in out
     assert main(["checkpoints", url, "--verify"]) == 0 and "whole" in capsys.readouterr().out
     assert same(url, saved.session.job, saved.records)

@@ -259,6 +259,7 @@ def test_the_digest_is_of_names_bytes_and_numba(tmp_path, monkeypatch):
 # --- what the digest covers, read from the source --------------------------------------------------------------------
 
 
+@pytest.mark.smoke  # looks at all of the package
 def test_the_digest_covers_every_module_of_kernels_and_what_these_import():
     """A function or a constant inside a kernel comes from a module that its own module imports, or one behind that."""
     defining = {name for name, tree in trees().items() for target, _ in imports(tree) if target.startswith("numba")}
@@ -277,6 +278,7 @@ def test_the_digest_covers_every_module_of_kernels_and_what_these_import():
         assert {target for target in targets if target is not None} <= covered | {"torch_ecrec"}, name
 
 
+@pytest.mark.smoke  # looks at all of the package
 def test_every_kernel_is_one_of_ours():
     """`cache=True` is said nowhere, nor is Numba's own decorator, but in a benchmark that keeps nothing."""
     for name, tree in trees().items():

@@ -37,6 +37,13 @@ DEVICE = (
 Do = Callable[[Any], Any]
 
 
+@pytest.fixture(autouse=True)
+def tensors_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchRec's `copy` replaces these, and where NCCL is not built in it does not put them back."""
+    for kind in (torch.Tensor, nn.Parameter):
+        monkeypatch.setattr(kind, "__deepcopy__", kind.__deepcopy__)
+
+
 def nothing(*_: Any, **__: Any) -> None:
     pass
 
@@ -288,6 +295,14 @@ def test_a_method_does_what_it_does_with_torchrec(sub: bool, name: str) -> None:
     if name == "reset_parameters":  # draws other weights than FBGEMM's
         return
     torch.testing.assert_close(train(model, BATCHES), train(other, BATCHES))
+
+
+def test_who_asks_for_a_copy_of_a_model_finds_tensors_copied_as_before() -> None:
+    model = pair(False)[0][0]
+    with pytest.raises(TypeError, match=COPIED):
+        model.copy(CPU)
+    one = torch.zeros(1)
+    assert copy.deepcopy(one) is not one
 
 
 @pytest.mark.parametrize("name", HOOKS)

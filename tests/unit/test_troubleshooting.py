@@ -140,12 +140,14 @@ def modules() -> list[Path]:
     )
 
 
+@pytest.mark.smoke  # looks at all of the package
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_every_message_is_on_the_page(path: Path) -> None:
     known = [*entries(), *OF_PROGRAMS.split("|")]
     assert not [message for message in said(path) if not any(fits(message, pattern) for pattern in known)]
 
 
+@pytest.mark.smoke  # looks at all of the package
 def test_every_error_is_on_the_page_with_its_exit_code() -> None:
     for name, kind in vars(errors).items():
         if isinstance(kind, type) and issubclass(kind, Exception) and kind.__module__ == errors.__name__:
@@ -153,6 +155,7 @@ def test_every_error_is_on_the_page_with_its_exit_code() -> None:
             assert f"| `{name}` | {code} |".replace("|  |", "| |") in PAGE
 
 
+@pytest.mark.smoke  # looks at all of the package
 def test_every_entry_is_said_somewhere() -> None:
     everything = [text for path in PACKAGE.rglob("*.py") for text in texts(ast.parse(path.read_text("utf-8")))]
     of_errors = {name for name, kind in vars(errors).items() if isinstance(kind, type)}

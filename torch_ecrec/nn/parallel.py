@@ -78,7 +78,7 @@ from torch_ecrec.nn.sharder import (
     sharders_for,
     types_in,
 )
-from torch_ecrec.nn.step import SparseStep
+from torch_ecrec.nn.step import NOT_COPIED, SparseStep
 from torch_ecrec.resume.compiled import Compiled
 from torch_ecrec.resume.reader import Reader, Stateful
 from torch_ecrec.resume.tensor_bytes import TensorsOut, bytes_of
@@ -475,6 +475,17 @@ class DistributedModelParallel(ShardedAtAllPaths):
     def init_torchrec_delta_tracker(self, *_: Any, **__: Any) -> Never:
         """Raises ValueError: a delta tracker would see no change, since the rows are on the servers."""
         raise ValueError(NO_TRACKER)
+
+    def copy(self, device: torch.device) -> DistributedModelParallel:
+        """As in TorchRec where there are no tables.
+
+        Raises:
+            TypeError: there are. TorchRec's would raise, too, but without a GPU it leaves `Tensor.__deepcopy__` replaced by
+                a function that copies nothing, so that any later `copy.deepcopy` would share its tensors.
+        """
+        if self.session.job.tables:
+            raise TypeError(NOT_COPIED)
+        return cast(DistributedModelParallel, super().copy(device))
 
     def reshard(self, changed_shard_to_params: Any, sharded_module_fqn: str | None = None) -> Never:
         """Raises ValueError: no trainer holds rows that could move to another trainer."""

@@ -35,6 +35,11 @@ from torch_ecrec.runtime.checks import plain, shown
 from torch_ecrec.state_dicts.shares import Shares
 
 NAN_GRADIENTS = ("raise", "pass")
+NOT_COPIED = (
+    "a model cannot be copied (`copy.deepcopy`, `model.copy`, `AveragedModel`) once its tables are on the servers, which"
+    " have them once: copy it before it is sharded, or copy and average dense modules of it only; the rows of tables"
+    " are in `model.state_dict()`"
+)
 
 
 class Ticket:
@@ -112,11 +117,7 @@ class SparseStep:
         """
         if not self.session.job.tables:
             return copy.copy(self)
-        raise TypeError(
-            "a model cannot be copied (`copy.deepcopy`, `AveragedModel`) once its tables are on the servers, which have"
-            " them once: copy it before it is sharded, or copy and average dense modules of it only; the rows of tables"
-            " are in `model.state_dict()`"
-        )
+        raise TypeError(NOT_COPIED)
 
     def open(self) -> None:
         """Called before anything is read or loaded. The first call ends the loading of initial weights: a barrier."""
