@@ -480,8 +480,8 @@ class DistributedModelParallel(ShardedAtAllPaths):
         """As in TorchRec where there are no tables.
 
         Raises:
-            TypeError: there are. TorchRec's would raise, too, but without a GPU it leaves `Tensor.__deepcopy__` replaced
-                by a function that copies nothing, so that any later `copy.deepcopy` would share its tensors.
+            TypeError: there are. TorchRec's would raise, too, but without a GPU it leaves `Tensor.__deepcopy__`
+                replaced by a function that copies nothing: any later `copy.deepcopy` would share its tensors.
         """
         if self.session.job.tables:
             raise TypeError(NOT_COPIED)

@@ -37,8 +37,8 @@ from torch_ecrec.state_dicts.shares import Shares
 NAN_GRADIENTS = ("raise", "pass")
 NOT_COPIED = (
     "a model cannot be copied (`copy.deepcopy`, `model.copy`, `AveragedModel`) once its tables are on the servers,"
-    " which have them once: copy it before it is sharded, or copy and average dense modules of it only; the rows of tables"
-    " are in `model.state_dict()`"
+    " which have them once: copy it before it is sharded, or copy and average dense modules of it only; the rows of"
+    " tables are in `model.state_dict()`"
 )
 
 
