@@ -31,8 +31,14 @@ from torch_ecrec.runtime.checks import require
 
 MADE_BY = "Made by `torch-ecrec bench report`; do not edit."
 BEGIN, END = "<!-- begin generated -->", "<!-- end generated -->"
-AGAINST_TORCHREC = ("embedding-heavy", "multi-hot", "paper")
-# A name after the shape's is a `--label`: what a first run leaves no memory for, more blocks, another processor.
+# Bounds of samples/s over the tuned TorchRec's, which a user has by one variable of malloc's, and over TorchRec's.
+AGAINST_TORCHREC = {
+    "embedding-heavy": (1.2, 1.4),
+    "multi-hot": (1.05, 1.25),
+    "paper": (1.15, 1.3),
+    "criteo": (0.95, 1.0),
+}
+# A name after the shape's is a `--label`: what a first run leaves no memory for, or more blocks.
 SHAPES = (
     "embedding-heavy",
     "embedding-heavy-codes",
@@ -45,7 +51,6 @@ SHAPES = (
     "paper-snapshot",
     "criteo",
     "sequence",
-    *(f"{shape}-epyc" for shape in AGAINST_TORCHREC),
 )
 RECOVERIES = ("recovery", "recovery-uniform")  # the second with `--label uniform --zipf 0`
 NAMES = (*(f"train-{shape}" for shape in SHAPES), *RECOVERIES, "codec", "optimizers", "operators", "scaling")
@@ -230,24 +235,21 @@ def _targets() -> list[Target]:
         found.append(Target(name, "recovery", of_kills(key, worst, **more), **bounds))
 
     rate, cpu = "samples_per_s", "cpu_s_per_step"
-    for host in ("", "-epyc"):
-        shape = f"embedding-heavy{host}"
-        training("samples/s", rate, shape, "k2r1", "none", least=0.92)
-        training("CPU per step", cpu, shape, "k2r1", "none", most=1.10)
-        for system, wanted in (("k2r1", (1.1, 1.1, 1.0)), ("k2r1:bf16", (1.3, 1.3, 1.05))):
-            for shape, least in zip(AGAINST_TORCHREC, wanted, strict=True):
-                # what counts is the better TorchRec, which a user has by one variable of malloc's
-                training("samples/s", rate, f"{shape}{host}", system, "torchrec:tuned", least=least)
-                training("samples/s", rate, f"{shape}{host}", system, "torchrec")
-    training("samples/s", rate, "embedding-heavy-codes", "k4r2", "k2r1", least=0.85)
+    for shape, (tuned, stock) in AGAINST_TORCHREC.items():
+        training("samples/s", rate, shape, "k2r1", "torchrec:tuned", least=tuned)
+        training("samples/s", rate, shape, "k2r1", "torchrec", least=stock)
+        training("CPU per step", cpu, shape, "k2r1", "torchrec:tuned")
+    for shape, bound in (("embedding-heavy", 0.98), ("multi-hot", 0.95), ("paper", None), ("criteo", None)):
+        training("samples/s", rate, shape, "k2r1", "none", **({} if bound is None else {"least": bound}))
+    training("samples/s", rate, "embedding-heavy-codes", "k4r2", "k2r1", least=0.88)
     training("samples/s", rate, "embedding-heavy-servers", "k4r2", "k2r1@6", least=0.85)
     name, share = "share of samples/s for the dense snapshot, k2r1, paper", snapshot_share("paper-snapshot", "k2r1")
     found.append(Target(name, "train-paper-snapshot", share, most=0.03))
 
     kills("first step after a kill, s, median", "first_step_s", mode="training", most=0.5)
     kills("first step after a kill, s, worst", "first_step_s", worst=True, mode="training", most=1.5)
-    for limit in (0, 50, 100):
-        bound: dict[str, Any] = {"least": 0.90} if limit else {}
+    for limit in (0, 80):  # the second is the default on two cores
+        bound: dict[str, Any] = {"least": 0.93} if limit else {}
         name = f"samples/s from the kill to rebuilt / before, {f'{limit} MB/s' if limit else 'no limit'}"
         kills(name, "during_share", mode="training", limit_mb_per_s=limit, **bound)
     kills("rebuild, MB/s lost, in training, no limit", "lost_mb_per_s", mode="training", limit_mb_per_s=0)
