@@ -428,7 +428,7 @@ def valid_requests(live: Live, slot: int) -> list[wire.Request]:
         wire.Adopt(slot, 0, source, 0, False),
         wire.Cut(slot, 0, source, 0, False, step),
         wire.Versions(slot, 0),
-        wire.Fetch(slot, 0, 0, False, one, {slot: step}),
+        wire.Fetch(slot, 0, 0, False, one, {slot: step}, False),
         wire.FetchSeals(slot, 0, 0, one, step - 1),
         wire.FetchSnapshots(slot, 0, -1),
         wire.WhoIsAwaited(slot, 0),

@@ -21,8 +21,11 @@ from harness.simulation import simulate
 from harness.tiers import SmallTier
 from thinned import in_turns
 
+from torch_ecrec.durability.parity import Parity
+from torch_ecrec.protocol import wire
 from torch_ecrec.records.tiers.budget import Tier
 from torch_ecrec.server import service
+from torch_ecrec.server.slot import Slot
 from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
 
 TABLES = (  # some rows are in memory, most are not
@@ -150,6 +153,30 @@ def test_whoever_is_lost_while_a_read_of_a_rebuild_is_held_the_run_is_the_same(
 ) -> None:
     """Records that a new host asked for are given as they are when they were read; steps went on meanwhile."""
     assert sweep(REBUILDING, lost, "use", False, points) or not lost
+
+
+def test_what_a_step_waits_for_is_not_read_behind_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new host repairs first what a lookup needs; others read that beside the portions of its background."""
+    read: list[tuple[bool, bool]] = []  # whether a step waits, and whether the tier knows
+
+    def noted(slot: Slot, reading: Any, done: Done, awaited: bool = True) -> None:
+        if asked:
+            read.append((asked[-1].awaited, awaited))
+        slot.host.read_tier(reading.run, done, awaited)
+
+    def on_fetch(self: Parity, request: wire.Fetch, reply: Any) -> None:
+        asked.append(request)
+        try:
+            fetch(self, request, reply)
+        finally:
+            asked.pop()
+
+    asked: list[wire.Fetch] = []
+    fetch = Parity.on_fetch
+    monkeypatch.setattr(Parity, "on_fetch", on_fetch)
+    monkeypatch.setattr(Slot, "read_tier", noted)
+    Held(REBUILDING).go().check_against(undisturbed(calm(REBUILDING)))
+    assert set(read) == {(True, True), (False, False)}
 
 
 def sweep(scenario: Scenario, lost: tuple[str, ...], checks: str, awaited: bool, points: int) -> int:

@@ -102,7 +102,7 @@ def valid(cluster: SimulatedCluster) -> dict[str, wire.Request]:
         "Adopt": wire.Adopt(SLOT, 0, SOURCE, 0, False),
         "Cut": wire.Cut(SLOT, 0, SOURCE, 0, False, step),
         "Versions": wire.Versions(SLOT, 0),
-        "Fetch": wire.Fetch(SLOT, 0, 0, True, ones(0), sources),
+        "Fetch": wire.Fetch(SLOT, 0, 0, True, ones(0), sources, False),
         "FetchSeals": wire.FetchSeals(SLOT, 0, 0, ones(0), step - 1),
         "FetchSnapshots": wire.FetchSnapshots(SLOT, 0, -1, 2, 0),
         "FetchChanged": wire.FetchChanged(SLOT, 0, 0, 0),

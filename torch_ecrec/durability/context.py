@@ -156,13 +156,15 @@ class SlotContext(ABC):
         positions_U: np.ndarray,
         then: Callable[[Any], None],
         reply: Callable[[Refused], None],
+        awaited: bool = False,
     ) -> None:
-        """Has some records read that are on a disk only, for one whom training does not wait for.
+        """Has some records read that are on a disk only, for another process.
 
         Args:
             table_group, parity, positions_U: which.
             then: gets what `Shard.gather_whole` takes for them: at once, if none is to be read.
             reply: is refused instead, if the slot is not the same any more by then.
+            awaited: a step waits for them. They are read beside those that nobody waits for.
         """
         reading = self.held.shards[table_group].absent(positions_U, parity)
         if reading is None:
@@ -176,7 +178,7 @@ class SlotContext(ABC):
             else:
                 then(reading)
 
-        self.read_tier(reading, done, awaited=False)
+        self.read_tier(reading, done, awaited)
 
     def tell(self, word: messages.OfMember) -> None:
         """Tells the coordinator something of this incarnation."""

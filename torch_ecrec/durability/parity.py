@@ -206,7 +206,8 @@ class Parity(Durability):
             reply(Refused("not rebuilt yet"))
             return
         then = partial(self._present, request, reply)
-        self.slot.once_read(request.table_group, request.parity, request.positions.numpy(), then, reply)
+        positions_U = request.positions.numpy()
+        self.slot.once_read(request.table_group, request.parity, positions_U, then, reply, request.awaited)
 
     def _present(self, request: wire.Fetch, reply: Reply[wire.Records | wire.Damaged], read: Any) -> None:
         held, positions = self.held, request.positions.numpy()

@@ -347,7 +347,7 @@ class _Repair:
                 done(wire.Records(torch.empty((0, self.width), dtype=torch.uint8, device="cpu")))
 
     def _fetch_of(self, holder: int, incarnation: int, parity: bool, positions: torch.Tensor) -> wire.Fetch:
-        return wire.Fetch(holder, incarnation, self.table_group, parity, positions, self.vector)
+        return wire.Fetch(holder, incarnation, self.table_group, parity, positions, self.vector, self.then is None)
 
     def _install(self) -> None:
         changes = self._roll_forward()

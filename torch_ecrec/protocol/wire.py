@@ -382,6 +382,7 @@ class Fetch(Request[Records | Damaged]):
     parity: bool
     positions: Positions  # (U,) int64
     as_of: dict[Count, Count]  # source -> step; for data: the slot's own step
+    awaited: bool  # a step waits for them
 
 
 class Seals(Answer):
