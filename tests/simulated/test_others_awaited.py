@@ -10,7 +10,10 @@ import pytest
 from coordinator_harness import Harness
 from harness import Scenario, SimulatedCluster, simulate
 from harness.membership import VirtualProcess
+from models import CPU, Net, batch_of, collection, job_of
+from virtual_trainers import Trainers, TurnsSession
 
+from torch_ecrec import DistributedModelParallel
 from torch_ecrec.client.client import LOOK_MOST_S
 from torch_ecrec.observe.text import format_status
 from torch_ecrec.protocol import messages
@@ -102,6 +105,23 @@ def test_nobody_is_patient_with_a_trainer_that_is_done() -> None:
     begun_s = cluster.pass_time(3 * LOOK_MOST_S)
     assert cluster.clients["trainer-0"].awaited == []
     assert not [at_s for at_s in cluster.patient_s[0] if at_s >= begun_s]
+
+
+@pytest.mark.parametrize("who", range(2))
+def test_one_that_attaches_alone_is_told_and_waits_for_nobody(who: int) -> None:
+    """Trainer 0 in `attach`, say, for the other one, which would wait in its first lookup for trainer 0's weights."""
+    told: list[str] = []
+
+    def script(rank: int, session: TurnsSession) -> None:
+        model = DistributedModelParallel(Net(collection()), device=CPU, session=session)
+        if rank == who:
+            model.attach()
+        with pytest.raises(RuntimeError, match="this trainer trains, and another one does something else") as error:
+            model(batch_of(4, rank))[0].backward()
+        told.append(str(error.value))
+
+    Trainers(job_of(Net(collection()), trainers=2), script).go()
+    assert sorted("nothing attached of this one" in text for text in told) == [False, True]
 
 
 def test_status_says_for_whom() -> None:

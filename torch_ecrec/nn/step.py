@@ -301,6 +301,7 @@ class SparseStep:
         Raises:
             RuntimeError: not all trainers ask, and one that does has written something.
         """
+        self.open()  # or others might wait for trainer 0 in their first lookup, and trainer 0 here for them
         tables = [table.name for table in self.session.job.tables]
         flags = self.agreement.on_written([int(name in names) for name in tables])
         return None if flags is None else {name for name, flag in zip(tables, flags, strict=True) if flag}
