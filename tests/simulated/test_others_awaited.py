@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from harness.membership import VirtualProcess
 from models import CPU, Net, batch_of, collection, job_of
 from virtual_trainers import Trainers, TurnsSession
 
-from torch_ecrec import DistributedModelParallel
+from torch_ecrec import DistributedModelParallel, checkpoint
 from torch_ecrec.client.client import LOOK_MOST_S
 from torch_ecrec.observe.text import format_status
 from torch_ecrec.protocol import messages
@@ -107,21 +108,30 @@ def test_nobody_is_patient_with_a_trainer_that_is_done() -> None:
     assert not [at_s for at_s in cluster.patient_s[0] if at_s >= begun_s]
 
 
+ALONE: dict[str, tuple[Callable[[DistributedModelParallel], object], str]] = {
+    "attaches": (lambda model: model.attach(), "this trainer trains, .* or optimizers .* attached of this one"),
+    "saves": (lambda model: checkpoint.save(model, "nowhere"), "saves or loads by `torch_ecrec.checkpoint`, and"),
+}
+
+
 @pytest.mark.parametrize("who", range(2))
-def test_one_that_attaches_alone_is_told_and_waits_for_nobody(who: int) -> None:
-    """Trainer 0 in `attach`, say, for the other one, which would wait in its first lookup for trainer 0's weights."""
-    told: list[str] = []
+@pytest.mark.parametrize("does", ALONE)
+def test_one_that_does_something_alone_is_told_and_waits_for_nobody(does: str, who: int) -> None:
+    """Trainer 0 for the other one, say, which would wait in its first lookup for trainer 0's weights."""
+    ended: list[int] = []
+    do, says = ALONE[does]
 
     def script(rank: int, session: TurnsSession) -> None:
         model = DistributedModelParallel(Net(collection()), device=CPU, session=session)
-        if rank == who:
-            model.attach()
-        with pytest.raises(RuntimeError, match="this trainer trains, and another one does something else") as error:
+        with pytest.raises(RuntimeError, match="and another one does something else") as error:
+            if rank == who:
+                do(model)
             model(batch_of(4, rank))[0].backward()
-        told.append(str(error.value))
+        assert (re.search(says, str(error.value)) is not None) == (rank == who)
+        ended.append(rank)
 
     Trainers(job_of(Net(collection()), trainers=2), script).go()
-    assert sorted("nothing attached of this one" in text for text in told) == [False, True]
+    assert sorted(ended) == [0, 1]
 
 
 def test_status_says_for_whom() -> None:

@@ -28,7 +28,7 @@ from torchrec.distributed.comm_ops import get_gradient_division
 from torch_ecrec.compat.torch import backward_pass, queue_callback
 from torch_ecrec.errors import NonFiniteGradient
 from torch_ecrec.layout.routing import BagRoute, Parts, join_bags, no_bags
-from torch_ecrec.nn.agreement import Agreement
+from torch_ecrec.nn.agreement import TRAINS, Agreement
 from torch_ecrec.nn.backend import EmbeddingBackend
 from torch_ecrec.nn.slices import Bags, PooledBags, Table, without
 from torch_ecrec.runtime.checks import plain, shown
@@ -397,7 +397,7 @@ class SparseStep:
         alike = f"learning rates {rates}" + (f" or the frozen tables {', '.join(frozen)}" if frozen else "")
         alike += f" or the {self._passes} backward passes so far (rows must be looked up for each, on every trainer)"
         alike += f" or snapshot_every={self.session.snapshot_every} or {self.attached}"
-        meeting = self.agreement.begin("trains", flags, alike)
+        meeting = self.agreement.begin(TRAINS, flags, alike)
         return lambda: self._refusal_of(meeting.end())
 
     def _refusal_of(self, flags: list[int]) -> NonFiniteGradient | None:
