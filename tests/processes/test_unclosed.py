@@ -121,3 +121,20 @@ def test_a_trainer_that_only_builds_the_model_stays_until_the_cluster_has_begun(
     session: Any = _Builds(looks=3)
     launch.abandon(session)
     assert session.closed_after == -1
+
+
+@pytest.mark.timeout(60)
+def test_scrubbing_servers_do_not_keep_a_trainer_that_nobody_needs() -> None:
+    """It waited for one that waited for it, as its loop was shorter, for as long as servers scrubbed."""
+    looks = 0
+
+    def status() -> Any:
+        nonlocal looks
+        looks += 1
+        report = types.SimpleNamespace(bytes_sent={"lookup": 3, "scrubbing": looks})
+        one = types.SimpleNamespace(name="trainer-1", report=report)
+        return types.SimpleNamespace(trainers=[one], members=[one])
+
+    cluster: Any = types.SimpleNamespace(status=status)
+    launch._wait_for_trainers(cluster, 0.5)
+    assert looks > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,10 @@ import pytest
 from coordinator_harness import Harness
 from harness import Scenario, SimulatedCluster, simulate
 from harness.membership import VirtualProcess
+from models import CPU, Net, batch_of, collection, job_of
+from virtual_trainers import Trainers, TurnsSession
 
+from torch_ecrec import DistributedModelParallel, checkpoint
 from torch_ecrec.client.client import LOOK_MOST_S
 from torch_ecrec.observe.text import format_status
 from torch_ecrec.protocol import messages
@@ -102,6 +106,32 @@ def test_nobody_is_patient_with_a_trainer_that_is_done() -> None:
     begun_s = cluster.pass_time(3 * LOOK_MOST_S)
     assert cluster.clients["trainer-0"].awaited == []
     assert not [at_s for at_s in cluster.patient_s[0] if at_s >= begun_s]
+
+
+ALONE: dict[str, tuple[Callable[[DistributedModelParallel], object], str]] = {
+    "attaches": (lambda model: model.attach(), "this trainer trains, .* or optimizers .* attached of this one"),
+    "saves": (lambda model: checkpoint.save(model, "nowhere"), "saves or loads by `torch_ecrec.checkpoint`, and"),
+}
+
+
+@pytest.mark.parametrize("who", range(2))
+@pytest.mark.parametrize("does", ALONE)
+def test_one_that_does_something_alone_is_told_and_waits_for_nobody(does: str, who: int) -> None:
+    """Trainer 0 for the other one, say, which would wait in its first lookup for trainer 0's weights."""
+    ended: list[int] = []
+    do, says = ALONE[does]
+
+    def script(rank: int, session: TurnsSession) -> None:
+        model = DistributedModelParallel(Net(collection()), device=CPU, session=session)
+        with pytest.raises(RuntimeError, match="and another one does something else") as error:
+            if rank == who:
+                do(model)
+            model(batch_of(4, rank))[0].backward()
+        assert (re.search(says, str(error.value)) is not None) == (rank == who)
+        ended.append(rank)
+
+    Trainers(job_of(Net(collection()), trainers=2), script).go()
+    assert sorted(ended) == [0, 1]
 
 
 def test_status_says_for_whom() -> None:

@@ -451,8 +451,11 @@ class WithBuffer(nn.Module):
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_a_trainer_whose_loop_is_longer_is_told_so(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ended with torch's word that a connection was closed, and nothing of what to do."""
+@pytest.mark.parametrize("does", ["trains", "has a state dict"])
+def test_a_trainer_whose_others_have_ended_is_told_what_to_do(
+    does: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended with torch's word that a connection was closed; one that saves alone, with advice on batches."""
 
     def closed(*_: object, **__: object) -> None:
         raise RuntimeError("Connection closed by peer")
@@ -463,5 +466,7 @@ def test_a_trainer_whose_loop_is_longer_is_told_so(at_once: bool, monkeypatch: p
     monkeypatch.setattr("torch_ecrec.nn.agreement.dist.all_reduce", all_reduce)
     loss, _ = model(batch_of(4, 0))
     with pytest.raises(RuntimeError, match="Connection closed") as caught:
-        loss.backward()
-    assert "step 1: another trainer has ended, or was lost" in "".join(caught.value.__notes__)
+        loss.backward() if does == "trains" else model.full_state_dict()
+    notes = "".join(caught.value.__notes__)
+    assert f"step 1: this trainer {does}, and another one has ended, or was lost" in notes
+    assert ("as many batches" in notes) == (does == "trains")

@@ -16,6 +16,7 @@ from conftest import ROOT
 from torch.optim import Optimizer
 
 from torch_ecrec.cli import status
+from torch_ecrec.cli.arguments import tell_of_memory
 from torch_ecrec.cli.main import main
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.nn import script_checks
@@ -297,3 +298,15 @@ def test_of_many_tables_that_differ_one_is_shown_and_the_others_are_counted() ->
     tables = [tuple(dataclasses.replace(TABLE, name=f"t{i}", rows=rows) for i in range(5)) for rows in (30, 31)]
     told = JobSpec(tables[0], CodeSpec(), 2).difference(JobSpec(tables[1], CodeSpec(), 2))
     assert told == "table t0 differs: `rows` is 30 there, 31 here; 4 more tables differ"
+
+
+@pytest.mark.parametrize(("servers", "memory"), [(1, 5 << 30), (3, 2 << 30), (2, 2 << 30)])
+def test_more_memory_than_is_left_is_told(
+    servers: int, memory: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Linux would kill servers with a tier one by one, and nobody says why."""
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: {8 << 20} kB\nMemAvailable: {4 << 20} kB\n")
+    tell_of_memory(Settings(tier=str(tmp_path), tier_memory_bytes=memory), servers, tmp_path)
+    said = capsys.readouterr().err
+    assert ("4.0 GiB of the 8.0 GiB of this host" in said) == (servers * memory > 4 << 30), said

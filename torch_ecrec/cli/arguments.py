@@ -614,6 +614,29 @@ def tier_environment(arguments: argparse.Namespace) -> dict[str, str]:
     return {f"TORCH_ECREC_{name.upper()}": str(value) for name, value in found.items()}
 
 
+def tell_of_memory(settings: Settings, servers: int, root: Path = Path("/")) -> None:
+    """Says on standard error if servers with a tier may take more memory than is left here: Linux kills without a word.
+
+    Args:
+        settings: what each may take.
+        servers: so many begin here.
+        root: where /proc and /sys are.
+    """
+    from torch_ecrec.observe.words import size as words
+    from torch_ecrec.processes.footprint import room
+
+    (limit, used), wanted = room(root), servers * settings.tier_memory_bytes
+    if limit and wanted > limit - used:
+        each = f"{servers} servers may take {words(wanted)}" if servers > 1 else f"this server may take {words(wanted)}"
+        print(
+            f"torch-ecrec: {each} (--memory), and {words(limit - used)} of the {words(limit)} of this host, or of its"
+            " control group, are left: once their records fill it, Linux kills them (out of memory) without a word."
+            " Give a smaller --memory, or more memory",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """Returns the settings of the environment, overridden by the command line (`add_join`, `add_grace`, `add_tier`)."""
     join, grace_s = getattr(arguments, "join", None), getattr(arguments, "grace", None)

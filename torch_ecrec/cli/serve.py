@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from torch_ecrec.cli.arguments import add_end_with_parent, add_grace, add_join, add_tier, asks
+from torch_ecrec.cli.arguments import add_end_with_parent, add_grace, add_join, add_tier, asks, tell_of_memory
 from torch_ecrec.spec.settings import require_tier
 
 HELP = "run one server of a cluster"
@@ -37,6 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
         settings = dataclasses.replace(settings, failure_domain=arguments.failure_domain)
     wanted = {"k": arguments.k, "r": arguments.r, "slots": arguments.servers}
     require_whereabouts(join)
+    if not arguments.end_with_parent:  # that one has said it of all
+        tell_of_memory(settings, 1)
     from torch_ecrec.processes.launch import run_server, warm  # it loads torch: seconds, for a mistake to wait
 
     if not arguments.end_with_parent:

@@ -31,6 +31,7 @@ from torch_ecrec.cli.arguments import (
     require_store,
     require_watchable,
     settings_of,
+    tell_of_memory,
     tier_environment,
 )
 from torch_ecrec.runtime.checks import require_int
@@ -89,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings, tier = settings_of(arguments), tier_environment(arguments)
     if settings.tier:
         check_folder(Path(settings.tier))
+    tell_of_memory(settings, code.slots)
     require_restore(arguments)
     require_free(arguments)
     if arguments.logs is not None:

@@ -16,6 +16,16 @@ from torch import Tensor
 
 from torch_ecrec.nn.backend import EmbeddingBackend
 
+TRAINS = "trains"
+SHORTER = (
+    "If its loop is shorter than that of this one, give all trainers as many batches: leave some out, or give a trainer"
+    " without ids an empty KeyedJaggedTensor"
+)
+ALONE = (
+    "What a script does for all trainers (`attach`, `flush`, `full_state_dict`, loads, `torch_ecrec.checkpoint`) all of"
+    " them do, at the same place, and not trainer 0 alone"
+)
+
 
 class Agreement:
     """The meetings of one trainer with the others.
@@ -106,10 +116,10 @@ class Meeting:
         try:
             yield
         except RuntimeError as error:
+            advice = SHORTER if self._what == TRAINS else ALONE
             error.add_note(
-                f"torch_ecrec: step {self._session.step}: another trainer has ended, or was lost. If its loop is"
-                " shorter than that of this one, give all trainers as many batches: leave some out, or give a"
-                " trainer without ids an empty KeyedJaggedTensor"
+                f"torch_ecrec: step {self._session.step}: this trainer {self._what}, and another one has ended, or was"
+                f" lost. {advice}"
             )
             raise
 

@@ -394,7 +394,13 @@ class DistributedModelParallel(ShardedAtAllPaths):
         return made if self._step.session.trainer == 0 else {}
 
     def streamed_state_dict(self) -> dict[str, Any]:
-        """Returns `state_dict` for `torch_ecrec.checkpoint`: tables hold no rows yet. Every trainer calls it."""
+        """Returns `state_dict` for `torch_ecrec.checkpoint`: tables hold no rows yet. Every trainer calls it.
+
+        Raises:
+            RuntimeError: another one does something else, and would be waited for in vain.
+        """
+        self._step.open()
+        self._step.agreement.on("saves or loads by `torch_ecrec.checkpoint`", ())
         return self._in_form("streamed", self.state_dict)
 
     def streamed_optim_state_dict(self) -> dict[str, Any]:

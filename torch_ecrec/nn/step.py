@@ -28,7 +28,7 @@ from torchrec.distributed.comm_ops import get_gradient_division
 from torch_ecrec.compat.torch import backward_pass, queue_callback
 from torch_ecrec.errors import NonFiniteGradient
 from torch_ecrec.layout.routing import BagRoute, Parts, join_bags, no_bags
-from torch_ecrec.nn.agreement import Agreement
+from torch_ecrec.nn.agreement import TRAINS, Agreement
 from torch_ecrec.nn.backend import EmbeddingBackend
 from torch_ecrec.nn.slices import Bags, PooledBags, Table, without
 from torch_ecrec.runtime.checks import plain, shown
@@ -301,6 +301,7 @@ class SparseStep:
         Raises:
             RuntimeError: not all trainers ask, and one that does has written something.
         """
+        self.open()  # or others might wait for trainer 0 in their first lookup, and trainer 0 here for them
         tables = [table.name for table in self.session.job.tables]
         flags = self.agreement.on_written([int(name in names) for name in tables])
         return None if flags is None else {name for name, flag in zip(tables, flags, strict=True) if flag}
@@ -396,7 +397,7 @@ class SparseStep:
         alike = f"learning rates {rates}" + (f" or the frozen tables {', '.join(frozen)}" if frozen else "")
         alike += f" or the {self._passes} backward passes so far (rows must be looked up for each, on every trainer)"
         alike += f" or snapshot_every={self.session.snapshot_every} or {self.attached}"
-        meeting = self.agreement.begin("trains", flags, alike)
+        meeting = self.agreement.begin(TRAINS, flags, alike)
         return lambda: self._refusal_of(meeting.end())
 
     def _refusal_of(self, flags: list[int]) -> NonFiniteGradient | None:

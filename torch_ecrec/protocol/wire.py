@@ -444,7 +444,7 @@ class Handed(Answer):
 
     applied: Count
     acknowledged: Count
-    load_steps: Count | None  # of the steps up to `applied`
+    load_steps: Annotated[int, Meta(ge=-MOST, le=MOST)] | None  # of the steps up to `applied`; below 0 after a restore
     incarnations: list[Count]  # of every slot
     folded: dict[Count, Count]  # source -> step; likewise
     catch_up: dict[Count, Count]
