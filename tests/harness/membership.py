@@ -33,6 +33,7 @@ from torch_ecrec.protocol import membership, messages
 from torch_ecrec.protocol.bounds import Address, Role
 from torch_ecrec.protocol.membership import Connect, Membership, Pace, join_of
 from torch_ecrec.spec.job import JobSpec
+from torch_ecrec.transport.control import Lines, encode_line
 from torch_ecrec.transport.liveness import ALIVE, GONE, UNREACHABLE
 from torch_ecrec.transport.liveness import PROBE_S as PROBED_S
 
@@ -154,6 +155,12 @@ class Center:
             action()
 
 
+def _carried(message: Message) -> Message:
+    """Returns a message as it is read from a line."""
+    (read,) = Lines().feed(encode_line(message))
+    return read
+
+
 class VirtualConnection:
     """A connection of a process with one coordinator. To the router, it is a `Peer`.
 
@@ -173,6 +180,7 @@ class VirtualConnection:
 
     def send(self, message: Message) -> None:
         """To the process."""
+        message = _carried(message)
         if self.open:
             if not self.stalled:
                 self._carry(False, lambda: self.plane.deliver(self, message))
@@ -180,6 +188,7 @@ class VirtualConnection:
 
     def say(self, message: Message) -> None:
         """To the coordinator."""
+        message = _carried(message)
         if self.open:
             self._carry(True, lambda: self._heard(message))
             self.plane.count(self)

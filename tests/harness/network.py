@@ -4,6 +4,8 @@ For the simulated cluster (`simulation.py`): nodes are the real ones, only their
 nothing is concurrent; the order of events follows from the seed. Requests and answers travel unordered, with a random
 delay; messages to and from the coordinator travel in order on a `Line` (a TCP connection each), now and then slowly.
 
+What arrives was written as bytes and read again, by the codec of the transports: a message that it refuses is an error.
+
 Every request gets a number, counted from 0 in the order of sending; a `Fault` names one. The kinds:
 
     crash_sender     its sender dies right after sending it (the message may still arrive)
@@ -21,13 +23,13 @@ With `noise` p, every request suffers drop, lose_answer or duplicate with probab
 
 from __future__ import annotations
 
-import copy
 import heapq
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch_ecrec.protocol.encoding import WIRE
 from torch_ecrec.protocol.messages import OfMember
 from torch_ecrec.protocol.wire import A, Answer, Ok, Outcome, Request, Unknown
 
@@ -165,7 +167,7 @@ class LocalNetwork:
     ) -> None:
         if sender in self.dead:
             return
-        number = len(self.sent)
+        written, number = WIRE.encode(request)[0], len(self.sent)
         self.sent.append((sender, receiver, type(request).__name__))
         drop, lose_answer, duplicate, late, late_answer = (self._fires(number, kind) for kind in LOSSES)
         ended = False
@@ -182,7 +184,8 @@ class LocalNetwork:
                 self.overdue.append(number)
             end(Unknown(f"no answer within {timeout_s:g} s"))
 
-        def reply(answer: Any) -> None:  # `Node` looks whether it is one
+        def reply(answer: Answer) -> None:
+            answer = WIRE.decode_answer(WIRE.encode(answer)[0], type(request))
             if receiver not in self.dead and not lose_answer:
                 delay_s = self.delay_s(late_answer)
                 if self.passes(receiver, sender):
@@ -196,7 +199,7 @@ class LocalNetwork:
             if receiver in self.dead or receiver not in self.handlers:
                 self.clock.later(EOF_S, lambda: end(Unknown("eof")))
             else:
-                self.handlers[receiver](copy.copy(request), reply)
+                self.handlers[receiver](WIRE.decode_request(written), reply)
             if self._fires(number, "crash_after", receiver):
                 self.kill(receiver)
 

@@ -228,7 +228,8 @@ def test_a_sharded_tensor_is_made_and_read(group: dist.ProcessGroup) -> None:
     assert made.metadata().size == values.shape and made.metadata().tensor_properties.dtype == values.dtype
     alone = of_torch.group_with([0], "gloo", alone=True, timeout=timedelta(hours=5))
     assert isinstance(alone, dist.ProcessGroup) and dist.get_world_size(alone) == 1
-    assert of_torch.timeout_of(alone) == timedelta(hours=5)
+    found = of_torch.timeout_of(alone)
+    assert found is not None and abs(found - timedelta(hours=5)) < timedelta(seconds=9)  # less what torch 2.14 took
     assert of_torch.timeout_of(of_torch.group_with([0], "gloo", alone=True)) == dist.default_pg_timeout
     spec = of_torch.EnumerableShardingSpec([shard.metadata])
     assert spec.shards == [shard.metadata]

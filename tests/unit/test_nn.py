@@ -304,8 +304,11 @@ def test_a_parameter_that_a_model_gives_out_is_watched_once(monkeypatch: pytest.
 def test_trainers_wait_for_each_other_as_long_as_in_the_group_of_the_script(given: int, then: int) -> None:
     """One of them evaluates for hours, say, and the script has told torch so; at least as long as torch's default."""
     (alone, minutes) = dist.new_group([0], timeout=timedelta(minutes=given)), timedelta(minutes=then)
-    assert timeout_of(_same_trainers(alone, "gloo")) == minutes
-    assert timeout_of(_same_trainers(alone)) == timedelta(minutes=given)
+    for found, wanted in (
+        (timeout_of(_same_trainers(alone, "gloo")), minutes),
+        (timeout_of(_same_trainers(alone)), timedelta(minutes=given)),
+    ):  # torch 2.14 takes from it what it took to make the group
+        assert found is not None and abs(found - wanted) < timedelta(seconds=9)
 
 
 def test_a_backward_within_a_backward_that_ends_a_step_is_refused() -> None:
