@@ -56,12 +56,18 @@ PROCESSES = (  # clusters of real processes, or many of them
     *("table_optimizers", "tensorboard", "tiers_run", "told_to_end", "torchrec", "transport", "unclosed"),
     *("unlocked", "upgrade", "web", "web_cluster", "web_page"),
 )
-LOOPS = ("attach", "compiled", "given_numbers", "loops", "managed", "mixed", "pipelines", "probe", "reader", "values")
-STORES = ("importing", "storage_catalog", "storage_hostile", "storage_parts", "storage_s3", "storage_saves")
+LOOPS = (
+    *("announcing", "attach", "compiled", "given_numbers", "look_ahead", "loops", "managed", "mixed", "pipelines"),
+    *("probe", "reader", "values"),
+)
+STORES = (
+    *("importing", "storage_catalog", "storage_hostile", "storage_parts", "storage_s3", "storage_saves"),
+    "storage_sweeps",
+)
 TOOLS = (
     *("bench_checkpoint", "bench_codec", "bench_messages", "bench_operators", "bench_optimizers", "bench_partial"),
-    *("bench_report", "bench_scaling", "bench_seals", "bench_storage", "chaos_schedule", "demo", "demo_report"),
-    *("dist", "guide", "overhead", "packing", "troubleshooting"),
+    *("bench_report", "bench_scaling", "bench_seals", "bench_storage", "bench_stores", "chaos_schedule", "demo"),
+    *("demo_report", "dist", "experiments", "guide", "overhead", "packing", "troubleshooting"),
 )
 OTHERS = (
     *("accrual", "codec", "compat", "defaults", "election", "election_explored", "halves", "identity", "kernel_cache"),
