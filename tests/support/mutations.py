@@ -26,8 +26,7 @@ def no_fence(patch):
     patch.setattr(step_rule.StepRule, "is_current", lambda self, index, incarnation: True)
 
 
-class Newest(dict):
-    """A version vector whose data members are to be read as they are now."""
+NEWEST = 1 << 20  # in a version vector, as if it were a slot: data members are to be read as they are now
 
 
 def newest(patch, parity: bool):
@@ -36,10 +35,10 @@ def newest(patch, parity: bool):
     def vector(plan, folded_by):
         steps = version_vector(plan, folded_by)
         repairs_parity = plan.member not in plan.reads and plan.member >= len(plan.sources)
-        return Newest(steps) if steps is not None and repairs_parity == parity else steps
+        return {**steps, NEWEST: 0} if steps is not None and repairs_parity == parity else steps
 
     def fetch(self, request, reply):
-        if isinstance(request.as_of, Newest) and not request.parity:
+        if NEWEST in request.as_of and not request.parity:
             request.as_of = {self.held.index: self.held.rule.applied}
         on_fetch(self, request, reply)
 
