@@ -108,7 +108,7 @@ def test_nobody_is_patient_with_a_trainer_that_is_done() -> None:
     begun_s = cluster.pass_time(3 * LOOK_MOST_S)
     assert cluster.clients["trainer-0"].awaited == []
     assert not [at_s for at_s in cluster.patient_s[0] if at_s >= begun_s]
-    assert re.match(r"step \d waits for trainer 1, which has left the cluster, done\. If its loop is sh", str(told[0]))
+    assert re.match(r"step \d waits for trainer 1, which left the cluster, done\. If its loop is sh", str(told[0]))
 
 
 def test_a_trainer_finds_out_that_another_one_has_trained_meanwhile() -> None:

@@ -333,8 +333,10 @@ class Client(SlotReads):
         gone = sorted(others.intersection(self.left))  # who is done never does its part
         self.awaited = sorted(others) if len(there) == len(answers) and not gone else []
         if gone:
-            left = f"{trainers_named(gone)}, which {'has' if len(gone) == 1 else 'have'} left the cluster, done"
-            self.on_error(RuntimeError(f"step {self.training_step} waits for {left}. {SHORTER}"))
+            who = trainers_named(gone)
+            self.on_error(
+                RuntimeError(f"step {self.training_step} waits for {who}, which left the cluster, done. {SHORTER}")
+            )
         elif self.awaited:
             self.on_awaited()
             self.on_change()

@@ -19,6 +19,7 @@ from torch_ecrec.client.client import SHORTER
 from torch_ecrec.nn.backend import EmbeddingBackend
 
 TRAINS = "trains"
+EVERYBODY = "Every trainer trains, and loads the same, at the same place of its loop"
 LOOK_S, POLL_S = 2.0, 0.002
 ALONE = (
     "What a script does for all trainers (`attach`, `flush`, `full_state_dict`, loads, `torch_ecrec.checkpoint`) all of"
@@ -126,12 +127,6 @@ class Meeting:
             )
             raise
 
-    def _error(self, another: str) -> RuntimeError:
-        return RuntimeError(
-            f"step {self._session.step}: this trainer {self._what}, and another one {another}."
-            " Every trainer trains, and loads the same, at the same place of its loop"
-        )
-
     def _look_out(self) -> None:
         """Waits until all trainers have come. One that has sent its part of a step that this one has not begun waits
         for this one, in vain: seen twice, as it may come just now.
@@ -146,7 +141,10 @@ class Meeting:
                 continue
             before, seen = seen, self._session.overtaken()
             if before and seen:
-                raise self._error("has trained meanwhile")
+                raise RuntimeError(
+                    f"step {self._session.step}: this trainer {self._what}, and another one has trained meanwhile."
+                    f" {EVERYBODY}"
+                )
             looks_s = time.monotonic() + LOOK_S
 
     def end(self) -> list[int]:
@@ -171,7 +169,10 @@ class Meeting:
                 return found
             if not any_asks or not none_asks + any_asks or any_wrote:
                 other = f", or not with the {self._alike} of this one" if self._alike else ""
-                raise self._error(f"does something else{other}")
+                raise RuntimeError(
+                    f"step {self._session.step}: this trainer {self._what}, and another one does something else{other}."
+                    f" {EVERYBODY}"
+                )
             if self._asks:
                 return None
             self._begin()
