@@ -112,13 +112,13 @@ class Shelf:
         """See `Manifests`."""
 
         def act(reason: str) -> None:
-            newest = next((one for one in reversed(self.counts) if run_of(one.folder) == run), None)
-            if newest is None and began_with is not None:
-                newest = self.find(began_with.folder)
-            if reason or newest is None:
+            of_run = [(one.folder, one.done) for one in self.counts if run_of(one.folder) == run]
+            if not of_run and began_with is not None:  # which may be another run's
+                of_run = [(began_with.folder, began_with.done)]
+            if reason or not of_run:
                 done(None, reason or "none was written")
             else:
-                done((messages.Restored("memory://shelf", newest.folder, newest.done), self._job), "")
+                done((messages.Restored("memory://shelf", *of_run[-1]), self._job), "")
 
         self.later(COMMIT_S, "newest", act)
 

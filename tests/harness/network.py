@@ -184,7 +184,7 @@ class LocalNetwork:
                 self.overdue.append(number)
             end(Unknown(f"no answer within {timeout_s:g} s"))
 
-        def reply(answer: Answer) -> None:
+        def reply(answer: Any) -> None:
             answer = WIRE.decode_answer(WIRE.encode(answer)[0], type(request))
             if receiver not in self.dead and not lose_answer:
                 delay_s = self.delay_s(late_answer)

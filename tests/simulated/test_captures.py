@@ -22,6 +22,7 @@ from harness.scenario import Load
 from thinned import in_turns, thinned
 
 from torch_ecrec.coordinator.checkpointing import choose
+from torch_ecrec.protocol.messages import Capture as CaptureOrder
 from torch_ecrec.protocol.messages import Release, Shown
 from torch_ecrec.records.captured import Captured
 from torch_ecrec.server import checkpoints as checkpoints_module
@@ -233,6 +234,24 @@ def test_a_slot_misses_a_release(counts: bool, policy: str, every: int, monkeypa
         run = check(cluster)
         assert len(events(run, "checkpoint_void")) <= (not counts), "a release that was missed costs nothing"
     assert missed >= 3
+
+
+def test_an_order_that_comes_again_is_carried_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does when a drain is undone, say. A part that is written again would lack what the first one had taken."""
+    tell, again = Host._on_checkpoint, 0
+
+    def hear(self: Host, word: Any) -> None:
+        nonlocal again
+        tell(self, word)
+        if isinstance(word, CaptureOrder):
+            again += 1
+            for after_s in (0.003, 0.006, 0.01, 0.02):
+                cluster.network.clock.later(after_s, lambda: self.run(tell, self, word))
+
+    monkeypatch.setattr(Host, "_on_checkpoint", hear)
+    cluster = Checkpointed(with_checkpoints(dataclasses.replace(PLAIN, steps=30, touch=0.02)))
+    check(cluster)
+    assert again > 3 and len(cluster.shelf.counts) > 1
 
 
 # what is chosen -----------------------------------------------------------------------------------

@@ -101,11 +101,35 @@ def test_nobody_is_patient_with_a_trainer_that_is_done() -> None:
     cluster.elsewhere.add(1)
     cluster.pass_time(3 * LOOK_MOST_S)
     assert cluster.clients["trainer-0"].awaited == [1]
+    told: list[BaseException] = []
+    cluster.clients["trainer-0"].on_error = told.append
     cluster.plane.tell(cluster.process_of["trainer-1"], messages.Leave())
     cluster.pass_time(3 * LOOK_MOST_S)
     begun_s = cluster.pass_time(3 * LOOK_MOST_S)
     assert cluster.clients["trainer-0"].awaited == []
     assert not [at_s for at_s in cluster.patient_s[0] if at_s >= begun_s]
+    assert re.match(r"step \d waits for trainer 1, which left the cluster, done\. If its loop is sh", str(told[0]))
+
+
+def test_a_trainer_finds_out_that_another_one_has_trained_meanwhile() -> None:
+    cluster = Elsewhere(SCENARIO)
+    found: dict[int, list[bool]] = {0: [], 1: []}
+
+    def look() -> None:
+        for rank, mine in found.items():
+            client = cluster.clients[f"trainer-{rank}"]
+            client.run(client.overtaken, mine.append)
+
+    cluster.until_step(2)
+    cluster.elsewhere.add(1)
+    cluster.pass_time(LONG_S)
+    look()
+    cluster.pass_time(LOOK_MOST_S)
+    cluster.elsewhere.clear()
+    cluster.pass_time(LONG_S)
+    look()
+    cluster.pass_time(LOOK_MOST_S)
+    assert found == {0: [False, False], 1: [True, False]}
 
 
 ALONE: dict[str, tuple[Callable[[DistributedModelParallel], object], str]] = {

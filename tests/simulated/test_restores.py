@@ -87,6 +87,15 @@ def test_it_goes_on_bit_for_bit_whatever_the_code(code: CodeSpec) -> None:
     assert run.lives == 1 and not run.told.overwrites
 
 
+@pytest.mark.parametrize("who", ["server", "trainer"])
+def test_a_new_host_counts_steps_of_training_from_the_checkpoint_on(who: str) -> None:
+    """Before it has made one: a status named another step of it, and what was damaged too early a one."""
+    run = Restoring(written()[1], CodeSpec(3, 2, 1), kills=[Kill(who, 0, 80)], spares=1, reborn=True).go()
+    for slot in run.slots():
+        slot.load_steps = None
+        assert slot.trained(slot.rule.applied) == STEPS
+
+
 @functools.cache
 def messages_of(code: CodeSpec) -> int:
     return len(Restoring(written()[1], code).go().network.sent)

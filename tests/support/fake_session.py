@@ -64,6 +64,9 @@ class FakeSession:
             self.parts = [before.snapshots[step]] if step else []
             self.after[step] = before.after[step]
 
+    def overtaken(self) -> bool:
+        return False
+
     def arrange(self, table_group: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Descending: any order will do."""
         unique, inverse = torch.unique(rows, return_inverse=True)

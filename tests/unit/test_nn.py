@@ -473,3 +473,18 @@ def test_a_trainer_whose_others_have_ended_is_told_what_to_do(
     notes = "".join(caught.value.__notes__)
     assert f"step 1: this trainer {does}, and another one has ended, or was lost" in notes
     assert ("as many batches" in notes) == (does == "trains")
+
+
+def test_a_trainer_whose_others_train_instead_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where trainers train without meetings each waited for the other. What was seen once may come just now."""
+    model, session = shard(Net(collection()), nan_gradients="pass")
+    model._step.agreement._group = object()
+    seen = [True, False, True, True]
+    monkeypatch.setattr(session, "overtaken", lambda: seen.pop(0))
+    monkeypatch.setattr("torch_ecrec.nn.agreement.LOOK_S", 0.0)
+    monkeypatch.setattr(
+        "torch_ecrec.nn.agreement.dist.all_reduce", lambda *_, **__: SimpleNamespace(is_completed=lambda: False)
+    )
+    with pytest.raises(RuntimeError, match="1: this trainer has a state dict, and another one has trained meanwhile"):
+        model.full_state_dict()
+    assert not seen

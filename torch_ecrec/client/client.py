@@ -35,6 +35,7 @@ from torch import Tensor
 
 from torch_ecrec.client.reads import LookUp, SlotReads, bags_at, positions_at
 from torch_ecrec.layout.routing import BagRoute, Parts, Route
+from torch_ecrec.observe.words import trainers_named
 from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.bounds import TEXT_MOST
 from torch_ecrec.protocol.messages import Placement
@@ -44,6 +45,10 @@ from torch_ecrec.transport.node import Port, RetryingCall
 
 LOAD_BYTES = 8 << 20  # of records in one step that loads
 LOOK_MOST_S = 5.0  # between two looks at whether others are waited for
+SHORTER = (
+    "If its loop is shorter than that of this one, give all trainers as many batches: leave some out, or give a trainer"
+    " without ids an empty KeyedJaggedTensor"
+)
 
 
 @dataclass
@@ -284,32 +289,55 @@ class Client(SlotReads):
         one waits with patience (`on_change`), as long as every slot that it waits for answers."""
         stale, self._stale = self._stale & self.calls.keys(), set(self.calls)
         slots = sorted({exchange.slot for exchange in stale})
-        answers: dict[int, wire.Awaited | None] = {}
-
-        def ask(slot: int) -> None:
-            def on_answer(answer: wire.Awaited | None) -> None:
-                answers[slot] = answer
-                if len(answers) == len(slots):
-                    self._take_awaited(list(answers.values()))
-
-            self.ask_once(slot, lambda incarnation: wire.WhoIsAwaited(slot, incarnation), on_answer)
-
-        for slot in slots if self.placement is not None else ():
-            ask(slot)
+        if slots and self.placement is not None:
+            self._ask_awaited(slots, self._take_awaited)
         if not slots:
             self.awaited = []
         if self.placement is not None and self.placement.restoring:
             self.on_change()  # for as long as it takes: whoever cannot read the checkpoint says so
         self.later(min(LOOK_MOST_S, self.settings.give_up_s / 4), self.look_out)
 
+    def overtaken(self, done: Callable[[bool], None]) -> None:
+        """Finds out whether another trainer has sent its part of the step that is worked on here, and this one has
+        not."""
+
+        def on_answers(answers: list[wire.Awaited | None]) -> None:
+            (answer,) = answers
+            mine = answer is not None and answer.step == self.step and self.trainer in answer.trainers
+            done(mine and answer is not None and len(answer.trainers) < self.job.trainers)
+
+        if self.placement is None or self.load_end is None:  # initial values are trainer 0's to send
+            done(False)
+        else:
+            self._ask_awaited([0], on_answers)
+
+    def _ask_awaited(self, slots: Sequence[int], done: Callable[[list[wire.Awaited | None]], None]) -> None:
+        """Asks slots for whose part of their next step they wait; None stands for one that did not answer."""
+        answers: dict[int, wire.Awaited | None] = {}
+
+        def ask(slot: int) -> None:
+            def on_answer(answer: wire.Awaited | None) -> None:
+                answers[slot] = answer
+                if len(answers) == len(slots):
+                    done(list(answers.values()))
+
+            self.ask_once(slot, lambda incarnation: wire.WhoIsAwaited(slot, incarnation), on_answer)
+
+        for slot in slots:
+            ask(slot)
+
     def _take_awaited(self, answers: list[wire.Awaited | None]) -> None:
-        """Notes which trainers this one waits for, from the answers of all slots; None stands for a slot that did not
-        answer."""
+        """Notes which trainers this one waits for, from the answers of all slots."""
         there = [answer.trainers for answer in answers if answer is not None]
         others = {trainer for trainers in there if self.trainer not in trainers for trainer in trainers}
-        comes = len(there) == len(answers) and others.isdisjoint(self.left)  # who is done never does its part
-        self.awaited = sorted(others) if comes else []
-        if self.awaited:
+        gone = sorted(others.intersection(self.left))  # who is done never does its part
+        self.awaited = sorted(others) if len(there) == len(answers) and not gone else []
+        if gone:
+            who = trainers_named(gone)
+            self.on_error(
+                RuntimeError(f"step {self.training_step} waits for {who}, which left the cluster, done. {SHORTER}")
+            )
+        elif self.awaited:
             self.on_awaited()
             self.on_change()
 

@@ -159,6 +159,11 @@ class Session:
         """Names others that are waited for, from now on; see `Client.look_out`. Called once, where there is a clock."""
         self.client.run(self.client.look_out)
 
+    def overtaken(self) -> bool:
+        """Returns whether another trainer has sent its part of the step that is worked on, and this one has not."""
+        found: bool = self._run_and_wait(self.client.overtaken, what="who has sent its part of this step")
+        return found
+
     def _say_awaited(self) -> None:
         now_s = self.client.port.now_s()
         if now_s < self._said_s + AWAITED_SAID_S:

@@ -39,7 +39,8 @@ class HostContext(ABC):
         era: which life of the trainers the process takes part in.
         frozen: whether all servers have stopped and the step at which they go on is not known yet.
         load_end: the step that training begins after; None: initial values are being loaded.
-        resume_step: the step that the era began after: all servers went back to it.
+        resume_step: the step that the era began after: all servers went back to it. `done`: steps of training until
+            then.
         waits: notes for whom this process waits.
     """
 
@@ -47,6 +48,7 @@ class HostContext(ABC):
     frozen: bool
     load_end: int | None
     resume_step: int
+    done: int
     waits: SlotWaits
 
     @property
@@ -144,8 +146,11 @@ class SlotContext(ABC):
 
     def trained(self, step: int) -> int:
         """Steps of training up to a step near the last applied; one that loads, in between, counts as one, too."""
-        others = self.host.load_end if self.load_steps is None else self.load_steps
-        return 0 if others is None else max(0, step - others)
+        if self.load_steps is not None:
+            return max(0, step - self.load_steps)
+        if self.host.load_end is None:
+            return 0
+        return max(0, step - max(self.host.load_end, self.host.resume_step) + self.host.done)
 
     # what its parts ask of it -------------------------------------------------------------------
 

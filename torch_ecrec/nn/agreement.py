@@ -7,6 +7,7 @@ have come. All meetings of a job have the same size, so that whoever does someth
 from __future__ import annotations
 
 import contextlib
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 
@@ -14,13 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_ecrec.client.client import SHORTER
 from torch_ecrec.nn.backend import EmbeddingBackend
 
 TRAINS = "trains"
-SHORTER = (
-    "If its loop is shorter than that of this one, give all trainers as many batches: leave some out, or give a trainer"
-    " without ids an empty KeyedJaggedTensor"
-)
+EVERYBODY = "Every trainer trains, and loads the same, at the same place of its loop"
+LOOK_S, POLL_S = 2.0, 0.002
 ALONE = (
     "What a script does for all trainers (`attach`, `flush`, `full_state_dict`, loads, `torch_ecrec.checkpoint`) all of"
     " them do, at the same place, and not trainer 0 alone"
@@ -33,10 +33,11 @@ class Agreement:
     Args:
         session: says the step, for messages, and how many tables there are: a meeting has a number for each.
         group: a process group of the trainers, used for nothing else; None with one trainer, who agrees with himself.
+        looks: trainers train without meetings, so that one that waits for the others looks whether they do.
     """
 
-    def __init__(self, session: EmbeddingBackend, group: dist.ProcessGroup | None) -> None:
-        self._session, self._group = session, group
+    def __init__(self, session: EmbeddingBackend, group: dist.ProcessGroup | None, looks: bool = False) -> None:
+        self._session, self._group, self._looks = session, group, looks
 
     def begin(self, what: str, numbers: Sequence[int], alike: str = "") -> Meeting:
         """Begins a meeting. It must be ended before the next begins.
@@ -46,7 +47,7 @@ class Agreement:
             numbers: non-negative, one for each table, or fewer.
             alike: what else must be the same on all of them, for the message, too.
         """
-        return Meeting(self._session, self._group, what, numbers, alike, asks=False)
+        return Meeting(self._session, self._group, what, numbers, alike, asks=False, looks=self._looks)
 
     def on(self, what: str, numbers: Sequence[int]) -> list[int]:
         """Returns the greatest of each number over all trainers; see `begin` and `Meeting.end`."""
@@ -61,7 +62,7 @@ class Agreement:
         Raises:
             RuntimeError: as `Meeting.end`, or others train and this trainer has written something.
         """
-        return Meeting(self._session, self._group, "has a state dict", flags, "", asks=True).end_asking()
+        return Meeting(self._session, self._group, "has a state dict", flags, "", True, self._looks).end_asking()
 
     def gather(self, what: str, values_N: Tensor) -> list[Tensor]:
         """Returns every trainer's values (N,) int64, in trainer order; N may differ. Every trainer calls it alike.
@@ -84,6 +85,7 @@ class Meeting:
 
     Args:
         asks: this trainer asks what was written; those that train meet it, and then each other once more.
+        looks: as of `Agreement`.
     """
 
     def __init__(
@@ -94,8 +96,10 @@ class Meeting:
         numbers: Sequence[int],
         alike: str,
         asks: bool,
+        looks: bool,
     ) -> None:
         self._session, self._group, self._what, self._alike, self._asks = session, group, what, alike, asks
+        self._looks = looks
         self._numbers = [*numbers, *(0 for _ in session.job.tables[len(numbers) :])]
         self._wrote = asks and any(numbers)
         self._begin()
@@ -123,6 +127,26 @@ class Meeting:
             )
             raise
 
+    def _look_out(self) -> None:
+        """Waits until all trainers have come. One that has sent its part of a step that this one has not begun waits
+        for this one, in vain: seen twice, as it may come just now.
+
+        Raises:
+            RuntimeError: another trainer has trained instead.
+        """
+        looks_s, seen = time.monotonic() + LOOK_S, False
+        while not self._work.is_completed():
+            time.sleep(POLL_S)
+            if time.monotonic() < looks_s:
+                continue
+            before, seen = seen, self._session.overtaken()
+            if before and seen:
+                raise RuntimeError(
+                    f"step {self._session.step}: this trainer {self._what}, and another one has trained meanwhile."
+                    f" {EVERYBODY}"
+                )
+            looks_s = time.monotonic() + LOOK_S
+
     def end(self) -> list[int]:
         """Waits until all trainers have come, and returns the greatest of each number.
 
@@ -136,6 +160,8 @@ class Meeting:
     def end_asking(self) -> list[int] | None:
         """As `end`; None if this trainer asks, has written nothing, and others train."""
         while self._group is not None:
+            if self._looks:
+                self._look_out()
             with self._explained():
                 self._work.wait()
             most, least, any_asks, none_asks, any_wrote, *found = self._all.tolist()
@@ -145,7 +171,7 @@ class Meeting:
                 other = f", or not with the {self._alike} of this one" if self._alike else ""
                 raise RuntimeError(
                     f"step {self._session.step}: this trainer {self._what}, and another one does something else{other}."
-                    " Every trainer trains, and loads the same, at the same place of its loop"
+                    f" {EVERYBODY}"
                 )
             if self._asks:
                 return None

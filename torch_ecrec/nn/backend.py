@@ -39,6 +39,9 @@ class EmbeddingBackend(Protocol):
     def step(self) -> int:
         """The step that is under way, from 1."""
 
+    def overtaken(self) -> bool:
+        """Returns whether another trainer has sent its part of the step that is under way, and this one has not."""
+
     def arrange(self, table_group: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the unique rows of `rows` (N,) in the best order, (U,), and each one's index among them, (N,)."""
 

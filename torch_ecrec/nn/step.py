@@ -78,7 +78,7 @@ class SparseStep:
     ) -> None:
         if nan_gradients not in NAN_GRADIENTS:
             raise ValueError(f"`nan_gradients` must be one of {', '.join(NAN_GRADIENTS)}, got {nan_gradients!r}")
-        self.session, self.agreement = session, Agreement(session, group)
+        self.session, self.agreement = session, Agreement(session, group, looks=nan_gradients != "raise")
         self.may_load: Callable[[], bool] = lambda: True  # whether tables that are loaded now count
         self.on_training_lookup: Callable[[], None] = lambda: None  # called before the first row of a step is asked for
         self.on_written: list[Callable[[str], None]] = []  # load what was written into state dicts (`load_written`)

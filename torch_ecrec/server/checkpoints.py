@@ -174,8 +174,9 @@ class SlotCheckpoints:
         self._say(messages.Shown(*self._slot.life, checkpoint, rule.applied, floor, kept))
 
     def on_capture(self, order: messages.Capture) -> None:
-        """Begins to write the slot's records as of a step."""
-        if self._capture is not None or order.checkpoint != self._surveyed:
+        """Begins to write the slot's records as of a step, once: orders come again with any news of the placement."""
+        written = isinstance(self._said, messages.Written)  # what has changed since the last one is taken already
+        if self._capture is not None or order.checkpoint != self._surveyed or written:
             return
         writer, held = self._host.writer, self._held
         if writer is None or not self._slot.whole or not held.log.floor <= order.step <= held.rule.applied:
