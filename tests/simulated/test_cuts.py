@@ -59,10 +59,13 @@ def test_some_cuts_in_every_situation(crashes: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("crashes", [False, True], ids=["alone", "with a crash"])
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_more_cuts(situation: str, crashes: bool) -> None:
-    found = sweep(situation, range(7, cut_runs.count(situation, crashes), MORE[crashes]), crashes)
-    assert found.total() - found["not reached"] > 100 and found["beyond"] <= 0.06 * found.total()
+def test_more_cuts(situation: str, part: int, crashes: bool) -> None:
+    every = MORE[crashes]
+    numbers = range(7 + every * part, cut_runs.count(situation, crashes), every * PARTS)
+    found = sweep(situation, numbers, crashes)
+    assert found.total() - found["not reached"] > 100 / PARTS and found["beyond"] <= 0.1 * found.total()
 
 
 @pytest.mark.parametrize("crashes", [False, True], ids=["alone", "with a crash"])
