@@ -15,9 +15,6 @@ from harness.scenario import half_tables, small_tables
 from virtual_trainers import Kill, OnShelf, Trainers, TurnsSession, assert_same_after
 
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
-from torch_ecrec.protocol import wire
-from torch_ecrec.protocol.encoding import WIRE
-from torch_ecrec.server import exporting
 from torch_ecrec.server.slot_restore import AGAIN_S
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
 
@@ -133,16 +130,8 @@ def test_two_servers_are_lost_in_a_restore_with_two_parities(tables: str) -> Non
     assert restoring > 4
 
 
-def test_a_server_that_is_drained_in_a_restore_gives_its_slot_away_when_that_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_server_that_is_drained_in_a_restore_gives_its_slot_away_when_that_has_ended() -> None:
     """What it hands over can be read: fewer steps were made here than of training, and no number of them was let in."""
-    made = exporting.SlotExport._all
-
-    def as_read(*args: Any) -> Any:
-        return WIRE.decode_answer(WIRE.encode(made(*args))[0], wire.HandOver)
-
-    monkeypatch.setattr(exporting.SlotExport, "_all", as_read)
     drained = 0
     for at in range(0, 60, 3):
         run = Restoring("plain", drains_at=at, spares=1).go()
