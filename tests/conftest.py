@@ -26,6 +26,7 @@ import psutil
 import pytest
 from harness import tiers
 from places import ROOT
+from process_state import differences, state
 from sampling import SLOW_LIMIT_S, SLOW_TURNS, TAKE_TURNS, TIER_FRAMES, frames_of, kept
 
 from torch_ecrec.processes.fork_server import ForkServer
@@ -144,6 +145,15 @@ def criteo_path() -> Path:
     if not CRITEO.is_file():
         pytest.skip(f"no Criteo rows at {CRITEO}")
     return CRITEO
+
+
+@pytest.fixture(autouse=True)
+def _process_left_as_found(_one_torch_thread: None, _default_dtype: None) -> Iterator[None]:
+    """Fails a test after which another one would run in another process: of other settings, hooks, variables."""
+    before = state()
+    yield
+    if left := differences(before, state()):
+        pytest.fail("left otherwise than it was:\n" + "\n".join(f"  {line}" for line in left), pytrace=False)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,11 @@
-"""Tests take turns, and nothing is forgotten."""
+"""Tests take turns, nothing is forgotten, and nothing is left for the next."""
 
+import logging
+
+import pytest
+import torch
 from places import ROOT
+from process_state import differences, state
 from sampling import TAKE_TURNS, TIER_FRAMES, TURNS, frames_of, kept
 
 
@@ -23,3 +28,23 @@ def test_each_turn_has_its_tiers_and_the_first_none() -> None:
     assert frames_of(0) == 0 and {frames_of(turn) for turn in range(TURNS)} == set(TIER_FRAMES)
     for turn in range(TURNS):
         assert {frames_of(turn + TURNS * i) for i in range(len(TIER_FRAMES))} == set(TIER_FRAMES)
+
+
+@pytest.mark.smoke
+def test_what_a_test_leaves_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the process's that runs the tests after it: a level of our logger made one of them wait in vain."""
+    before = state()
+    with monkeypatch.context() as patch:
+        patch.setattr(logging.getLogger("torch_ecrec"), "level", logging.ERROR)
+        patch.setenv("TORCH_ECREC_JOIN", "127.0.0.1:1")
+        patch.setattr(torch.Tensor, "__deepcopy__", lambda tensor, _: tensor)
+        torch.set_grad_enabled(False)
+        left = differences(before, state())
+        torch.set_grad_enabled(True)
+    assert [line.split(":")[0] for line in left] == [
+        "gradients",
+        "logger",
+        "os.environ, TORCH_ECREC_JOIN",
+        "torch.Tensor, __deepcopy__",
+    ]
+    assert not differences(before, state())

@@ -15,7 +15,6 @@ says whether they do, and lost trainers come back to a dense model on the GPU.
 from __future__ import annotations
 
 import argparse
-import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from typing import Any
 from torch_ecrec.bench import record
 from torch_ecrec.demo.kills import parse_kills
 from torch_ecrec.demo.result import arguments_json, differences
-from torch_ecrec.demo.terminal import Terminal
+from torch_ecrec.demo.terminal import Terminal, warnings_only
 from torch_ecrec.demo.training import DemoRun, require_device
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.observe.progress import counted
@@ -156,6 +155,7 @@ def rows(found: Sequence[tuple[Case, Mapping[str, Any]]]) -> list[dict[str, Any]
     ]
 
 
+@warnings_only()
 def run(arguments: argparse.Namespace) -> int:
     """Runs all cases, prints them and the times of all kills, writes OUT/exactness.json. Returns 1 if any differs."""
     require_device(arguments.device)
@@ -170,7 +170,6 @@ def run(arguments: argparse.Namespace) -> int:
     )
     references: dict[str, dict[str, Any]] = {}
     found: list[tuple[Case, dict[str, Any]]] = []
-    logging.getLogger("torch_ecrec").setLevel(logging.WARNING)  # that a server was killed and is started again is known
     warm()
     for case in counted("exactness: runs", cases(arguments)):
         one = run_case(case, arguments, references)

@@ -154,6 +154,11 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(_lacking(error), 1)
 
 
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Not what FBGEMM says of each of its 14 libraries, that it has loaded it."""
+    return record.levelno > logging.INFO or "fbgemm_gpu" not in record.pathname
+
+
 def _run(argv: list[str] | None) -> int:
     """Runs the command; returns its exit code."""
     words = sys.argv[1:] if argv is None else argv
@@ -165,8 +170,8 @@ def _run(argv: list[str] | None) -> int:
     if unknown:
         raise ValueError(_unknown(top, words, unknown[0]))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    for handler in logging.getLogger().handlers:  # FBGEMM says of each of its 14 libraries that it has loaded it
-        handler.addFilter(lambda record: record.levelno > logging.INFO or "fbgemm_gpu" not in record.pathname)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_is_worth_a_line)
     if argv is None:
         keep_exit_code()
         ask_name_servers_briefly()

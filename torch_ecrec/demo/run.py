@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch_ecrec.demo import criteo, report
 from torch_ecrec.demo.interrupts import sigterm_interrupts
 from torch_ecrec.demo.kills import KillSpec, check_beyond, parse_kills
 from torch_ecrec.demo.result import assemble, beside_failure
-from torch_ecrec.demo.terminal import Terminal
+from torch_ecrec.demo.terminal import Terminal, warnings_only
 from torch_ecrec.demo.training import DemoRun, require_device
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.processes.launch import warm
@@ -64,6 +63,7 @@ def check(arguments: argparse.Namespace) -> tuple[CodeSpec, list[KillSpec]]:
     return code, kills
 
 
+@warnings_only()
 def run_demo(
     arguments: argparse.Namespace,
     checkpoints: Sequence[str] = (),
@@ -87,7 +87,6 @@ def run_demo(
     out, terminal = arguments.out, Terminal()
     for name in ("result.json", "recovery.png"):
         (out / name).unlink(missing_ok=True)
-    logging.getLogger("torch_ecrec").setLevel(logging.WARNING)  # what the supervisor does is shown as it happens
     protection = f"(k, r) = ({code.k}, {code.r})" if code.parities else "no protection"
     bags = f", {arguments.ids} ids in a bag" if arguments.ids > 1 else ""
     terminal.say(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import sys
 import time
+from collections.abc import Iterator
 
 LINE_S = 2.0  # between two progress lines where they are not overwritten
 
@@ -33,6 +35,18 @@ class Terminal:
         elif now_s - self._shown_s >= LINE_S:
             self._shown_s = now_s
             print(text, flush=True)
+
+
+@contextlib.contextmanager
+def warnings_only() -> Iterator[None]:
+    """Meanwhile the log says no more than warnings: the command itself shows which processes end and begin again."""
+    logger = logging.getLogger("torch_ecrec")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _terminal_width() -> int:

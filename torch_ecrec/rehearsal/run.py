@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import os
 import re
 import shutil
@@ -29,7 +28,7 @@ from pathlib import Path
 
 from torch_ecrec.demo.interrupts import sigterm_interrupts
 from torch_ecrec.demo.run import NUMBER_MOST
-from torch_ecrec.demo.terminal import Terminal
+from torch_ecrec.demo.terminal import Terminal, warnings_only
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.observe.rehearsed import mark
 from torch_ecrec.observe.trace import ATTACHED, Tail, hold_at
@@ -473,6 +472,7 @@ def _judged(calm: Outcome, restarted: Outcome, again: Outcome, steps: int | None
     return compare.verdict(calm.traces, restarted.traces, restarted.killed, steps, left_out)
 
 
+@warnings_only()
 def run_rehearse(arguments: argparse.Namespace) -> int:
     """Rehearses; returns 0 if nothing differs, 1 if something does or a run did not end.
 
@@ -481,7 +481,6 @@ def run_rehearse(arguments: argparse.Namespace) -> int:
         ClusterError: a cluster has ended.
     """
     plan, at = plan_of(arguments)
-    logging.getLogger("torch_ecrec").setLevel(logging.WARNING)  # processes are killed here, and started again
     terminal = Terminal()
     with sigterm_interrupts():
         warm(tells=True)
