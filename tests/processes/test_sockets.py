@@ -420,7 +420,10 @@ def test_a_reader_that_fails_ends_its_channel(pair: Pair, monkeypatch: pytest.Mo
 def test_a_call_for_which_there_is_no_room_fails_and_is_told(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacks: str
 ) -> None:
-    """Calls are made again and again: a log alone says why training stands still."""
+    """Calls are made again and again: a log says why training stands still, and where that lasts, the process ends."""
+    errors: list[BaseException] = []
+    pair.a._on_error = errors.append
+    monkeypatch.setattr(sockets, "LACKS_S", 0.2)
 
     class Refusing(socket.socket):
         def __init__(self, *args: Any, **more: Any) -> None:
@@ -434,7 +437,14 @@ def test_a_call_for_which_there_is_no_room_fails_and_is_told(
     else:
         monkeypatch.setattr(sockets.Worker, "start", start)
     outcome = pair.call(wire.Versions(0, 0))
+    assert isinstance(outcome, wire.Failed) and lacks in outcome.reason and not errors
+
+    def ends() -> bool:
+        pair.call(wire.Versions(0, 0))
+        return bool(errors)
+
+    wait_until(ends, WAIT_S, "its process ends")
+    assert isinstance(errors[0], ClusterUnavailable) and lacks in str(errors[0])
     monkeypatch.undo()
-    assert isinstance(outcome, wire.Failed) and lacks in outcome.reason
     assert f"a member cannot be connected to: {'[Errno 24] ' * (lacks[0] == 'T')}{lacks}" in caplog.text
     assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)

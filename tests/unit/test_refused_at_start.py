@@ -20,6 +20,7 @@ from torch_ecrec.cli.arguments import tell_of_memory
 from torch_ecrec.cli.main import main
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.nn import script_checks
+from torch_ecrec.processes import keeper
 from torch_ecrec.processes.children import reasons, tail
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
 from torch_ecrec.spec.settings import Settings, _require_known
@@ -82,6 +83,22 @@ def test_what_a_machine_has_no_room_for_is_one_line(
     assert main(["status"]) == (1 if isinstance(error, (ImportError, RuntimeError)) else 2)
     said = capsys.readouterr().err
     assert re.search(says, said) and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("number", "advice"), [(errno.EAGAIN, "; see `torch-ecrec doctor"), (errno.ENOENT, "")])
+def test_trainers_that_cannot_be_started_are_one_line(
+    number: int, advice: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, "words")
+
+    monkeypatch.setattr(keeper.subprocess, "Popen", fail)
+    for name in ("signal", "set_wakeup_fd"):
+        monkeypatch.setattr(keeper.signal, name, lambda *_, **__: None)
+    monkeypatch.setattr(keeper.ctypes, "CDLL", lambda _: None)  # which would make this process a subreaper
+    assert keeper.main(["torchrun"]) == keeper.CANNOT_START
+    said = capsys.readouterr().err
+    assert said.startswith(f"torch-ecrec: torchrun cannot be started: words{advice}") and said.count("\n") == 1
 
 
 def test_an_error_of_ours_is_not_taken_for_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

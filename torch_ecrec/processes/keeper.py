@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import select
 import signal
@@ -25,6 +26,7 @@ from pathlib import Path
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 TICK_S = 0.01
 LIMIT_S = 10.0  # what SIGKILL does not end waits in the kernel, for a disk that does not answer
+CANNOT_START = 126  # a shell's
 LOST = 1  # the exit code where nobody is left to ask for it
 
 
@@ -69,7 +71,12 @@ def main(command: list[str]) -> int:
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        lacks = "; see `torch-ecrec doctor --only processes,memory`" if error.errno == errno.EAGAIN else ""
+        print(f"torch-ecrec: {command[0]} cannot be started: {error.strerror}{lacks}", file=sys.stderr)
+        return CANNOT_START
     while True:
         ready, _, _ = select.select([0, woken], [], [])
         if 0 in ready and not os.read(0, 4096):

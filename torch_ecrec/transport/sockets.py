@@ -56,6 +56,7 @@ NO_NAME = "-"
 BACKLOG = 1024
 CONNECT_S = 5.0
 END_S = 5.0  # for all threads, each of which may be in a `handle` or a `done`
+LACKS_S = 30.0  # a process without threads or descriptors for a connection is of no use after that
 SWEEP_S = 0.1  # how often calls are looked at whose time may be up
 
 # connections ----------------------------------------------------------------------------------------
@@ -415,6 +416,7 @@ class SocketTransport(Transport):
         self._channels: dict[str, Channel] = {}  # by callee; read without the gate
         self._outbound: set[FrameConnection] = set()  # of the channels, also those that end
         self._inbound: dict[FrameConnection, str] = {}  # with the caller's name
+        self._lacking: dict[str, tuple[float, float, str]] = {}  # no such thread: since when, when last, words
         self._sent: Counter[str] = Counter()  # on connections that are over
         self.sender = Sender(self._sweep, self._report)
         self._acceptor = Acceptor(
@@ -445,6 +447,7 @@ class SocketTransport(Transport):
                 raise RuntimeError("the transport was closed")
             thread.start()
             self._threads.add(thread)
+            self._lacking.pop(name, None)
 
     # the roster -------------------------------------------------------------------------------------
 
@@ -486,16 +489,31 @@ class SocketTransport(Transport):
             try:
                 channel = Channel(self, peer, address)
             except OSError as error:  # no more descriptors
-                self.complaints.add("a member cannot be connected to", error)
+                self._lacks("a member cannot be connected to", f"to {peer}", error)
                 raise ConnectionError(f"no connection to {peer}: {error}") from error
             self._channels[peer] = channel
             self._outbound.add(channel.connection)
         try:
             self._start(channel.run, f"to {peer}")
         except RuntimeError as error:  # no more threads
-            self.complaints.add("a member cannot be connected to", error)
+            self._lacks("a member cannot be connected to", f"to {peer}", error)
             channel.fail(Failed(f"no connection to {peer}: {error}"))
         return channel
+
+    def _lacks(self, what: str, thread: str, error: Exception) -> None:
+        """Notes that this process had no thread or descriptor for a connection."""
+        self.complaints.add(what, error)
+        now_s = time.monotonic()
+        since_s, last_s, _ = self._lacking.get(thread, (now_s, now_s, ""))
+        since_s = since_s if now_s - last_s < LACKS_S else now_s
+        self._lacking[thread] = since_s, now_s, f"{what}, for {LACKS_S:g} s now: {error}"
+
+    def _end_if_lacking(self) -> None:
+        """Ends this process where that lasts: the others take it for alive, and wait for it."""
+        for since_s, last_s, told in list(self._lacking.values()):
+            if last_s - since_s >= LACKS_S:
+                self._lacking.clear()
+                self._report(ClusterUnavailable(told))
 
     def forget(self, connection: FrameConnection) -> None:
         """Removes a connection that has ended. The bytes sent on it still count."""
@@ -513,6 +531,7 @@ class SocketTransport(Transport):
         for channel in channels:
             channel.sweep(now_s)
         self._tries.look([*(channel.sock for channel in channels), *(one.sock for one in inbound)], now_s)
+        self._end_if_lacking()
 
     def connections(self) -> Connections:
         with self._gate:
@@ -541,9 +560,9 @@ class SocketTransport(Transport):
             sock.close()
             return
         try:
-            self._start(functools.partial(self._read, sock, caller), "from a caller")
+            self._start(functools.partial(self._read, sock, caller), f"from {caller}")
         except RuntimeError as error:  # no more threads
-            self.complaints.add("a caller's connection is closed", error)
+            self._lacks("a caller's connection is closed", f"from {caller}", error)
             sock.close()
 
     def _read(self, sock: socket.socket, caller: str) -> None:
