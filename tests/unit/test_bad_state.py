@@ -140,7 +140,7 @@ def test_lengths_and_weights_that_do_not_fit_the_ids_are_refused(
     model, session = shard(sequences() if kind == "sequences" else collection(is_weighted=True))
 
     def batch(lengths: list[int], weights: int | None) -> KeyedJaggedTensor:
-        given = None if weights is None else torch.ones(weights)
+        given = None if weights is None else torch.ones(weights, dtype=torch.float32)
         return KeyedJaggedTensor(names, torch.ones(ids).long(), given, torch.tensor(lengths))
 
     model(batch([1] * ids, None if weights is None else ids))
@@ -164,9 +164,14 @@ def test_a_batch_of_a_shape_that_no_kernel_takes_is_refused_by_name(
     """TorchRec validates the first batch; this is the second."""
     model, session = shard(collection(is_weighted=True))
     names = [f"f{i}" for i in range(4)]
-    model(KeyedJaggedTensor(names, torch.ones(8).long(), torch.ones(8), torch.ones(8).long()))
+
+    def batch(values: tuple[int, ...], lengths: tuple[int, ...], weights: tuple[int, ...]) -> KeyedJaggedTensor:
+        given = torch.ones(weights, dtype=torch.float32)
+        return KeyedJaggedTensor(names, torch.ones(values).long(), given, torch.ones(lengths).long())
+
+    model(batch((8,), (8,), (8,)))
     with pytest.raises(ValueError, match=says):
-        model(KeyedJaggedTensor(names, torch.ones(values).long(), torch.ones(weights), torch.ones(lengths).long()))
+        model(batch(values, lengths, weights))
     assert session.lookups == 1
 
 
@@ -188,7 +193,7 @@ def test_what_becomes_infinite_where_it_is_loaded_is_told() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.load_state_dict({key: torch.full((6, 4), torch.inf)})
-        model.load_state_dict({key: torch.full((6, 4), 65504.0)})
+        model.load_state_dict({key: torch.full((6, 4), 65504.0, dtype=torch.float32)})
 
 
 def processed() -> nn.Module:

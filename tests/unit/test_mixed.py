@@ -216,8 +216,15 @@ def test_a_refused_step_says_what_has_stepped_all_the_same() -> None:
 # state dicts ----------------------------------------------------------------------------------------------
 
 
-def test_a_whole_state_dict_has_tables_of_both_kinds() -> None:
-    trainer = Trainer(KINDS["in parts"]).run(3)
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16], ids=str)
+def test_a_whole_state_dict_has_tables_of_both_kinds(default: torch.dtype) -> None:
+    """And their dtypes: TorchRec describes a table that it shards as one of the default dtype, whatever it is."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        trainer = Trainer(KINDS["in parts"]).run(3)
+    finally:
+        torch.set_default_dtype(before)
     state, optimizer = trainer.model.full_state_dict(), trainer.model.full_optim_state_dict()["state"]
     shapes = {name.split(".")[-2]: tuple(value.shape) for name, value in state.items() if "embedding" in name}
     assert shapes == {"users": (50, 8), "country": (20, 4), "hour": (30, 4), "last": (9, 4)}
@@ -225,7 +232,7 @@ def test_a_whole_state_dict_has_tables_of_both_kinds() -> None:
     assert {type(value) for value in (*state.values(), *found)} == {Tensor} and len(found) == 4
     shards = trainer.model._dense.shards.tensors()
     weights = torch.cat([t.flatten() for name, t in sorted(shards.items()) if name.endswith("weights_host")])
-    assert state["rows.embeddings.last.weight"].flatten().tolist() == weights[:36].tolist()
+    assert torch.equal(state["rows.embeddings.last.weight"].flatten(), weights[:36])
 
 
 def test_a_checkpoint_has_tables_of_both_kinds(tmp_path: Path) -> None:

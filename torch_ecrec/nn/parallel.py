@@ -527,10 +527,13 @@ def _gathered(value: Any) -> Any:
         for key in list(value):
             value[key] = _gathered(value[key])
     elif isinstance(value, ShardedTensor):
-        metadata = value.metadata()
-        first = dist.get_rank(group_of(value)) == 0
-        whole = torch.empty(metadata.size, dtype=metadata.tensor_properties.dtype, device="cpu") if first else None
-        value.gather(dst=0, out=whole)
+        # TorchRec's metadata have the default dtype of the script, whatever the shards have
+        dtypes: list[Any] = [None] * dist.get_world_size(group := group_of(value))
+        dist.all_gather_object(dtypes, [shard.tensor.dtype for shard in value.local_shards()], group)
+        dtype = next(one for of_rank in dtypes for one in of_rank)
+        first = dist.get_rank(group) == 0
+        whole = torch.empty(value.metadata().size, dtype=dtype, device="cpu") if first else None
+        value.gather(dst=0, out=whole, dtype=dtype)
         return whole
     return value
 
