@@ -16,6 +16,18 @@ from torch_ecrec.coordinator.launches import Launches
 SOME, MORE, SEED = 5, 1500, 20261126
 
 FOUND = {
+    "a second launch comes as trainers that are all back are told to end": Schedule(
+        "slow rebuilds",
+        False,
+        60,
+        (
+            Trouble(0.0, "second launch", (6,), 2.64),
+            Trouble(1.0, "kill trainer", (5,), 0.29),
+            Trouble(0.0, "unplug", (3, 5), 2.65),
+            Trouble(1.7, "kill coordinator", (6,), 0.09),
+        ),
+        0,
+    ),
     "one that was back and is silent again counts with those who are missing": Schedule(
         "wait for a host",
         False,

@@ -43,9 +43,7 @@ def go_on(state: ClusterState, now_s: float) -> None:
         state.members.send(name, messages.Rejoined(state.members.term))
         state.job.tell_inexact(name)
     if known.placement is not None:
-        _take_back(state, known, known.placement.epoch, now_s)
-        if (job := state.job.spec) is not None and known.trainers < job.trainers:
-            _dismiss(state, known, dead, now_s)
+        _take_back(state, known, known.placement.epoch, dead, now_s)
     state.take_in(now_s, anew=state.roster.is_split)
     if known.placement is not None:
         # What waited for somebody to come, or for a slot that was rebuilt meanwhile: neither may come again.
@@ -64,7 +62,7 @@ def _send_rivals_away(state: ClusterState, known: MemberReports) -> None:
 
 
 def _dismiss(state: ClusterState, known: MemberReports, dead: Set[str], now_s: float) -> None:
-    """Trainers are missing: they are given up, and may live. Those who are back are told to end."""
+    """Trainers that are missing are given up, and may live. Those who are back are told to end."""
     missing = sorted(known.world - known.said.keys() - known.hosts - dead)
     back = sorted(name for name, one in known.said.items() if one.role == "trainer")
     launches = {known.said[name].launch for name in back}
@@ -112,7 +110,7 @@ def _newest(state: ClusterState, known: MemberReports) -> MemberReports:
     return MemberReports({name: one for name, one in known.said.items() if one.times == most})
 
 
-def _take_back(state: ClusterState, known: MemberReports, epoch: int, now_s: float) -> None:
+def _take_back(state: ClusterState, known: MemberReports, epoch: int, dead: Set[str], now_s: float) -> None:
     """Goes on with the newest placement, without those who did not come back."""
     slots, lost = known.slots()
     state.table.take_back(epoch, slots, known.kept)
@@ -120,6 +118,8 @@ def _take_back(state: ClusterState, known: MemberReports, epoch: int, now_s: flo
     strangers = any(trainer.name not in said for trainer in state.members.trainers)
     if known.unsettled or strangers or job is None or known.trainers < job.trainers:
         departures.lose_trainers(state, "trainers were lost while there was no coordinator", now_s)
+        if job is not None:
+            _dismiss(state, known, dead, now_s)
     gone = sorted({*state.table.hosted_by_others(said), *lost})
     if not gone:
         state.table.new_epoch(events.Kept)
