@@ -299,7 +299,7 @@ LOST = {
 PAUSES = (0, 9, 35)  # messages between two that are lost
 
 
-@pytest.mark.parametrize("every", [31, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("every", [31, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])
 @pytest.mark.parametrize("restored", (False, True), ids=("", "restored"))
 @pytest.mark.parametrize("who", LOST)
 def test_sessions_of_trainers_that_are_lost(who, restored, every):

@@ -246,7 +246,7 @@ class Noting(Lives):
         return super().apply(kind, process)
 
 
-@pytest.mark.parametrize("every", [11, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])
 @pytest.mark.parametrize("kind", KINDS)
 def test_everything_may_happen_while_all_begin_anew(kind: str, every: int) -> None:
     """A trainer is lost in a load before the first step; then something else happens, at any message that follows."""
@@ -269,14 +269,14 @@ def test_everything_may_happen_while_all_begin_anew(kind: str, every: int) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("name", ["a server is lost", "the trainers are lost"])
 def test_everything_may_happen_at_every_message_of_a_recovery(name: str) -> None:
     print(dict(sweep(name, KINDS)))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_two_things_may_happen_at_many_more_messages(name: str) -> None:
     print(dict(sample(name, 2000, SEED + 1)))

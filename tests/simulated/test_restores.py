@@ -131,7 +131,7 @@ def test_somebody_is_lost_at_messages_of_a_restore(who: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("code", CODES[:2], ids=str)
 @pytest.mark.parametrize("who", LOST)
 def test_somebody_is_lost_at_every_message_of_a_restore(who: str, code: CodeSpec) -> None:
@@ -195,7 +195,7 @@ def test_a_coordinator_is_lost_shortly_before_or_after(later: int, every: int) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("who", LATER)
 def test_beyond_parity_at_every_message(who: str) -> None:
     print(sweep_beyond(1, *LATER[who]))

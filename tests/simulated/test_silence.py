@@ -41,7 +41,7 @@ def test_some_silences_in_every_situation() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_more_silences(situation: str) -> None:
     found = sweep(situation, range(7, silence_runs.count(situation), MORE))
