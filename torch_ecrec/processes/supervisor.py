@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 STOP_S = 3.0  # between a polite and an impolite end of a child
 START_S = 60.0
+COORDINATOR = "coordinator"  # its name
 POLL_S = 0.2
 QUICK_S = 10.0  # a process that lived for less has ended soon after its start
 PAUSES_S = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before the next start, by how many have ended soon
@@ -206,7 +207,7 @@ class Supervisor:
         again = ["--again", "--began-with", self._began_with]
         arguments += [] if self.http is None else ["--http", str(self.http)]
         arguments += ["--run", self._run, *(again if self._supervising is not None else [])]
-        return self._start("coordinator", arguments, stdout=subprocess.PIPE, quick=quick).child
+        return self._start(COORDINATOR, arguments, stdout=subprocess.PIPE, quick=quick).child
 
     def _read_address(self) -> tuple[str, int]:
         """Returns the coordinator's address, or the reason why there is none."""
@@ -348,13 +349,17 @@ class Supervisor:
         self._stop.set()
         if self._supervising is not None and self._supervising.ident is not None:
             self._supervising.join()  # else it might start another one behind our back
-        children = self.children
-        for child in children:
-            if child.poll() is None and child.stdin is not None:
-                tell_to_end(child.stdin.fileno())
-        await_end(children, STOP_S)
-        for child in children:
-            _close_pipes(child)
+        with self._lock:
+            lives = list(self._lives)
+        coordinators = [life.child for life in lives if life.name == COORDINATOR]
+        servers = [life.child for life in lives if life.name != COORDINATOR]
+        for children in (coordinators, servers):  # in this order: it would take servers that leave before it for lost
+            for child in children:
+                if child.poll() is None and child.stdin is not None:
+                    tell_to_end(child.stdin.fileno())
+            await_end(children, STOP_S)
+        for life in lives:
+            _close_pipes(life.child)
         forks, self._forks = self._forks, None
         if forks is not None:
             forks.close()
