@@ -122,6 +122,14 @@ STATES: dict[str, tuple[Status, str, str, str]] = {
         trains(fatal="slots are lost", checkpoints=CHECKPOINTS), "ERROR", "STOPPED: slots are lost",
         "--checkpoint s3://bucket/run --restore newest: the last checkpoint is of step 400",
     ),
+    "it has stopped, and its coordinator has written none": (
+        trains(fatal="slots are lost", checkpoints=replace(CHECKPOINTS, last="", last_step=0)),
+        "ERROR", "STOPPED", "--checkpoint s3://bucket/run --restore newest: where none is there, that is step 0$",
+    ),
+    "it has stopped, and began with a checkpoint": (
+        trains(fatal="slots are lost", restored=RestoredStatus("f", 177)), "ERROR", "STOPPED",
+        "--restore URL@177, the checkpoint that this run began with$",
+    ),
     "a slot has no server since a moment": (
         trains(
             slots=lacking(1, server=""),

@@ -136,15 +136,15 @@ def redundancy_of(status: Status) -> str:
 def _ends(status: Status) -> list[Finding]:
     if not status.fatal:
         return []
-    remedy = (
-        "end its processes, and start the cluster again: no checkpoint of this run is there, so it begins at step 0,"
-        " or with what the script itself has saved"
-    )
-    if status.checkpoints is not None and status.checkpoints.last:
-        remedy = (
-            f"end its processes, and start the cluster again with --checkpoint {status.checkpoints.url} --restore"
-            f" newest: the last checkpoint is of step {status.checkpoints.last_step}"
-        )
+    remedy, kept = "end its processes, and start the cluster again", status.checkpoints
+    if kept is not None:
+        # one that takes the place of another does not know what that has written
+        last = f"the last checkpoint is of step {kept.last_step}" if kept.last else "where none is there, that is step 0"
+        remedy += f" with --checkpoint {kept.url} --restore newest: {last}"
+    elif status.restored is not None:
+        remedy += f" with --restore URL@{status.restored.step}, the checkpoint that this run began with"
+    else:
+        remedy += ": no checkpoints are kept, so it begins at step 0, or with what the script itself has saved"
     return [Finding("ERROR", "stopped", f"STOPPED: {status.fatal}", remedy)]
 
 
