@@ -124,7 +124,7 @@ STATES: dict[str, tuple[Status, str, str, str]] = {
     ),
     "it has stopped, and its coordinator has written none": (
         trains(fatal="slots are lost", checkpoints=replace(CHECKPOINTS, last="", last_step=0)),
-        "ERROR", "STOPPED", "--checkpoint s3://bucket/run --restore newest: where none is there, that is step 0$",
+        "ERROR", "STOPPED", "--checkpoint s3://bucket/run --restore newest: step 0, where none is there$",
     ),
     "it has stopped, and began with a checkpoint": (
         trains(fatal="slots are lost", restored=RestoredStatus("f", 177)), "ERROR", "STOPPED",

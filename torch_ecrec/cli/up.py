@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from torch_ecrec.processes.supervisor import Supervisor
 
 WHY = {
+    7: ": the checkpoint to begin with cannot be read; its log says why, and what to do",
     9: ": members of another cluster look for their coordinator at this address; its log says how to start that",
 }
 LOOK_S = 1.0  # between two looks at the cluster's verdict
@@ -71,10 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Supervises a cluster until it is told to end (0), or its coordinator is gone for good.
 
-    That is 3 where data is lost, 9 where members of another cluster have found it, and 4 where it cannot be started.
-    Told by SIGTERM, it first waits for its trainers.
+    That is 3 where data is lost, 7 where the checkpoint to begin with cannot be read, 9 where members of another
+    cluster have found it, and 4 where it cannot be started. Told by SIGTERM, it first waits for its trainers.
     """
-    from torch_ecrec.errors import ClusterUnavailable, DataLoss, OtherCluster
+    from torch_ecrec.errors import CheckpointError, ClusterUnavailable, DataLoss, OtherCluster
     from torch_ecrec.processes.supervisor import Supervisor, await_trainers, prepare_logs
 
     told: list[int] = []  # to end: the signals
@@ -137,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
             why = _why(cluster.ended or 0, arguments.checkpoint, cluster.failed)
             with contextlib.suppress(OSError):  # no room for it: the code says it, too
                 print(f"torch-ecrec: the coordinator ended with {cluster.ended}{why}", file=sys.stderr, flush=True)
-            known = (DataLoss.exit_code, OtherCluster.exit_code)
+            known = (DataLoss.exit_code, CheckpointError.exit_code, OtherCluster.exit_code)
             return cluster.ended if cluster.ended in known else ClusterUnavailable.exit_code
         if told == [signal.SIGTERM]:
             await_trainers(cluster.status, settings.grace_s, lambda: len(told) > 1 or cluster.ended is not None)

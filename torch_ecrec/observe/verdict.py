@@ -139,7 +139,7 @@ def _ends(status: Status) -> list[Finding]:
     remedy, kept = "end its processes, and start the cluster again", status.checkpoints
     if kept is not None:
         # one that takes the place of another does not know what that has written
-        last = f"the last checkpoint is of step {kept.last_step}" if kept.last else "where none is there, that is step 0"
+        last = f"the last checkpoint is of step {kept.last_step}" if kept.last else "step 0, where none is there"
         remedy += f" with --checkpoint {kept.url} --restore newest: {last}"
     elif status.restored is not None:
         remedy += f" with --restore URL@{status.restored.step}, the checkpoint that this run began with"

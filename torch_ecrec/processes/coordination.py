@@ -53,6 +53,12 @@ TOLD_END_S = 0.2  # for the last words to those who are connected
 LOUD = "recovered_partly", "not_exact", "began_anew", "turned_away", "slow", "stands_still", "goes_on"  # events
 
 
+class Unrestorable(ClusterError):
+    """The checkpoint that a cluster was to begin with cannot be read, and everybody who has asked knows."""
+
+    exit_code = CheckpointError.exit_code
+
+
 @dataclass(frozen=True)
 class Coordination:
     """Holds the arguments that a coordinator is started with.
@@ -104,6 +110,7 @@ def run_coordinator(told: Coordination, out: IO[str]) -> int:
         OtherCluster: members of another cluster have found it, and nobody of its own.
         DataLoss: more is lost than can be repaired, everybody who has asked knows, and nobody has for a while. Of one
             with a supervisor: else it stays, since whoever starts it again would begin anew.
+        Unrestorable: likewise, the checkpoint to begin with cannot be read.
         EtcdPutBack: etcd has lost what it knew of the cluster, or was put back to an earlier state.
         ClusterError: as `LeaderLease`.
     """
@@ -437,12 +444,15 @@ class _Coordinator:
             print(json.dumps({"run": self._router.core.run}), file=self._out, flush=True)
 
     def _end_after_loss(self) -> None:
-        """Ends this process after a loss of data, once whoever was started again has been told, as often as it was."""
+        """Ends this process after a loss of data, once whoever was started again has been told, as often as it was.
+        Likewise where the checkpoint to begin with cannot be read."""
         core, now_s = self._router.core, time.monotonic()
-        lost = core.fatal is not None and core.fatal_kind == "data_loss" and not core.goes_back
+        why = {"data_loss": DataLoss, "checkpoint": Unrestorable}.get(core.fatal_kind)
+        lost = core.fatal is not None and why is not None and not core.goes_back
         self._fatal_s = min(self._fatal_s, now_s) if lost else math.inf
         if not self._told.alone and now_s > max(self._fatal_s, self._router.told_fatal_s) + RESTART_S:
-            self._ended, self._over = DataLoss(core.fatal), True
+            assert why is not None
+            self._ended, self._over = why(core.fatal), True
             self._server.close()
 
     def _give_way(self) -> None:

@@ -8,8 +8,8 @@ serves. Who is told itself waits for its trainers first (`await_trainers`).
 Which ends are final is told from the exit code, or the signal (then it is negative):
 
     server       0 told to end, 2 refused, 3 data is lost; after any other, 4 (nobody answered) included, another may do
-    coordinator  0 told to end, 3 data is lost, 9 members of another cluster have found it; after any other, the next
-                 one finds the members where the one before left them
+    coordinator  0 told to end, 3 data is lost, 7 what it was to begin with cannot be read, 9 members of another cluster
+                 have found it; after any other, the next one finds the members where the one before left them
 
 Another is started at once, but after pauses of up to 30 s where one after the other ends soon after its start. When
 the coordinator does not come up again in `COORDINATOR_TRIES`, there will be no other: `Supervisor.ended`.
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, OtherCluster, TierFailed
+from torch_ecrec.errors import CheckpointError, ClusterError, ClusterUnavailable, DataLoss, OtherCluster, TierFailed
 from torch_ecrec.processes.children import Child, await_end, tail, with_own_path
 from torch_ecrec.processes.fork_server import ForkServer, is_available
 from torch_ecrec.processes.limits import explained
@@ -57,7 +57,7 @@ COORDINATOR_TRIES = 7
 STAYS = "told to end: waits until %s have ended, for %g s at most; told again, or by SIGINT, it ends at once"
 NO_ROOM = (OSError, MemoryError, RuntimeError)  # the last: no thread can be started
 FINAL = (0, 2, 3)  # exit codes of a server
-FINAL_OF_COORDINATOR = (0, DataLoss.exit_code, OtherCluster.exit_code)
+FINAL_OF_COORDINATOR = (0, DataLoss.exit_code, CheckpointError.exit_code, OtherCluster.exit_code)
 LOADED = (  # before processes are forked
     "torch_ecrec.processes.launch:warm",
     "torch_ecrec.processes.kernel_bits:kernel_bits",
