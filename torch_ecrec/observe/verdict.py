@@ -27,7 +27,7 @@ from torch_ecrec.observe.words import (
     versions,
     versions_named,
 )
-from torch_ecrec.protocol.status import MemberStatus, Status
+from torch_ecrec.protocol.status import UNREADABLE, MemberStatus, Status
 from torch_ecrec.protocol.status import json_of as status_as_json
 
 Level = Literal["OK", "WARN", "ERROR"]
@@ -137,7 +137,10 @@ def _ends(status: Status) -> list[Finding]:
     if not status.fatal:
         return []
     remedy, kept = "end its processes, and start the cluster again", status.checkpoints
-    if kept is not None:
+    if status.fatal.startswith(UNREADABLE):
+        remedy += ", once that is mended; or with --restore URL@STEP, another one that is whole, as `torch-ecrec"
+        remedy += " checkpoints URL --verify` says"
+    elif kept is not None:
         # one that takes the place of another does not know what that has written
         last = f"the last checkpoint is of step {kept.last_step}" if kept.last else "step 0, where none is there"
         remedy += f" with --checkpoint {kept.url} --restore newest: {last}"

@@ -442,6 +442,18 @@ class _Coordinator:
         self._watchers.happened(event)
         if event["event"] == "regathered" and not self._told.alone:
             print(json.dumps({"run": self._router.core.run}), file=self._out, flush=True)
+        if event["event"] == "regathered" and self._told.restore and not self._told.again and self._missing is None:
+            self._server.call_soon(self._say_passed_over)
+
+    def _say_passed_over(self) -> None:
+        """Says that members of a coordinator before have more than the checkpoint that this one was to begin with."""
+        core = self._router.core
+        if core.fatal is None and (core.restored is None or core.restored.folder != self._began_with):
+            log.warning(
+                "members of a coordinator before are back, and go on with what they have: --restore %s is passed over."
+                " To begin with that, end all processes of this cluster first",
+                self._told.restore,
+            )
 
     def _end_after_loss(self) -> None:
         """Ends this process after a loss of data, once whoever was started again has been told, as often as it was.
