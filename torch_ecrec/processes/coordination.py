@@ -219,15 +219,17 @@ class _Coordinator:
     def run(self) -> bool:
         """Runs until its end; returns whether it has lost its lease of the lead, and is to stand by again."""
         checkpoint, again, began_with = self._told.checkpoint, self._told.again, self._told.began_with
+        asked = False  # by whoever has started it, once nobody was left
         if self._lease is not None:
             if not self._stand(self._lease):
                 self._server.close()
                 return False
             self._lease.keep(lambda: self._server.call_soon(self._give_way), self._hangs)
             checkpoint = dataclasses.replace(checkpoint, run=self._lease.candidate.run)
+            asked = not again and not self._lease.candidate.stood_by
             again, began_with = again or self._lease.candidate.again, self._lease.candidate.began_with
         try:
-            self._begin(checkpoint, again, began_with)
+            self._begin(checkpoint, again, began_with, asked)
             self._watchers.lead(self._as_watched(again))
             self._serve()
             if self._missing is not None and self._router.looks:
@@ -300,7 +302,7 @@ class _Coordinator:
             self._missing = error
             return None
 
-    def _begin(self, checkpoint: CheckpointSettings, again: bool, began_with: str) -> None:
+    def _begin(self, checkpoint: CheckpointSettings, again: bool, began_with: str, asked: bool) -> None:
         told = self._told
         begins = None if again else self._begins(checkpoint.url, began_with)
         self._began_with = began_with or (NONE if begins is None else begins[0].folder)
@@ -337,16 +339,16 @@ class _Coordinator:
         )
         if again:
             Worker(
-                lambda: self._look_for(checkpoint, began_with), "look for a checkpoint", self._cannot_look_on
+                lambda: self._look_for(checkpoint, began_with, asked), "look for a checkpoint", self._cannot_look_on
             ).start()
 
-    def _look_for(self, checkpoint: CheckpointSettings, began_with: str) -> None:
+    def _look_for(self, checkpoint: CheckpointSettings, began_with: str, asked: bool) -> None:
         """Finds what the cluster begins with if nobody is left who trains. Runs on a thread of its own, in a
         coordinator that takes the place of another. What cannot be read is tried again: training does not need it. What
         is not there, too, since somebody may bring it back; but who joins is told."""
         since_s, wanted = time.monotonic(), self._told.restore
         looks = StoreProbe(
-            lambda: find_again(checkpoint.run, checkpoint.url, checkpoint.beyond, wanted, began_with),
+            lambda: find_again(checkpoint.run, checkpoint.url, checkpoint.beyond, wanted, began_with, asked),
             checkpoint.url or wanted,
             min(checkpoint.timeout_s, LIMIT_S),
             self._say_trouble,
