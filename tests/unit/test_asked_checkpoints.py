@@ -182,6 +182,19 @@ def test_after_the_job_one_is_tried_and_no_later_step_is_no_failure() -> None:
     assert kept is not None and kept.failing_for_s is None and len(h.manifests.counts) == 1
 
 
+def test_one_that_is_due_before_the_first_tick_after_all_went_back_has_as_long_as_any_other() -> None:
+    """It was void at once: it had begun at time 0."""
+    h, before = Asked(checkpoint=CheckpointSettings("memory://x", every_steps=5)), Asked()
+    before.tick(5000.0)
+    h.core._state.checkpointing.follow(before.core._state.checkpointing)
+    h.say(h.places[0], type="due", slot=0, incarnation=0, done=5)
+    assert h.surveyed() is not None
+    h.tick(5000.25)
+    h.shows(5)
+    h.writes()
+    assert [one.done for one in h.manifests.counts] == [5]
+
+
 def test_it_waits_until_every_slot_is_whole() -> None:
     h = Asked()
     h.lose(h.places[1])

@@ -446,6 +446,7 @@ class Checkpointing:
 
     def follow(self, before: Checkpointing) -> None:
         """Takes over from a cluster that went back."""
+        self._now_s = before._now_s  # one may be due before the next tick
         if before._running is not None:
             self._discard(before._running)
 
