@@ -10,7 +10,8 @@ from kept import random_records, unreadable
 from test_checkpoint_files import JOB, committed, manifests_of
 
 from torch_ecrec.errors import CheckpointError, StoreUnavailable
-from torch_ecrec.processes.restore_source import NONE, find, find_again
+from torch_ecrec.processes.restore_source import find, find_again
+from torch_ecrec.spec.settings import NONE
 from torch_ecrec.storage.catalog import Catalog
 
 

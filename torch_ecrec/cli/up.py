@@ -125,6 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
             watched = "" if cluster.http is None else f"; watch it at {cluster.http.url}"
             text = f"cluster at {cluster.join} (TORCH_ECREC_JOIN={cluster.join}){watched}; Ctrl-C ends it"
             print(text, flush=True)
+            if arguments.restore and cluster.begins_anew:
+                print(f"it begins at step 0: there is no checkpoint at {arguments.checkpoint} yet", flush=True)
             if not arguments.quiet:
                 shows = arguments.logs is not None  # else the processes' own lines are there
                 teller = Worker(lambda: _tell_changes(cluster, over, shows), "verdict", log_error)
@@ -135,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
         if teller is not None:
             teller.join(SILENT_S)  # it may still import, which must not be while the interpreter ends
         if not told:
-            why = _why(cluster.ended or 0, arguments.checkpoint, cluster.failed)
+            why = _why(cluster.ended or 0, arguments.checkpoint, cluster.failed, arguments.restore)
             with contextlib.suppress(OSError):  # no room for it: the code says it, too
                 print(f"torch-ecrec: the coordinator ended with {cluster.ended}{why}", file=sys.stderr, flush=True)
             known = (DataLoss.exit_code, CheckpointError.exit_code, OtherCluster.exit_code)
@@ -145,20 +147,26 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _why(code: int, store: str, failed: str) -> str:
+def _why(code: int, store: str, failed: str, restored: str = "") -> str:
     """Returns what an exit code of a coordinator means, to end a sentence.
 
     Args:
         store: where checkpoints are, or "".
         failed: see `Supervisor.failed`: what is to be mended before anything is begun again.
+        restored: `--restore` of this cluster, or "".
     """
     from torch_ecrec.errors import DataLoss
+    from torch_ecrec.storage.catalog import place_of
 
     if code != DataLoss.exit_code:
         return WHY.get(code, "")
     before = f" ({failed})" if failed else ""
+    place, _ = place_of(restored, store)
     if store:
-        return f": data is lost{before}. Begin with the newest checkpoint: --checkpoint {store} --restore newest"
+        other = f"; if none is there yet, with --restore {restored}" if place not in ("", store) else ""
+        return f": data is lost{before}. Begin with the newest checkpoint: --checkpoint {store} --restore newest{other}"
+    if restored:
+        return f": data is lost{before}, and no checkpoints were kept. Begin with --restore {restored}, as before"
     return (
         f": data is lost{before}, and no checkpoints were kept (--checkpoint URL --checkpoint-every N): begin with what"
         " the script itself has saved, or from the beginning"

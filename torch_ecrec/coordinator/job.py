@@ -83,7 +83,10 @@ class RunningJob:
     def way_back(self) -> str:
         """Returns how to begin again once this job cannot go on: a clause for an error message."""
         if self._url:
-            return f"begin again with a checkpoint: --checkpoint {self._url} --restore newest"
+            newest, began = f"begin again with a checkpoint: --checkpoint {self._url} --restore newest", self.restored
+            if began is None or began.url == self._url:
+                return newest
+            return f"{newest}; if none is there yet, with what this run began with: --restore {began.url}@{began.done}"
         if self.restored is not None:
             return f"begin again with the checkpoint that this run began with: --restore {self.restored.url}"
         return (

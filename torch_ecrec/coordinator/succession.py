@@ -128,8 +128,8 @@ def _take_back(state: ClusterState, known: MemberReports, epoch: int, now_s: flo
         hosted = [i for i in gone if slots[i].server == server]
         name = UNKNOWN_HOST if server == NO_HOST else server
         state.announce(events.Lost(name, "it did not rejoin", hosted))
-    lost = data_loss(job, state.table.unhealthy() | set(gone)) if job is not None and not state.job.restoring else None
-    if lost is not None and state.job.begins_as_told:
-        state.job.go_back(lost)  # as it would, were nobody left
+    why = data_loss(job, state.table.unhealthy() | set(gone)) if job is not None and not state.job.restoring else None
+    if why is not None and state.job.begins_as_told:
+        state.job.go_back(why)  # as it would, were nobody left
     else:
         state.table.lose(gone)

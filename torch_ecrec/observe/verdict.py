@@ -143,6 +143,8 @@ def _ends(status: Status) -> list[Finding]:
     elif kept is not None:
         # one that takes the place of another does not know what that has written
         last = f"the last checkpoint is of step {kept.last_step}" if kept.last else "step 0, where none is there"
+        if not kept.last and (began := status.restored) is not None:
+            last = f"if none is there yet, with that of step {began.step}, which this run began with"
         remedy += f" with --checkpoint {kept.url} --restore newest: {last}"
     elif status.restored is not None:
         remedy += f" with --restore URL@{status.restored.step}, the checkpoint that this run began with"

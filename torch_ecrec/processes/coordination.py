@@ -25,15 +25,15 @@ from torch_ecrec.errors import CheckpointError, ClusterError, DataLoss, OtherClu
 from torch_ecrec.observe.event_log import EventLog
 from torch_ecrec.processes.checkpoint_files import FileManifests
 from torch_ecrec.processes.leadership import LeaderGate, LeaderLease
-from torch_ecrec.processes.restore_source import NONE, find_again
 from torch_ecrec.processes.restore_source import find as find_checkpoint
+from torch_ecrec.processes.restore_source import find_again
 from torch_ecrec.processes.supervisor import POLL_S, STAYS
 from torch_ecrec.protocol.bounds import TransportName
 from torch_ecrec.runtime.addresses import text_of
 from torch_ecrec.runtime.lifetime import freeze, on_signals
 from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.spec.settings import Settings
+from torch_ecrec.spec.settings import NONE, Settings
 from torch_ecrec.storage.catalog import NEWEST
 from torch_ecrec.storage.store_probe import LIMIT_S, StoreProbe
 from torch_ecrec.transport.control import TOLD_S, ControlServer, raise_descriptors
@@ -68,7 +68,7 @@ class Coordination:
         code, spares, without_spare, drain_slow, checkpoint: see `ClusterSettings`.
         settings: of the process.
         restore: the checkpoint that the cluster begins with (`restore_source.find`); "": none.
-        began_with: the folder that the run has begun with (`restore_source.NONE`: with none); "": it begins now.
+        began_with: the folder that the run has begun with (`settings.NONE`: with none); "": it begins now.
         again: it takes the place of one that died. If everybody else died, too, it begins as `find_again` says.
         alone: nobody but a person, or an init system, starts it again, with the same words: that members of one before
             come back is possible, though `again` is not said.
@@ -305,6 +305,8 @@ class _Coordinator:
     def _begin(self, checkpoint: CheckpointSettings, again: bool, began_with: str, asked: bool) -> None:
         told = self._told
         begins = None if again else self._begins(checkpoint.url, began_with)
+        if told.restore and told.alone and not again and begins is None and self._missing is None:
+            log.warning("the cluster begins at step 0: there is no checkpoint at %s yet", checkpoint.url)
         self._began_with = began_with or (NONE if begins is None else begins[0].folder)
         if checkpoint.url:
             self._manifests = FileManifests(checkpoint, lambda: self._router.core.job, self._do_soon)

@@ -13,7 +13,7 @@ from torch_ecrec.coordinator.checkpointing import Restorable, attempt_of, run_of
 from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import JobSpec
-from torch_ecrec.spec.settings import Beyond
+from torch_ecrec.spec.settings import NONE, Beyond
 from torch_ecrec.storage.catalog import NEWEST, Catalog, place_of
 from torch_ecrec.storage.chain_reader import dense_of
 from torch_ecrec.storage.listing import Broken
@@ -22,7 +22,6 @@ from torch_ecrec.storage.store_probe import StoreProbe
 
 log = logging.getLogger(__name__)
 
-NONE = "none"
 UNASKED = "more is lost than parity repairs, and with --beyond stop nobody goes back to a checkpoint unasked"
 DENSE_S = 3600.0  # for the dense model, which is read at once; only a store that hangs reaches it
 

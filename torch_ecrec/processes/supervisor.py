@@ -41,7 +41,7 @@ from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.runtime.lifetime import belongs_here, tell_to_end
 from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.job import SLOTS_MOST, CodeSpec
-from torch_ecrec.spec.settings import new_run
+from torch_ecrec.spec.settings import NONE, new_run
 from torch_ecrec.transport.whereabouts import ask_status
 from torch_ecrec.web.place import Place
 
@@ -154,6 +154,11 @@ class Supervisor:
     def join(self) -> str:
         """Returns the coordinator's address as HOST:PORT, for `--join`."""
         return text_of(self.address)
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether its coordinator has found no checkpoint to begin with, or was told of none."""
+        return self._began_with == NONE
 
     @property
     def children(self) -> list[Child]:

@@ -43,6 +43,7 @@ MOVE_BYTES_PER_S = min(15e6 * len(os.sched_getaffinity(0)), 100e6)
 CheckpointPolicy = Literal["full", "one-shot", "consecutive", "intermittent"]  # see `storage/policy.py`
 CheckpointSaver = Literal["everything", "mfu", "ssu", "scar"]  # what is saved between checkpoints; `records/savers.py`
 Beyond = Literal["stop", "checkpoint", "partial"]  # what follows when more is lost than can be repaired
+NONE = "none"  # in place of the name of the checkpoint that a run began with
 WIRES = ("float32", "bfloat16")  # how rows and gradients travel between trainers and servers
 TIER_FOR = ("all", "parities")
 RECORD_CHECKS = ("background", "use", "none")  # when a server looks for damage to its records
