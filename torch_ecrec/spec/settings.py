@@ -62,7 +62,7 @@ OTHERS = {
     "INSECURE_RPC": "1: torch.distributed.rpc may listen where other hosts reach it. It runs whatever it is sent.",
     "REHEARSED": f'the folder with the marks of scripts that were rehearsed; by default "{REHEARSALS}".',
     "RECORD": "set by `torch-ecrec rehearse`: where trainers record their steps.",
-    "LOSS_MARK": "set by `torch-ecrec run`: by this file trainers tell it that data is lost.",
+    "LOSS_MARK": "set by `torch-ecrec run`: by this file trainers tell it that data is lost, or they are refused.",
 }  # read elsewhere here; a test of this package has its own names, which begin with `TEST_`
 
 
@@ -86,7 +86,7 @@ def torchrun_launch() -> str:
 
 
 def loss_mark() -> Path | None:
-    """Returns the file by which trainers tell `torch-ecrec run`, which restarts them, that data is lost; or None."""
+    """Returns the file by which trainers tell `torch-ecrec run`, which restarts them, why that is in vain; or None."""
     place = os.environ.get("TORCH_ECREC_LOSS_MARK")
     return Path(place) if place else None
 
