@@ -358,5 +358,7 @@ def test_an_altered_checkpoint_is_refused_and_another_job_too(tmp_path: Path) ->
     ):
         codes = trainers.wait()
         assert 7 in codes and newest.parts[1].name in trainers.said() and "CheckpointError" in trainers.said()
+        wait_until(lambda: running.ended is not None, LIMIT_S, "the coordinator ends, once all who ask were told")
+        assert running.ended == 7
     with pytest.raises(OSError, match=r"there is no checkpoint of step 999 at .*; there are: \d+"):
         cluster(tmp_path / "none", CodeSpec(3, 2, 1), coordinator=["--restore", f"{store}@999"]).__enter__()

@@ -14,6 +14,7 @@ from typing import TextIO
 import pytest
 from conftest import ROOT
 
+from torch_ecrec.cli import up
 from torch_ecrec.cli.main import main
 from torch_ecrec.errors import DataLoss
 from torch_ecrec.processes import launch, supervisor
@@ -111,6 +112,19 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_up_ends_with_the_reason_all_the_same(lost: None) -> None:
     with full():
         assert main(["up", "--quiet"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("store", "restored", "ends"),
+    [
+        ("b", "a@10", "--checkpoint b --restore newest; if none is there yet, with --restore a@10"),
+        ("b", "b@10", "--checkpoint b --restore newest"),
+        ("b", "newest", "--checkpoint b --restore newest"),
+        ("", "a", "no checkpoints were kept. Begin with --restore a, as before"),
+    ],
+)
+def test_up_says_what_to_begin_with(store: str, restored: str, ends: str) -> None:
+    assert up._why(3, store, "", restored).endswith(ends)
 
 
 def test_the_last_line_of_up_names_the_disk_that_was_full(lost: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`torch-ecrec run`: torchrun as its child, how both end, and that trainers are not started again after data loss."""
+"""`torch-ecrec run`: torchrun as its child, how both end, and when trainers are not started again."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import psutil
 import pytest
 from conftest import ROOT, wait_until
 
-from torch_ecrec.errors import DataLoss
+from torch_ecrec.errors import ClusterError, DataLoss, JoinRefused
 from torch_ecrec.processes import children
 
 LIMIT_S = 240.0
-LOSES = """
+RAISES = """
 import sys
-from torch_ecrec.errors import DataLoss
+from torch_ecrec.errors import DataLoss, JoinRefused
 from torch_ecrec.processes.launch import _exit_with_reason
 open(sys.argv[1], "a").write("started\\n")
 _exit_with_reason()
-raise DataLoss("slots 1 and 2 are lost together")
+raise {}("this is why")
 """
 WAITS = """
 import os, sys, time
@@ -58,11 +58,12 @@ def running(folder: Path, script: str, *words: str) -> Iterator[subprocess.Popen
 
 
 @pytest.mark.timeout(2 * LIMIT_S)
-def test_after_data_loss_trainers_are_not_started_again(tmp_path: Path) -> None:
-    with running(tmp_path, LOSES, "--max-restarts", "5") as process:
-        assert process.wait(LIMIT_S) == DataLoss.exit_code, (tmp_path / "log").read_text()
+@pytest.mark.parametrize("kind", [DataLoss, JoinRefused])
+def test_after_data_loss_or_a_refusal_trainers_are_not_started_again(kind: type[ClusterError], tmp_path: Path) -> None:
+    with running(tmp_path, RAISES.format(kind.__name__), "--max-restarts", "5") as process:
+        assert process.wait(LIMIT_S) == kind.exit_code, (tmp_path / "log").read_text()
     assert (tmp_path / "out").read_text() == "started\n"
-    assert "trainers are not started again: slots 1 and 2 are lost together" in (tmp_path / "log").read_text()
+    assert "trainers are not started again: this is why" in (tmp_path / "log").read_text()
     assert not list(tmp_path.glob("torch-ecrec-run-*"))
 
 

@@ -107,6 +107,23 @@ def by_hand(
         child.wait(30)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_a_checkpoint_that_is_passed_over_for_members_that_are_back_is_named(tmp_path: Path) -> None:
+    """A coordinator that is started by hand with --restore, where a cluster has lost its own."""
+    store, begin = begun_with_a_checkpoint(tmp_path)
+    with (
+        cluster(tmp_path / "second", CodeSpec(3, 2, 1), restart=False) as running,
+        training(running, tmp_path / "second" / "out", pause_s=0.2) as trainers,
+    ):
+        step_reached(trainers, 5)
+        os.kill(running.coordinator.pid, signal.SIGKILL)
+        with by_hand(tmp_path, running.address[1], ["--restore", str(store)]):
+            same_as_undisturbed(trainers)
+    said = (tmp_path / "by hand.log").read_text()
+    assert f"go on with what they have: --restore {store} is passed over" in said and begin
+
+
 @pytest.mark.timeout(LIMIT_S)
 def test_where_nobody_comes_back_it_ends_and_says_what_is_missing(tmp_path: Path) -> None:
     store = tmp_path / "store"

@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ from test_cli import command
 
 from torch_ecrec.errors import ClusterError, ClusterUnavailable
 from torch_ecrec.processes import supervisor as under_test
+from torch_ecrec.processes.children import Child
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.protocol.status import MemberStatus
 from torch_ecrec.spec.job import CodeSpec
@@ -258,3 +261,30 @@ def test_close_does_not_wait_for_a_coordinator(tmp_path: Path) -> None:
         begin_s = time.monotonic()
     assert time.monotonic() - begin_s < 2 * under_test.STOP_S + 20
     assert not {child.pid for child in psutil.Process().children()} - others
+
+
+SLOW_TO_END = """
+import json, os, sys, time
+if sys.argv[1] == "coordinator":
+    print(json.dumps({"address": ["127.0.0.1", 1], "began_with": "none"}), flush=True)
+os.read(0, 1)
+time.sleep(0.5 if sys.argv[1] == "coordinator" else 0.0)
+print(sys.argv[1], file=open(sys.argv[2], "a"))
+"""
+
+
+class Recorded(Supervisor):
+    """Children that say when they end; a coordinator takes its time."""
+
+    def start_child(self, name: str, arguments: list[str], stdout: int | None, stderr: int | None) -> Child:
+        assert self.logs is not None
+        words = [sys.executable, "-I", "-S", "-c", SLOW_TO_END, name, str(self.logs / "ends")]
+        return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr)
+
+
+def test_servers_are_told_to_end_once_the_coordinator_has_ended(tmp_path: Path) -> None:
+    """It would take those that leave before it for lost, and tell the trainers of a loss of data that there is not."""
+    with Recorded(CODE, logs=tmp_path):
+        pass
+    ends = (tmp_path / "ends").read_text().split()
+    assert ends[0] == "coordinator" and sorted(ends[1:]) == ["server-0", "server-1"]

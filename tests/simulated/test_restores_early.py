@@ -176,8 +176,9 @@ def test_a_store_that_cannot_be_read_now_is_asked_again(read: int) -> None:
 
 
 def test_a_checkpoint_that_cannot_be_read_ends_the_cluster_by_name() -> None:
-    run = Restoring("plain")
-    run.shelf.failing = lambda number: "slot-00001 was altered" if number == 5 else ""
-    with pytest.raises(AssertionError, match="the checkpoint to begin with cannot be read: slot-00001 was altered"):
+    run, where = Restoring("plain"), "s3://bucket/folder" * 20
+    run.shelf.failing = lambda number: f"{where}/slot-00001 was altered: what to do" if number == 5 else ""
+    why = f"the checkpoint to begin with cannot be read: {where}/slot-00001 was altered: what to do"
+    with pytest.raises(AssertionError, match=why):
         run.go()
     assert run.coordinator.fatal_kind == "checkpoint"

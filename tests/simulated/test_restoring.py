@@ -81,6 +81,19 @@ def test_any_number_of_servers_may_be_lost_until_then_and_none_beyond_parity_aft
     assert h.core.fatal_kind == "data_loss"
 
 
+@pytest.mark.parametrize("url", ["memory://somewhere", "memory://elsewhere"])
+def test_beyond_parity_it_is_told_what_the_run_began_with_where_it_may_have_no_checkpoint_of_its_own(url: str) -> None:
+    """`--restore newest` of a place with none begins at step 0."""
+    h = restoring(checkpoint=CheckpointSettings(url, every_steps=5))
+    restored(h)
+    begin(h)
+    for name in list(h.places[:2]):
+        h.lose(name)
+    newest = f"begin again with a checkpoint: --checkpoint {url} --restore newest"
+    began = "; if none is there yet, with what this run began with: --restore memory://somewhere@10"
+    assert (h.core.fatal or "").endswith(newest + (began if url != BEGINS.url else ""))
+
+
 def test_trainers_that_are_lost_meanwhile_begin_no_era() -> None:
     h = restoring()
     h.lose("trainer-1")

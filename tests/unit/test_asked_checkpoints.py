@@ -9,6 +9,7 @@ import pytest
 from coordinator_harness import Harness
 from router_harness import CODE, Running, Wire
 
+from torch_ecrec.cli.checkpoint import progress
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.checkpointing import Finished
 from torch_ecrec.coordinator.coordinator import Coordinator
@@ -128,7 +129,21 @@ def test_while_one_is_written_the_next_begins_after_it() -> None:
     h.shows(20)
     h.writes()
     assert [one.done for one in h.manifests.counts] == [7, 20] and h.asked() is None
-    assert "the last checkpoint is of step 20, and no later step is trained" in h.core.checkpoint(None)
+
+
+def test_one_that_has_all_that_was_trained_is_the_answer() -> None:
+    """Whoever asks has it: a periodic one, say, that was written a moment ago."""
+    h = Asked()
+    h.say("trainer-0", type="progress", trainer=0, step=20)
+    h.core.checkpoint(None)
+    h.tick()
+    h.shows(20)
+    h.writes()
+    number, kept = h.surveyed(), h.core.status(h.now_s).checkpoints
+    assert kept is not None and h.core.checkpoint(None) == "" and h.asked() is None
+    assert progress(kept, counts=True) == f"written: {kept.last}, of step 20, at memory://x"
+    h.tick(100.0)
+    assert h.surveyed() == number, "no other is written"
 
 
 def test_one_that_fails_is_tried_again_until_it_counts() -> None:
@@ -165,6 +180,19 @@ def test_after_the_job_one_is_tried_and_no_later_step_is_no_failure() -> None:
         h.shows(7)
     kept = h.core.status(h.now_s).checkpoints
     assert kept is not None and kept.failing_for_s is None and len(h.manifests.counts) == 1
+
+
+def test_one_that_is_due_before_the_first_tick_after_all_went_back_has_as_long_as_any_other() -> None:
+    """It was void at once: it had begun at time 0."""
+    h, before = Asked(checkpoint=CheckpointSettings("memory://x", every_steps=5)), Asked()
+    before.tick(5000.0)
+    h.core._state.checkpointing.follow(before.core._state.checkpointing)
+    h.say(h.places[0], type="due", slot=0, incarnation=0, done=5)
+    assert h.surveyed() is not None
+    h.tick(5000.25)
+    h.shows(5)
+    h.writes()
+    assert [one.done for one in h.manifests.counts] == [5]
 
 
 def test_it_waits_until_every_slot_is_whole() -> None:

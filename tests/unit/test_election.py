@@ -74,6 +74,18 @@ def test_a_leader_that_ends_is_followed_as_soon_as_its_lease_is_over() -> None:
         assert second.began_with == first.began_with
 
 
+def test_who_has_seen_another_lead_has_stood_by() -> None:
+    """Not who was started once all were gone, and found a lease that had not ended yet."""
+    run = Elections(2).until(BEGUN_S)
+    (first,) = run.acting()
+    (standby,) = (one for one in run.candidates if one is not first)
+    assert standby.stood_by and not first.stood_by
+    run.candidates.clear()
+    late = run.join()
+    run.until(run.now_s + SOON_S)
+    assert run.acting() == [late] and late.again and not late.stood_by
+
+
 def test_who_resigns_is_followed_at_once() -> None:
     run = Elections(2).until(BEGUN_S)
     (first,) = run.acting()

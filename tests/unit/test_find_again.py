@@ -10,7 +10,8 @@ from kept import random_records, unreadable
 from test_checkpoint_files import JOB, committed, manifests_of
 
 from torch_ecrec.errors import CheckpointError, StoreUnavailable
-from torch_ecrec.processes.restore_source import NONE, find, find_again
+from torch_ecrec.processes.restore_source import find, find_again
+from torch_ecrec.spec.settings import NONE
 from torch_ecrec.storage.catalog import Catalog
 
 
@@ -36,6 +37,18 @@ def test_of_a_run_with_checkpoints_nobody_begins_anew_with_beyond_stop(tmp_path:
         ):
             find_again("run", url, "stop", wanted, known)
         assert find_again("run", url, "checkpoint", wanted, known)[0] == (newest, JOB)
+
+
+def test_whoever_has_started_it_again_may_name_the_newest_checkpoint_of_the_run(tmp_path: Path) -> None:
+    """As the refusal says: of several coordinators, etcd knows the run for as long as its name is used."""
+    url, records = str(tmp_path), random_records(JOB, 3)
+    began = committed(manifests_of(url), url, 40, records)
+    newest = committed(manifests_of(url), url, 80, records)
+    for wanted in ("newest", url, f"{url}@80", f"{url}/@80"):
+        assert find_again("run", url, "stop", wanted, began.folder, asked=True) == ((newest, JOB), 2)
+    for wanted in ("", f"{url}@40"):
+        with pytest.raises(CheckpointError, match=f"--restore {url}@80, the newest .* another name in --elect"):
+            find_again("run", url, "stop", wanted, began.folder, asked=True)
 
 
 def test_a_run_whose_checkpoints_are_altered_is_none_that_has_none(

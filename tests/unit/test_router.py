@@ -438,6 +438,37 @@ def test_watchers_see_what_happens() -> None:
     assert len(watcher.wire.told("progress")) == 1
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_trainers_that_are_left_of_a_lost_cluster_do_not_end_the_one_that_is_to_begin_with_a_checkpoint(
+    told: bool,
+) -> None:
+    """`up` was killed, and is started again with --restore while torchrun's trainers wait for their coordinator."""
+    restored = Restored("memory://x", "000000000010-other-0-1", 10)
+    before, after = Running().start(), Running(restore=(restored, JOB) if told else None)
+    left, servers = before.processes[4:], {one.name: one.hello["address"] for one in before.processes[:4]}
+    slots = [[place.server, place.incarnation, place.healthy] for place in before.core.slots]
+    known: Message = {"world": list(before.core.roster.names), "placement": {"epoch": 1, "slots": slots}}
+    for process in left:
+        process.wire.sent = [{"type": "welcome", "name": process.name}]
+        after.rejoin(process, roster=1, addresses=servers, **known)
+    after.join("server")
+    after.router.on_tick(after.now_s)
+    for name in servers:
+        after.answer(GONE, name)
+    after.now_s = REGATHER_S + 1.0
+    after.router.on_tick(after.now_s)
+    kinds = [process.wire.told("fatal")[-1]["kind"] for process in left]
+    if not told:
+        assert kinds == ["data_loss"] * 2 and after.core.fatal_kind == "data_loss"
+        return
+    assert kinds == ["trainers_lost"] * 2 and after.core.fatal is None
+    (event,) = (one for one in after.events if one["event"] == "went_beyond")
+    assert (event["name"], event["step"]) == (restored.folder, 10) and "are lost together" in event["reason"]
+    assert after.processes[0].wire.told("welcome")[0]["restored"]["done"] == 10
+    late = after.rejoin(left[0], roster=1, **known)
+    assert late.told("fatal")[0]["kind"] == "trainers_lost", "it had not heard it"
+
+
 def test_servers_that_are_gone_are_shown_for_a_while() -> None:
     running = Running()
     for _ in range(150):

@@ -122,6 +122,26 @@ STATES: dict[str, tuple[Status, str, str, str]] = {
         trains(fatal="slots are lost", checkpoints=CHECKPOINTS), "ERROR", "STOPPED: slots are lost",
         "--checkpoint s3://bucket/run --restore newest: the last checkpoint is of step 400",
     ),
+    "it has stopped, and its coordinator has written none": (
+        trains(fatal="slots are lost", checkpoints=replace(CHECKPOINTS, last="", last_step=0)),
+        "ERROR", "STOPPED", "--checkpoint s3://bucket/run --restore newest: step 0, where none is there$",
+    ),
+    "it has stopped, and has written none since it began with one": (
+        trains(
+            fatal="slots are lost",
+            checkpoints=replace(CHECKPOINTS, last="", last_step=0),
+            restored=RestoredStatus("f", 177),
+        ),
+        "ERROR", "STOPPED", "newest: if none is there yet, with that of step 177, which this run began with$",
+    ),
+    "it has stopped, and could not begin": (
+        trains(fatal="the checkpoint to begin with cannot be read: slot-0 was altered", checkpoints=CHECKPOINTS),
+        "ERROR", "STOPPED", "again, once that is mended; or with --restore URL@STEP, another one that is whole",
+    ),
+    "it has stopped, and began with a checkpoint": (
+        trains(fatal="slots are lost", restored=RestoredStatus("f", 177)), "ERROR", "STOPPED",
+        "--restore URL@177, the checkpoint that this run began with$",
+    ),
     "a slot has no server since a moment": (
         trains(
             slots=lacking(1, server=""),

@@ -61,6 +61,15 @@ def test_a_rate_is_of_the_last_seconds() -> None:
     assert progress.rate() is None and progress.still_s(99.75) == pytest.approx(49.75), "nothing was done of late"
 
 
+def test_where_training_was_before_it_is_known_is_no_rate() -> None:
+    """After a restore, and after a coordinator was started again: nobody has said a step yet."""
+    progress = Progress()
+    for now_s, step in ((0.0, 0), (1.0, 0), (2.0, 100_000), (3.0, 100_002), (4.0, 100_004)):
+        progress.on_tick([server("server-0", 0, step=step)], [SlotPlace("server-0", 0, True)], now_s)
+    rate = progress.rate()
+    assert rate is not None and rate.steps_per_s == pytest.approx(2.0)
+
+
 def test_a_rate_begins_anew_where_training_goes_back_and_where_a_trainer_is_started_again() -> None:
     progress = Progress()
     place = [SlotPlace("server-0", 0, True)]

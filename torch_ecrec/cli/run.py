@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs torchrun to its end; returns its exit code, or 3 if data was lost."""
+    """Runs torchrun to its end; returns its exit code, or 3 if data was lost, 2 if the cluster refuses the trainers."""
     from torch_ecrec.processes.nodes import Nodes, run_torchrun
 
     script = arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script

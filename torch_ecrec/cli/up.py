@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from torch_ecrec.processes.supervisor import Supervisor
 
 WHY = {
+    7: ": the checkpoint to begin with cannot be read; its log says why, and what to do",
     9: ": members of another cluster look for their coordinator at this address; its log says how to start that",
 }
 LOOK_S = 1.0  # between two looks at the cluster's verdict
@@ -71,10 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Supervises a cluster until it is told to end (0), or its coordinator is gone for good.
 
-    That is 3 where data is lost, 9 where members of another cluster have found it, and 4 where it cannot be started.
-    Told by SIGTERM, it first waits for its trainers.
+    That is 3 where data is lost, 7 where the checkpoint to begin with cannot be read, 9 where members of another
+    cluster have found it, and 4 where it cannot be started. Told by SIGTERM, it first waits for its trainers.
     """
-    from torch_ecrec.errors import ClusterUnavailable, DataLoss, OtherCluster
+    from torch_ecrec.errors import CheckpointError, ClusterUnavailable, DataLoss, OtherCluster
     from torch_ecrec.processes.supervisor import Supervisor, await_trainers, prepare_logs
 
     told: list[int] = []  # to end: the signals
@@ -124,6 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
             watched = "" if cluster.http is None else f"; watch it at {cluster.http.url}"
             text = f"cluster at {cluster.join} (TORCH_ECREC_JOIN={cluster.join}){watched}; Ctrl-C ends it"
             print(text, flush=True)
+            if arguments.restore and cluster.begins_anew:
+                print(f"it begins at step 0: there is no checkpoint at {arguments.checkpoint} yet", flush=True)
             if not arguments.quiet:
                 shows = arguments.logs is not None  # else the processes' own lines are there
                 teller = Worker(lambda: _tell_changes(cluster, over, shows), "verdict", log_error)
@@ -134,30 +137,36 @@ def run(arguments: argparse.Namespace) -> int:
         if teller is not None:
             teller.join(SILENT_S)  # it may still import, which must not be while the interpreter ends
         if not told:
-            why = _why(cluster.ended or 0, arguments.checkpoint, cluster.failed)
+            why = _why(cluster.ended or 0, arguments.checkpoint, cluster.failed, arguments.restore)
             with contextlib.suppress(OSError):  # no room for it: the code says it, too
                 print(f"torch-ecrec: the coordinator ended with {cluster.ended}{why}", file=sys.stderr, flush=True)
-            known = (DataLoss.exit_code, OtherCluster.exit_code)
+            known = (DataLoss.exit_code, CheckpointError.exit_code, OtherCluster.exit_code)
             return cluster.ended if cluster.ended in known else ClusterUnavailable.exit_code
         if told == [signal.SIGTERM]:
             await_trainers(cluster.status, settings.grace_s, lambda: len(told) > 1 or cluster.ended is not None)
     return 0
 
 
-def _why(code: int, store: str, failed: str) -> str:
+def _why(code: int, store: str, failed: str, restored: str = "") -> str:
     """Returns what an exit code of a coordinator means, to end a sentence.
 
     Args:
         store: where checkpoints are, or "".
         failed: see `Supervisor.failed`: what is to be mended before anything is begun again.
+        restored: `--restore` of this cluster, or "".
     """
     from torch_ecrec.errors import DataLoss
+    from torch_ecrec.storage.catalog import place_of
 
     if code != DataLoss.exit_code:
         return WHY.get(code, "")
     before = f" ({failed})" if failed else ""
+    place, _ = place_of(restored, store)
     if store:
-        return f": data is lost{before}. Begin with the newest checkpoint: --checkpoint {store} --restore newest"
+        other = f"; if none is there yet, with --restore {restored}" if place not in ("", store) else ""
+        return f": data is lost{before}. Begin with the newest checkpoint: --checkpoint {store} --restore newest{other}"
+    if restored:
+        return f": data is lost{before}, and no checkpoints were kept. Begin with --restore {restored}, as before"
     return (
         f": data is lost{before}, and no checkpoints were kept (--checkpoint URL --checkpoint-every N): begin with what"
         " the script itself has saved, or from the beginning"

@@ -232,7 +232,8 @@ class Checkpointing:
             self._begin(now_s, self.saving.due, save=True)
 
     def ask(self, after: int | None, step: int) -> str:
-        """Asks for a checkpoint now, for a person. Returns why there is none to come, or "".
+        """Asks for a checkpoint now, for a person. Returns why there is none to come, or "". Where the last one has all
+        that was trained, it is the answer.
 
         Args:
             after: of a later step of training than this; None: than the last, or one that is being written.
@@ -247,7 +248,7 @@ class Checkpointing:
             return f"the cluster has stopped: {self._job.fatal}"
         if after is None:
             if self.last and step <= self.last_done:
-                return f"the last checkpoint is of step {self.last_done}, and no later step is trained"
+                return ""  # it is there
             running = self._running.order if self._running is not None and not self._running.save else None
             covered = running is not None and step <= running.done
             after = self.last_done if running is None or covered else running.done
@@ -445,6 +446,7 @@ class Checkpointing:
 
     def follow(self, before: Checkpointing) -> None:
         """Takes over from a cluster that went back."""
+        self._now_s = before._now_s  # one may be due before the next tick
         if before._running is not None:
             self._discard(before._running)
 

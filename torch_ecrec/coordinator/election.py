@@ -137,6 +137,7 @@ class Candidate:
         view: what etcd has said last; None: nothing yet.
         lease: by which it leads, or tries to; 0: none yet.
         again: somebody has led the run before it.
+        stood_by: somebody else has led while it looked, and not only until the lease of one that was gone has ended.
         run: the word of the run that it leads; `began_with`: the checkpoint that this began with.
         led: the revision since when it leads, by which members know it; 0: it has not led.
     """
@@ -147,6 +148,7 @@ class Candidate:
         self.id, self._address, self._ttl_s, self._word, self._build = id, address, ttl_s, word, build
         self.standing, self.view, self.lease = Standing.STANDBY, known, 0
         self.again, self.run, self.began_with, self.led = False, "", "", 0
+        self.stood_by, self._first_s = known is not None, math.inf  # its first look was answered
         self._question: Question = Look()
         self._asked_s = self._looked_s = self._acts_until_s = -math.inf  # its question; the last look was answered
         self._watched_s = math.inf  # since when looks, never more than a lease apart, have shown the same run
@@ -204,7 +206,8 @@ class Candidate:
         changed = known is None or (run != was and (run is None or run.leader != self.id))
         if changed or now_s > self._looked_s + self._ttl_s:
             self._watched_s = now_s
-        self._looked_s = now_s
+        self._looked_s, self._first_s = now_s, min(self._first_s, now_s)
+        self.stood_by |= view.leader is not None and view.leader.id != self.id and now_s > self._first_s + self._ttl_s
         if view.leader is not None and (view.leader.id, view.leader.lease) == (self.id, self.lease):
             self._question = Renew(self.lease)
             return 0.0

@@ -34,6 +34,8 @@ class RunningJob:
     Attributes:
         goes_back: the job has ended as it was, and begins again from a checkpoint.
         restored: that checkpoint; None: training began at its beginning.
+        begins_as_told: it begins with the checkpoint that this coordinator was told of, where members of one before
+            come back with too little to go on.
         restoring: slots get their records of it, or have no parities of them yet; then training begins.
         run: the identity of the cluster (`admission.py`), and in the names of its checkpoints, which tells them from
             those of other runs at the same place.
@@ -62,6 +64,7 @@ class RunningJob:
         self.restored = None if restore is None else restore[0]
         self._restored_job = None if restore is None else restore[1]
         self.restoring = restore is not None
+        self.begins_as_told = restore is not None and beyond == "stop"
         self.run, self.known = run, known
         self._members, self._announce = members, announce
         self.spec: JobSpec | None = None
@@ -80,7 +83,10 @@ class RunningJob:
     def way_back(self) -> str:
         """Returns how to begin again once this job cannot go on: a clause for an error message."""
         if self._url:
-            return f"begin again with a checkpoint: --checkpoint {self._url} --restore newest"
+            newest, began = f"begin again with a checkpoint: --checkpoint {self._url} --restore newest", self.restored
+            if began is None or began.url == self._url:
+                return newest
+            return f"{newest}; if none is there yet, with what this run began with: --restore {began.url}@{began.done}"
         if self.restored is not None:
             return f"begin again with the checkpoint that this run began with: --restore {self.restored.url}"
         return (
@@ -160,7 +166,11 @@ class RunningJob:
         if self._beyond == "stop":
             self.stop(reason, kind)
         else:
-            self.fatal, self.fatal_kind, self.goes_back = reason, "data_loss", True
+            self.go_back(reason)
+
+    def go_back(self, reason: str) -> None:
+        """Ends the job as it was: all begin again with a checkpoint."""
+        self.fatal, self.fatal_kind, self.goes_back = reason, "data_loss", True
 
     def stop(self, reason: str, kind: str) -> None:
         """Ends the job for everybody: kinds are data_loss, checkpoint and stopped."""

@@ -36,7 +36,7 @@ from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import NO_HOST, SlotPlace
-from torch_ecrec.protocol.status import Redundancy
+from torch_ecrec.protocol.status import UNREADABLE, Redundancy
 from torch_ecrec.spec.job import JobSpec
 
 
@@ -410,7 +410,7 @@ class SlotTable:
         damaged."""
         if self._job.restoring:
             if self._job.fatal is None:
-                self._job.lose(f"the checkpoint to begin with cannot be read: {reason}", "checkpoint")
+                self._job.lose(f"{UNREADABLE}: {reason}", "checkpoint")
         elif slot in self._partial.reading:
             self._job.lose(f"{self._partial.why}; the newest checkpoint cannot be read: {reason}")
         elif reason and self._job.fatal is None:

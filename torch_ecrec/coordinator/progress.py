@@ -54,7 +54,8 @@ class Progress:
         elif step > self.step or self._stepped_s is None:
             self._stepped_s = now_s
         self.step = step
-        _note(self._steps, (now_s, step))
+        if step:  # 0: nobody has said where training is, or began again with a checkpoint
+            _note(self._steps, (now_s, step))
         samples = sum(one.samples for one in trainers)
         if self._samples and samples < self._samples[-1][1]:  # one of them was started again
             self._samples.clear()

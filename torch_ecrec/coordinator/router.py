@@ -250,7 +250,9 @@ class Router:
 
     def _look_beyond(self) -> None:
         """Looks for a checkpoint, if more is lost than can be repaired."""
-        if self.core.goes_back and not self._looks_back:
+        if self.core.goes_back and not self._looks_back and self._settings.checkpoint.beyond == "stop":
+            self._go_back(self._settings.restore, "none was named")  # see `RunningJob.begins_as_told`
+        elif self.core.goes_back and not self._looks_back:
             assert self._manifests is not None  # whoever wants to go back has checkpoints written
             self._looks_back = True
             self._manifests.newest(self.core.run, self.core.restored, self._go_back)

@@ -128,4 +128,8 @@ def _take_back(state: ClusterState, known: MemberReports, epoch: int, dead: Set[
         hosted = [i for i in gone if slots[i].server == server]
         name = UNKNOWN_HOST if server == NO_HOST else server
         state.announce(events.Lost(name, "it did not rejoin", hosted))
-    state.table.lose(gone)
+    why = data_loss(job, state.table.unhealthy() | set(gone)) if job is not None and not state.job.restoring else None
+    if why is not None and state.job.begins_as_told:
+        state.job.go_back(why)  # as it would, were nobody left
+    else:
+        state.table.lose(gone)

@@ -27,7 +27,7 @@ from torch_ecrec.observe.words import (
     versions,
     versions_named,
 )
-from torch_ecrec.protocol.status import MemberStatus, Status
+from torch_ecrec.protocol.status import UNREADABLE, MemberStatus, Status
 from torch_ecrec.protocol.status import json_of as status_as_json
 
 Level = Literal["OK", "WARN", "ERROR"]
@@ -136,15 +136,20 @@ def redundancy_of(status: Status) -> str:
 def _ends(status: Status) -> list[Finding]:
     if not status.fatal:
         return []
-    remedy = (
-        "end its processes, and start the cluster again: no checkpoint of this run is there, so it begins at step 0,"
-        " or with what the script itself has saved"
-    )
-    if status.checkpoints is not None and status.checkpoints.last:
-        remedy = (
-            f"end its processes, and start the cluster again with --checkpoint {status.checkpoints.url} --restore"
-            f" newest: the last checkpoint is of step {status.checkpoints.last_step}"
-        )
+    remedy, kept = "end its processes, and start the cluster again", status.checkpoints
+    if status.fatal.startswith(UNREADABLE):
+        remedy += ", once that is mended; or with --restore URL@STEP, another one that is whole, as `torch-ecrec"
+        remedy += " checkpoints URL --verify` says"
+    elif kept is not None:
+        # one that takes the place of another does not know what that has written
+        last = f"the last checkpoint is of step {kept.last_step}" if kept.last else "step 0, where none is there"
+        if not kept.last and (began := status.restored) is not None:
+            last = f"if none is there yet, with that of step {began.step}, which this run began with"
+        remedy += f" with --checkpoint {kept.url} --restore newest: {last}"
+    elif status.restored is not None:
+        remedy += f" with --restore URL@{status.restored.step}, the checkpoint that this run began with"
+    else:
+        remedy += ": no checkpoints are kept, so it begins at step 0, or with what the script itself has saved"
     return [Finding("ERROR", "stopped", f"STOPPED: {status.fatal}", remedy)]
 
 

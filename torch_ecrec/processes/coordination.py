@@ -25,15 +25,15 @@ from torch_ecrec.errors import CheckpointError, ClusterError, DataLoss, OtherClu
 from torch_ecrec.observe.event_log import EventLog
 from torch_ecrec.processes.checkpoint_files import FileManifests
 from torch_ecrec.processes.leadership import LeaderGate, LeaderLease
-from torch_ecrec.processes.restore_source import NONE, find_again
 from torch_ecrec.processes.restore_source import find as find_checkpoint
+from torch_ecrec.processes.restore_source import find_again
 from torch_ecrec.processes.supervisor import POLL_S, STAYS
 from torch_ecrec.protocol.bounds import TransportName
 from torch_ecrec.runtime.addresses import text_of
 from torch_ecrec.runtime.lifetime import freeze, on_signals
 from torch_ecrec.runtime.threads import Worker
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.spec.settings import Settings
+from torch_ecrec.spec.settings import NONE, Settings
 from torch_ecrec.storage.catalog import NEWEST
 from torch_ecrec.storage.store_probe import LIMIT_S, StoreProbe
 from torch_ecrec.transport.control import TOLD_S, ControlServer, raise_descriptors
@@ -53,6 +53,12 @@ TOLD_END_S = 0.2  # for the last words to those who are connected
 LOUD = "recovered_partly", "not_exact", "began_anew", "turned_away", "slow", "stands_still", "goes_on"  # events
 
 
+class Unrestorable(ClusterError):
+    """The checkpoint that a cluster was to begin with cannot be read, and everybody who has asked knows."""
+
+    exit_code = CheckpointError.exit_code
+
+
 @dataclass(frozen=True)
 class Coordination:
     """Holds the arguments that a coordinator is started with.
@@ -62,7 +68,7 @@ class Coordination:
         code, spares, without_spare, drain_slow, checkpoint: see `ClusterSettings`.
         settings: of the process.
         restore: the checkpoint that the cluster begins with (`restore_source.find`); "": none.
-        began_with: the folder that the run has begun with (`restore_source.NONE`: with none); "": it begins now.
+        began_with: the folder that the run has begun with (`settings.NONE`: with none); "": it begins now.
         again: it takes the place of one that died. If everybody else died, too, it begins as `find_again` says.
         alone: nobody but a person, or an init system, starts it again, with the same words: that members of one before
             come back is possible, though `again` is not said.
@@ -104,6 +110,7 @@ def run_coordinator(told: Coordination, out: IO[str]) -> int:
         OtherCluster: members of another cluster have found it, and nobody of its own.
         DataLoss: more is lost than can be repaired, everybody who has asked knows, and nobody has for a while. Of one
             with a supervisor: else it stays, since whoever starts it again would begin anew.
+        Unrestorable: likewise, the checkpoint to begin with cannot be read.
         EtcdPutBack: etcd has lost what it knew of the cluster, or was put back to an earlier state.
         ClusterError: as `LeaderLease`.
     """
@@ -212,15 +219,17 @@ class _Coordinator:
     def run(self) -> bool:
         """Runs until its end; returns whether it has lost its lease of the lead, and is to stand by again."""
         checkpoint, again, began_with = self._told.checkpoint, self._told.again, self._told.began_with
+        asked = False  # by whoever has started it, once nobody was left
         if self._lease is not None:
             if not self._stand(self._lease):
                 self._server.close()
                 return False
             self._lease.keep(lambda: self._server.call_soon(self._give_way), self._hangs)
             checkpoint = dataclasses.replace(checkpoint, run=self._lease.candidate.run)
+            asked = not again and not self._lease.candidate.stood_by
             again, began_with = again or self._lease.candidate.again, self._lease.candidate.began_with
         try:
-            self._begin(checkpoint, again, began_with)
+            self._begin(checkpoint, again, began_with, asked)
             self._watchers.lead(self._as_watched(again))
             self._serve()
             if self._missing is not None and self._router.looks:
@@ -293,9 +302,11 @@ class _Coordinator:
             self._missing = error
             return None
 
-    def _begin(self, checkpoint: CheckpointSettings, again: bool, began_with: str) -> None:
+    def _begin(self, checkpoint: CheckpointSettings, again: bool, began_with: str, asked: bool) -> None:
         told = self._told
         begins = None if again else self._begins(checkpoint.url, began_with)
+        if told.restore and told.alone and not again and begins is None and self._missing is None:
+            log.warning("the cluster begins at step 0: there is no checkpoint at %s yet", checkpoint.url)
         self._began_with = began_with or (NONE if begins is None else begins[0].folder)
         if checkpoint.url:
             self._manifests = FileManifests(checkpoint, lambda: self._router.core.job, self._do_soon)
@@ -330,16 +341,16 @@ class _Coordinator:
         )
         if again:
             Worker(
-                lambda: self._look_for(checkpoint, began_with), "look for a checkpoint", self._cannot_look_on
+                lambda: self._look_for(checkpoint, began_with, asked), "look for a checkpoint", self._cannot_look_on
             ).start()
 
-    def _look_for(self, checkpoint: CheckpointSettings, began_with: str) -> None:
+    def _look_for(self, checkpoint: CheckpointSettings, began_with: str, asked: bool) -> None:
         """Finds what the cluster begins with if nobody is left who trains. Runs on a thread of its own, in a
         coordinator that takes the place of another. What cannot be read is tried again: training does not need it. What
         is not there, too, since somebody may bring it back; but who joins is told."""
         since_s, wanted = time.monotonic(), self._told.restore
         looks = StoreProbe(
-            lambda: find_again(checkpoint.run, checkpoint.url, checkpoint.beyond, wanted, began_with),
+            lambda: find_again(checkpoint.run, checkpoint.url, checkpoint.beyond, wanted, began_with, asked),
             checkpoint.url or wanted,
             min(checkpoint.timeout_s, LIMIT_S),
             self._say_trouble,
@@ -435,14 +446,29 @@ class _Coordinator:
         self._watchers.happened(event)
         if event["event"] == "regathered" and not self._told.alone:
             print(json.dumps({"run": self._router.core.run}), file=self._out, flush=True)
+        if event["event"] == "regathered" and self._told.restore and not self._told.again and self._missing is None:
+            self._server.call_soon(self._say_passed_over)
+
+    def _say_passed_over(self) -> None:
+        """Says that members of a coordinator before have more than the checkpoint that this one was to begin with."""
+        core = self._router.core
+        if core.fatal is None and (core.restored is None or core.restored.folder != self._began_with):
+            log.warning(
+                "members of a coordinator before are back, and go on with what they have: --restore %s is passed over."
+                " To begin with that, end all processes of this cluster first",
+                self._told.restore,
+            )
 
     def _end_after_loss(self) -> None:
-        """Ends this process after a loss of data, once whoever was started again has been told, as often as it was."""
+        """Ends this process after a loss of data, once whoever was started again has been told, as often as it was.
+        Likewise where the checkpoint to begin with cannot be read."""
         core, now_s = self._router.core, time.monotonic()
-        lost = core.fatal is not None and core.fatal_kind == "data_loss" and not core.goes_back
+        why = {"data_loss": DataLoss, "checkpoint": Unrestorable}.get(core.fatal_kind)
+        lost = core.fatal is not None and why is not None and not core.goes_back
         self._fatal_s = min(self._fatal_s, now_s) if lost else math.inf
         if not self._told.alone and now_s > max(self._fatal_s, self._router.told_fatal_s) + RESTART_S:
-            self._ended, self._over = DataLoss(core.fatal), True
+            assert why is not None
+            self._ended, self._over = why(core.fatal), True
             self._server.close()
 
     def _give_way(self) -> None:

@@ -42,6 +42,7 @@ from torch_ecrec.processes.checkpoint_files import FileCheckpointWriter
 from torch_ecrec.processes.footprint import host_name, room
 from torch_ecrec.processes.kernel_bits import kernel_bits
 from torch_ecrec.processes.member import Member, exit_code_of
+from torch_ecrec.processes.nodes import leave_mark
 from torch_ecrec.processes.part_reader import FileReader
 from torch_ecrec.processes.restore_source import dense_model
 from torch_ecrec.processes.supervisor import Supervisor, await_trainers
@@ -436,9 +437,9 @@ def _exit_with_reason() -> _Ending:
             if reason is not error:
                 with contextlib.suppress(OSError):  # no room for it, say
                     print(f"torch-ecrec: {type(reason).__name__}: {reason}", file=sys.stderr)
-            if isinstance(reason, DataLoss) and (mark := loss_mark()) is not None:
-                with contextlib.suppress(OSError):  # that it is there says most of it
-                    mark.write_text(str(reason))
+            if isinstance(reason, (DataLoss, JoinRefused)) and (mark := loss_mark()) is not None:
+                with contextlib.suppress(OSError):
+                    leave_mark(mark, reason)
             raise SystemExit(reason.exit_code)
 
     sys.excepthook = hook

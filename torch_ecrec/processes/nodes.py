@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_ecrec.errors import DataLoss
+from torch_ecrec.errors import ClusterError, DataLoss
 from torch_ecrec.processes.children import FRESH_STORE, STANDALONE, script_words
 from torch_ecrec.runtime.addresses import interface_of, interfaces, parse_address, parse_host
 from torch_ecrec.runtime.checks import require, require_int
@@ -122,7 +122,8 @@ def is_mine(host: str) -> bool:
 
 
 def run_torchrun(nodes: Nodes, join: str, script: Sequence[str], again: bool = False) -> int:
-    """Runs torchrun, which starts trainers again until they are done; not any more once one says that data is lost.
+    """Runs torchrun, which starts trainers again until they are done; not any more once one says that data is lost, or
+    that the cluster has refused it: it would do so again.
 
     What tells this process to end is told to torchrun, which ends with this process, too, however that ends.
 
@@ -133,7 +134,7 @@ def run_torchrun(nodes: Nodes, join: str, script: Sequence[str], again: bool = F
         again: a job that has ended is trained on.
 
     Returns:
-        What torchrun returns, or `DataLoss.exit_code`.
+        What torchrun returns, or the exit code of what a trainer has said.
 
     Raises:
         OSError: as for `Nodes.environment`.
@@ -158,10 +159,25 @@ def run_torchrun(nodes: Nodes, join: str, script: Sequence[str], again: bool = F
                 told = True
                 process.terminate()
                 with contextlib.suppress(OSError):  # no room for it: the code says it, too
-                    print(
-                        f"torch-ecrec: trainers are not started again: {mark.read_text()}", file=sys.stderr, flush=True
-                    )
-        return DataLoss.exit_code if mark.exists() else exit_code_of(process.returncode)
+                    said = _read_mark(mark)[1]
+                    print(f"torch-ecrec: trainers are not started again: {said}", file=sys.stderr, flush=True)
+        return _read_mark(mark)[0] if mark.exists() else exit_code_of(process.returncode)
+
+
+def leave_mark(mark: Path, reason: ClusterError) -> None:
+    """Tells `run_torchrun` why a trainer ends that is not to be started again."""
+    whole = mark.with_name(f"{mark.name}-{os.getpid()}")
+    try:
+        whole.write_text(f"{reason.exit_code} {reason}")
+        whole.replace(mark)  # it is read as soon as it is there
+    except OSError:  # no room: that it is there says most of it
+        mark.touch()
+
+
+def _read_mark(mark: Path) -> tuple[int, str]:
+    """Returns the exit code, and the reason, of a trainer that has left a mark."""
+    code, _, reason = mark.read_text().partition(" ")
+    return int(code or DataLoss.exit_code), reason
 
 
 def _end_with_parent() -> None:

@@ -13,7 +13,7 @@ from torch_ecrec.coordinator.checkpointing import Restorable, attempt_of, run_of
 from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import JobSpec
-from torch_ecrec.spec.settings import Beyond
+from torch_ecrec.spec.settings import NONE, Beyond
 from torch_ecrec.storage.catalog import NEWEST, Catalog, place_of
 from torch_ecrec.storage.chain_reader import dense_of
 from torch_ecrec.storage.listing import Broken
@@ -22,7 +22,6 @@ from torch_ecrec.storage.store_probe import StoreProbe
 
 log = logging.getLogger(__name__)
 
-NONE = "none"
 UNASKED = "more is lost than parity repairs, and with --beyond stop nobody goes back to a checkpoint unasked"
 DENSE_S = 3600.0  # for the dense model, which is read at once; only a store that hangs reaches it
 
@@ -57,13 +56,16 @@ def find(wanted: str, url: str, began_with: str = "") -> tuple[Restored, JobSpec
     return restored_of(catalog, manifest), manifest.spec
 
 
-def find_again(run: str, url: str, beyond: Beyond, wanted: str, began_with: str) -> tuple[Restorable | None, int]:
+def find_again(
+    run: str, url: str, beyond: Beyond, wanted: str, began_with: str, asked: bool = False
+) -> tuple[Restorable | None, int]:
     """Finds what a cluster begins with after its coordinator was started again, if no member that knows the training
     returns.
 
     Args:
         run: its word; `url`: of its own checkpoints, "" if there are none; `beyond`: see `CheckpointSettings`.
         wanted, began_with: as for `find`.
+        asked: somebody has started it once nobody was left, and may have named the newest checkpoint of the run.
 
     Returns:
         A checkpoint, of the run itself or the one that it began with; None: its beginning. And how many coordinators
@@ -73,10 +75,13 @@ def find_again(run: str, url: str, beyond: Beyond, wanted: str, began_with: str)
         CheckpointError: there is nothing that the cluster may begin with, and why; StoreUnavailable: nobody can tell.
     """
     newest, term, broken = _found(run, url) if url else (None, 0, [])
-    if newest is not None and beyond == "stop":
+    named = find(wanted, url) if asked and wanted and newest is not None else None
+    is_newest = named is not None and newest is not None and named[0].folder == newest[0].folder
+    if newest is not None and beyond == "stop" and not is_newest:
+        other = "; or with an older one, under another name in --elect" if asked else ""
         raise CheckpointError(
             f"{UNASKED}: end this cluster, and begin another with --restore {url}@{newest[0].done}, the newest"
-            " checkpoint of this run"
+            f" checkpoint of this run{other}"
         )
     if beyond == "stop" and broken:
         raise CheckpointError(

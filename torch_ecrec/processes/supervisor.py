@@ -8,8 +8,8 @@ serves. Who is told itself waits for its trainers first (`await_trainers`).
 Which ends are final is told from the exit code, or the signal (then it is negative):
 
     server       0 told to end, 2 refused, 3 data is lost; after any other, 4 (nobody answered) included, another may do
-    coordinator  0 told to end, 3 data is lost, 9 members of another cluster have found it; after any other, the next
-                 one finds the members where the one before left them
+    coordinator  0 told to end, 3 data is lost, 7 what it was to begin with cannot be read, 9 members of another cluster
+                 have found it; after any other, the next one finds the members where the one before left them
 
 Another is started at once, but after pauses of up to 30 s where one after the other ends soon after its start. When
 the coordinator does not come up again in `COORDINATOR_TRIES`, there will be no other: `Supervisor.ended`.
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, OtherCluster, TierFailed
+from torch_ecrec.errors import CheckpointError, ClusterError, ClusterUnavailable, DataLoss, OtherCluster, TierFailed
 from torch_ecrec.processes.children import Child, await_end, tail, with_own_path
 from torch_ecrec.processes.fork_server import ForkServer, is_available
 from torch_ecrec.processes.limits import explained
@@ -41,7 +41,7 @@ from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.runtime.lifetime import belongs_here, tell_to_end
 from torch_ecrec.runtime.threads import Worker, log_error
 from torch_ecrec.spec.job import SLOTS_MOST, CodeSpec
-from torch_ecrec.spec.settings import new_run
+from torch_ecrec.spec.settings import NONE, new_run
 from torch_ecrec.transport.whereabouts import ask_status
 from torch_ecrec.web.place import Place
 
@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 STOP_S = 3.0  # between a polite and an impolite end of a child
 START_S = 60.0
+COORDINATOR = "coordinator"  # its name
 POLL_S = 0.2
 QUICK_S = 10.0  # a process that lived for less has ended soon after its start
 PAUSES_S = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before the next start, by how many have ended soon
@@ -56,7 +57,7 @@ COORDINATOR_TRIES = 7
 STAYS = "told to end: waits until %s have ended, for %g s at most; told again, or by SIGINT, it ends at once"
 NO_ROOM = (OSError, MemoryError, RuntimeError)  # the last: no thread can be started
 FINAL = (0, 2, 3)  # exit codes of a server
-FINAL_OF_COORDINATOR = (0, DataLoss.exit_code, OtherCluster.exit_code)
+FINAL_OF_COORDINATOR = (0, DataLoss.exit_code, CheckpointError.exit_code, OtherCluster.exit_code)
 LOADED = (  # before processes are forked
     "torch_ecrec.processes.launch:warm",
     "torch_ecrec.processes.kernel_bits:kernel_bits",
@@ -155,6 +156,11 @@ class Supervisor:
         return text_of(self.address)
 
     @property
+    def begins_anew(self) -> bool:
+        """Whether its coordinator has found no checkpoint to begin with, or was told of none."""
+        return self._began_with == NONE
+
+    @property
     def children(self) -> list[Child]:
         """The processes that live, as far as is known: the coordinator, then servers."""
         with self._lock:
@@ -206,7 +212,7 @@ class Supervisor:
         again = ["--again", "--began-with", self._began_with]
         arguments += [] if self.http is None else ["--http", str(self.http)]
         arguments += ["--run", self._run, *(again if self._supervising is not None else [])]
-        return self._start("coordinator", arguments, stdout=subprocess.PIPE, quick=quick).child
+        return self._start(COORDINATOR, arguments, stdout=subprocess.PIPE, quick=quick).child
 
     def _read_address(self) -> tuple[str, int]:
         """Returns the coordinator's address, or the reason why there is none."""
@@ -348,13 +354,17 @@ class Supervisor:
         self._stop.set()
         if self._supervising is not None and self._supervising.ident is not None:
             self._supervising.join()  # else it might start another one behind our back
-        children = self.children
-        for child in children:
-            if child.poll() is None and child.stdin is not None:
-                tell_to_end(child.stdin.fileno())
-        await_end(children, STOP_S)
-        for child in children:
-            _close_pipes(child)
+        with self._lock:
+            lives = list(self._lives)
+        coordinators = [life.child for life in lives if life.name == COORDINATOR]
+        servers = [life.child for life in lives if life.name != COORDINATOR]
+        for children in (coordinators, servers):  # in this order: it would take servers that leave before it for lost
+            for child in children:
+                if child.poll() is None and child.stdin is not None:
+                    tell_to_end(child.stdin.fileno())
+            await_end(children, STOP_S)
+        for life in lives:
+            _close_pipes(life.child)
         forks, self._forks = self._forks, None
         if forks is not None:
             forks.close()

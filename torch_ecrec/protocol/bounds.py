@@ -17,6 +17,7 @@ SAVES_MOST = 10_000  # of portions of rows, since the last checkpoint
 INEXACT_MOST = 100  # reasons that are kept
 FIGURES_MOST = 40  # in a progress report
 TEXT_MOST = 200
+REASON_MOST = 1000  # names a file, by its URL, and ends with what to do
 PLACES_MOST = 100  # that are named of what is damaged
 SHOWN_MOST = 200  # characters of a reason
 NO_SECRET = "no_secret"  # the kind of a refusal that a connection says by itself: here, where nothing loads torch
@@ -27,6 +28,7 @@ Rank = Annotated[int, Meta(ge=-1, lt=MEMBERS_MOST)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,100}\Z")]
 Host = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,100}\Z")]  # "" (`NO_HOST`): the slot waits for one
 Text = Annotated[str, Meta(max_length=TEXT_MOST)]
+Reason = Annotated[str, Meta(max_length=REASON_MOST)]
 Inexact = Annotated[list[tuple[Count, Text]], Meta(max_length=INEXACT_MOST)]  # (steps of training until then, why)
 Folder = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,100}\Z")]  # of one checkpoint, which is its name
 FolderOrNone = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,100}\Z")]

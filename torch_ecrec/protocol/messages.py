@@ -51,6 +51,7 @@ from torch_ecrec.protocol.bounds import (
     Portion,
     Rank,
     Ranks,
+    Reason,
     Role,
     Run,
     Scalar,
@@ -356,7 +357,7 @@ class Rebuilt(OfSlot, frozen=True, tag="rebuilt"):
 class Unrecoverable(OfSlot, frozen=True, tag="unrecoverable"):
     """Says that nobody has what a slot needs. `reason`: why a checkpoint could not give it, where it was to."""
 
-    reason: Text = ""
+    reason: Reason = ""
 
 
 class Damaged(OfSlot, frozen=True, tag="damaged"):
@@ -444,7 +445,7 @@ class Unwritten(OfSlot, frozen=True, tag="unwritten"):
     """Says that a slot's part of a checkpoint was given up."""
 
     checkpoint: Count
-    reason: Text
+    reason: Reason
 
 
 class Loaded(Said, frozen=True, tag="loaded"):

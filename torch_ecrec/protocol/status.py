@@ -48,6 +48,7 @@ from torch_ecrec.protocol.bounds import (
 )
 from torch_ecrec.spec.job import CodeSpec
 
+UNREADABLE = "the checkpoint to begin with cannot be read"  # so begins why all has stopped before it began
 Seconds = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 

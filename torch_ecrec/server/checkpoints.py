@@ -26,7 +26,7 @@ import numpy as np
 from torch_ecrec.durability.context import Pending, SlotContext
 from torch_ecrec.durability.scrubber import Scrubber
 from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.bounds import TEXT_MOST
+from torch_ecrec.protocol.bounds import REASON_MOST
 from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.server.capture import Capture, Marks, all_marked, mark_changed_, none_marked
@@ -296,7 +296,7 @@ class SlotCheckpoints:
         self._tell_unwritten(checkpoint, reason)
 
     def _tell_unwritten(self, checkpoint: int, reason: str) -> None:
-        self._say(messages.Unwritten(*self._slot.life, checkpoint, reason[:TEXT_MOST]))
+        self._say(messages.Unwritten(*self._slot.life, checkpoint, reason[:REASON_MOST]))
 
     def _say(self, word: messages.OfCheckpoint) -> None:
         self._said = word

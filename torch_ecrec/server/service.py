@@ -19,7 +19,7 @@ from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.errors import ClusterError, TierFailed
 from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.protocol import messages, wire
-from torch_ecrec.protocol.bounds import TEXT_MOST
+from torch_ecrec.protocol.bounds import REASON_MOST
 from torch_ecrec.protocol.messages import Known, Placement
 from torch_ecrec.protocol.status import Report
 from torch_ecrec.protocol.wellformed import MessageValidator
@@ -295,7 +295,7 @@ class Host(ServerProcess):
                 if incarnation:
                     raise  # this server is lost; another one may have room
                 log.error("slot %d cannot begin: %s", index, error)
-                self.tell(messages.Unrecoverable(index, incarnation, f"{self.name}: {error}"[:TEXT_MOST]))
+                self.tell(messages.Unrecoverable(index, incarnation, f"{self.name}: {error}"[:REASON_MOST]))
                 return
         policy = policy_of(job.code.protection, self.settings.experiment)
         slot = self.slots[index] = Slot(self, held, policy, self.settings, fresh, partial_restore, arrival)

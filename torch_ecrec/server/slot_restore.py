@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from torch_ecrec.durability.context import Pending, SlotContext
-from torch_ecrec.protocol.bounds import TEXT_MOST
+from torch_ecrec.protocol.bounds import REASON_MOST
 from torch_ecrec.protocol.messages import PartialRestore
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.server.process import ServerProcess
@@ -113,7 +113,7 @@ class SlotRestore:
             log.warning("slot %d: %s; asks again in %g s", self._held.index, reason, AGAIN_S)
             self._host.later(AGAIN_S, lambda: self._ask_again(asked))
         elif not self._read:
-            self.failed = reason[:TEXT_MOST]
+            self.failed = reason[:REASON_MOST]
             self._slot.give_up(self.failed)
 
     def proceed(self) -> None:

@@ -43,6 +43,7 @@ MOVE_BYTES_PER_S = min(15e6 * len(os.sched_getaffinity(0)), 100e6)
 CheckpointPolicy = Literal["full", "one-shot", "consecutive", "intermittent"]  # see `storage/policy.py`
 CheckpointSaver = Literal["everything", "mfu", "ssu", "scar"]  # what is saved between checkpoints; `records/savers.py`
 Beyond = Literal["stop", "checkpoint", "partial"]  # what follows when more is lost than can be repaired
+NONE = "none"  # in place of the name of the checkpoint that a run began with
 WIRES = ("float32", "bfloat16")  # how rows and gradients travel between trainers and servers
 TIER_FOR = ("all", "parities")
 RECORD_CHECKS = ("background", "use", "none")  # when a server looks for damage to its records
@@ -61,7 +62,7 @@ OTHERS = {
     "INSECURE_RPC": "1: torch.distributed.rpc may listen where other hosts reach it. It runs whatever it is sent.",
     "REHEARSED": f'the folder with the marks of scripts that were rehearsed; by default "{REHEARSALS}".',
     "RECORD": "set by `torch-ecrec rehearse`: where trainers record their steps.",
-    "LOSS_MARK": "set by `torch-ecrec run`: by this file trainers tell it that data is lost.",
+    "LOSS_MARK": "set by `torch-ecrec run`: by this file trainers tell it that data is lost, or they are refused.",
 }  # read elsewhere here; a test of this package has its own names, which begin with `TEST_`
 
 
@@ -85,7 +86,7 @@ def torchrun_launch() -> str:
 
 
 def loss_mark() -> Path | None:
-    """Returns the file by which trainers tell `torch-ecrec run`, which restarts them, that data is lost; or None."""
+    """Returns the file by which trainers tell `torch-ecrec run`, which restarts them, why that is in vain; or None."""
     place = os.environ.get("TORCH_ECREC_LOSS_MARK")
     return Path(place) if place else None
 
