@@ -163,7 +163,7 @@ class SimulatedCluster:
         port = self.network.port(name, lambda word: self.plane.tell(process, word))
         if process.role == "server":
             host = self.hosts[name] = Host(name, port, self.settings)
-            host.tier = self.tier_of(name)
+            host.term, host.tier = process.rules.term, self.tier_of(name)
             host.reader = self.shelf.reader(host, lambda: name not in self.network.dead)
             host.writer = self.shelf.writer(host, lambda: name not in self.network.dead)
             self.network.handlers[name] = host.handle

@@ -26,6 +26,7 @@ from test_member import WELCOME, Coordinator
 from torch_ecrec.errors import Fenced
 from torch_ecrec.processes import launch
 from torch_ecrec.runtime.lifetime import end_at_once
+from torch_ecrec.server.service import Host
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.control import LineConnection
 
@@ -227,6 +228,40 @@ def test_a_server_told_to_end_at_any_line(monkeypatch: pytest.MonkeyPatch, reaso
         assert isinstance(ended, KeyboardInterrupt), f"line {number}"
     assert number > 5 and {"_serve_once", "_first_of"} <= functions
     assert told.fired == (reason is None), "who has no reason to end waits for one"
+
+
+made: list[Host] = []
+
+
+class WelcomedMember(JoinedMember):
+    """One that has built its node, of the cluster's eighth coordinator."""
+
+    reason = Fenced("a reason")
+    term = 7
+
+    def __init__(
+        self, settings: Settings, join: object, make: Callable[..., Host], *, on_end: Callable[..., None], **_: object
+    ) -> None:
+        made.append(make("server-7", self, None))
+        super().__init__(on_end=on_end)
+
+    def now_s(self) -> float:
+        return 0.0
+
+    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+        pass
+
+
+def test_a_server_knows_which_coordinator_has_welcomed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first connection that ends is taken for the end of that coordinator, and of its checkpoint."""
+    monkeypatch.setattr(launch, "Member", WelcomedMember)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        launch._serve_once(Settings(), None, draining=False)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert made.pop().term == 7
 
 
 def test_a_server_that_was_fenced_joins_again_as_drained_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,15 @@ FOUND = {
         ),
         3,
     ),
+    "a slot was to move as the coordinator is cut off from all": Schedule(
+        "loads in training",
+        True,
+        60,
+        (
+            Trouble(1.0, "unplug", (-1, 0, 3, 6), 16.09),
+            Trouble(0.1, "drain", (0,)),
+        ),
+    ),
 }
 
 

@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 from captured import PLAIN, POLICIES, Checkpointed, check, with_checkpoints
 from harness import Fault, SimulationResult
+from harness.membership import VirtualProcess
 from harness.network import CRASH_COORDINATOR
 from harness.scenario import Load
 from thinned import in_turns, thinned
 
 from torch_ecrec.coordinator.checkpointing import choose
 from torch_ecrec.protocol.messages import Capture as CaptureOrder
-from torch_ecrec.protocol.messages import Release, Shown
+from torch_ecrec.protocol.messages import Due, Placed, Release, Shown
 from torch_ecrec.records.captured import Captured
 from torch_ecrec.server import checkpoints as checkpoints_module
 from torch_ecrec.server.capture import Capture
@@ -193,6 +194,73 @@ def test_somebody_dies_at_messages_while_checkpoints_are_written(kind: str) -> N
 @pytest.mark.parametrize("kind", ["crash_sender", "crash_receiver", CRASH_COORDINATOR])
 def test_somebody_dies_at_every_message_while_checkpoints_are_written(kind: str) -> None:
     sweep_messages(kind, every=1)
+
+
+class UntilWritten(Checkpointed):
+    """It goes on after the last step until its only checkpoint counts, for a while. `at`, `act`: as ever."""
+
+    SECONDS = 5.0  # virtual
+
+    def __init__(self, at: int = -1, act: Callable[[Checkpointed, str], None] | None = None, **more: Any) -> None:
+        super().__init__(with_checkpoints(dataclasses.replace(PLAIN, steps=6, **more), every_steps=4), at=at, act=act)
+
+    def settled(self) -> bool:
+        late = self.network.clock.now_s > self.SECONDS
+        return super().settled() and (late or bool(self.shelf.counts))
+
+
+def end_connections(cluster: Checkpointed, what: str) -> None:
+    cluster.plane.reset([process.connection for process in cluster.plane.processes if not process.dead])
+
+
+@pytest.mark.parametrize("coordinators", [1, 2])
+def test_a_checkpoint_goes_on_after_all_connections_with_the_coordinator_have_ended(coordinators: int) -> None:
+    """For the first time in its life: it is the coordinator that it was."""
+    healthy = UntilWritten(coordinators=coordinators)
+    check(healthy)
+    for at in range(0, healthy.shelf.writes, 3):
+        cluster = UntilWritten(at, end_connections, coordinators=coordinators)
+        run = check(cluster)
+        assert cluster.fired and cluster.network.clock.now_s < 1.0 and not events(run, "checkpoint_void")
+        (finished,) = cluster.shelf.counts
+        assert finished.done == 4
+
+
+@pytest.mark.parametrize("who", ["all connections", "the coordinator"])
+def test_a_checkpoint_that_is_due_is_written_whoever_has_not_heard_of_that(who: str) -> None:
+    """The word is lost with the coordinator, or with the connection. The next one would be due much later."""
+    act = end_connections if who == "all connections" else ACTS[who]
+
+    class Lost(UntilWritten):
+        lost = 0
+
+        def on_control(self, process: VirtualProcess, word: Any) -> None:
+            if isinstance(word, Placed) and not hasattr(self, "tells"):
+                self.tells = True
+                plane, tell = self.plane, self.plane.tell
+
+                def tell_or_lose(process: VirtualProcess, word: Any) -> None:
+                    if isinstance(word, Due) and not self.lost:
+                        self.lost += 1
+                        act(self, "")
+                    tell(process, word)
+
+                plane.tell = tell_or_lose  # type: ignore[method-assign]
+            super().on_control(process, word)
+
+    for seed in range(4):
+        cluster = Lost(network_seed=seed)
+        check(cluster)
+        assert cluster.lost and [finished.done >= 4 for finished in cluster.shelf.counts] == [True], seed
+
+
+def test_the_next_coordinator_writes_what_a_lost_one_had_begun() -> None:
+    healthy = UntilWritten()
+    check(healthy)
+    for at in range(0, healthy.shelf.writes - 1, 3):  # the last one is of the manifest
+        cluster = UntilWritten(at, ACTS["the coordinator"])
+        check(cluster)
+        assert cluster.fired and cluster.run.coordinator_kills == 1 and len(cluster.shelf.counts) == 1, at
 
 
 def test_a_write_fails() -> None:

@@ -5,22 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from coordinator_harness import Harness, taken_over, told
+from coordinator_harness import Harness, going_on, taken_over, told
 
 from torch_ecrec.coordinator.suspicion import REMEMBERED_S
 from torch_ecrec.protocol.status import Unresolved
 from torch_ecrec.spec.job import CodeSpec
-
-
-def going_on(h: Harness, seconds: float, cuts: dict[str, list[str]], silent: tuple[str, ...] = ()) -> None:
-    """Everybody beats four times a second, with these complaints."""
-    for _ in range(round(4 * seconds)):
-        h.now_s += 0.25
-        for member in list(h.core.members.values()):
-            if member.present and member.name not in silent:
-                accused = [name for name in cuts.get(member.name, []) if name in h.core.members]
-                h.say(member.name, type="beat", unreachable=accused)
-        h.core.on_tick(h.now_s)
 
 
 def cut_events(h: Harness) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from coordinator_harness import MEMBERS, Harness, known, rejoin, told
+from coordinator_harness import MEMBERS, Harness, going_on, known, rejoin, told
 
 from torch_ecrec.protocol.messages import BadMessage
 from torch_ecrec.spec.job import CodeSpec
@@ -70,6 +70,25 @@ def test_where_it_was_to_move_to_is_gone(leaves: bool) -> None:
     h.enter()
     assert h.moving()[0] == "server-4"
     h.move()
+
+
+@pytest.mark.parametrize("drained_in_between", [False, True])
+def test_once_others_are_heard_again_a_slot_moves_that_could_not(drained_in_between: bool) -> None:
+    """All were silent, as the coordinator was cut off: where it was to move to, too."""
+    h = Harness(lease_s=3.0).start()
+    going_on(h, 1.0, {})
+    if not drained_in_between:
+        assert h.core.drain("server-1", undo=False) == "" and h.moving()[0] == "server-3"
+    going_on(h, 5.0, {}, silent=tuple(h.core.members))
+    many = len(told(h, "server-3", "move"))
+    if drained_in_between:
+        assert h.core.drain("server-1", undo=False) == "" and not many, "nobody is heard whom it could move to"
+    else:
+        assert [event["event"] for event in h.events].count("stayed") == 1
+    going_on(h, 1.0, {})
+    assert len(told(h, "server-3", "move")) == many + 1
+    h.move()
+    assert "server-1" not in h.places
 
 
 def test_who_comes_back_is_told_again() -> None:

@@ -1,9 +1,11 @@
 """Runs of the simulated cluster in which several things go wrong after each other, and nothing has to be lost by it.
 
 A `Schedule` says what happens and when: hosts lose their network or stand still, the coordinator's among them; servers,
-trainers and coordinators die, or are told to end; a coordinator with another code, or of another cluster, comes at the
-address of the right one; trainers of another launch come. Two promises make every run end well: nobody is killed whose
-loss the code does not repair together with all that are silent at that moment, and all that is silent comes back.
+trainers and coordinators die, or are told to end; servers are drained, or stay after all; a coordinator with another
+code, or of another cluster, comes at the address of the right one; trainers of another launch come. Two promises make
+every run end well: nobody is killed whose loss the code does not repair together with all that are silent at that
+moment, and all that is silent comes back. After them, what was to follow has followed, and nothing is left of it
+(`harness/leftovers.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from captured import with_checkpoints
 from cut_runs import OVERWRITES, Patient
 from faults import THREE_TWO, TWO_ONE, oracle
 from harness import Scenario
+from harness.leftovers import check_over
 from harness.links import BEAT_S, COORDINATOR, ENDS_S, MEMBER_ENDS_S
 from harness.membership import HELD_S, Center, VirtualProcess
 from harness.scenario import Load
@@ -101,13 +104,15 @@ KINDS = {
     "kill trainer": 2,
     "kill coordinator": 5,
     "term": 1,
-    "reset": 1,
+    "reset": 3,
     "late probes": 1,
     ANOTHER_CODE: 1,
     ANOTHER_CLUSTER: 1,
     "second launch": 3,
     "kill host": 2,
     "a member of before": 2,
+    "drain": 3,
+    "undo": 2,
 }
 
 
@@ -263,7 +268,7 @@ class Adverse(Patient):
             self.network.clock.later(at_s, functools.partial(self._happen, trouble))
 
     def _happen(self, trouble: Trouble) -> None:
-        done = self.apply(trouble)
+        done, self.quiet_s = self.apply(trouble), self.now_s
         self.log.append(f"{self.now_s:.2f} {trouble}: {done}")
 
     def apply(self, trouble: Trouble) -> str:
@@ -315,6 +320,11 @@ class Adverse(Patient):
                 self._intrude(rank)
         elif kind == "a member of before":
             self._come_from_before(trouble.who[0] % self.scenario.code.slots)
+        elif kind in ("drain", "undo"):
+            servers = [one for one in lives if one.role == "server" and one.name]
+            if not servers or not self.plane.lives or self.plane.router.core.regathering:
+                return "may not"
+            return self.plane.router.core.drain(servers[0].name, undo=kind == "undo") or servers[0].name
         elif kind == "reset":
             self.plane.reset([one.connection for one in self.plane.processes if not one.dead])
         elif kind == "late probes":
@@ -540,6 +550,7 @@ def run_schedule(schedule: Schedule) -> Adverse:
             for got, right in zip(cluster.shelf.records(cluster.scenario.job, finished), there.records, strict=True):
                 assert torch.equal(got.view(torch.float32), right), f"{finished.folder} is not as of its step"
         assert not cluster.violations, cluster.violations
+        check_over(cluster)
     except Exception as error:
         cluster.note()
         said = "\n".join(cluster.log[-60:])

@@ -131,6 +131,17 @@ def durable(h: Harness, slot: int) -> None:
     h.say(h.places[slot], type="durable", era=h.core.era, slot=slot, incarnation=incarnation)
 
 
+def going_on(h: Harness, seconds: float, cuts: dict[str, list[str]], silent: tuple[str, ...] = ()) -> None:
+    """Everybody beats four times a second, with these complaints."""
+    for _ in range(round(4 * seconds)):
+        h.now_s += 0.25
+        for member in list(h.core.members.values()):
+            if member.present and member.name not in silent:
+                accused = [name for name in cuts.get(member.name, []) if name in h.core.members]
+                h.say(member.name, type="beat", unreachable=accused)
+        h.core.on_tick(h.now_s)
+
+
 def told(h: Harness, name: str, kind: str) -> list[dict[str, Any]]:
     return [message for member, message in h.sent if member == name and message["type"] == kind]
 

@@ -28,6 +28,7 @@ from torch_ecrec.spec.settings import Settings
 
 STEPS, TRAINERS = 12, 2
 JOB = JobSpec(small_tables(), CodeSpec(3, 2, 1), TRAINERS, 7)
+OVER_S = 1.0  # virtual, after which nothing more comes of a run
 WINDOW = Settings().window_steps
 PORTION = 1 / 6  # of the rows that prioritised saves have; so they are due every 2 steps, and checkpoints every 12
 
@@ -78,6 +79,8 @@ class Partial(Trainers):
         self.network.faults = [Fault("drop", dropped)]  # a request, by its number; -1: none
         self.at_write: dict[int, Kill] = {}  # write -> who is lost then
         self.then: Kill | None = None  # who is lost so many messages after the first one
+        self.missed: list[Kill] = []  # who was not
+        self._over_s = 0.0  # since when nothing is under way
         self.shelf.on_write = self._on_write
         self.tick_often()
 
@@ -111,6 +114,21 @@ class Partial(Trainers):
         if kill.who != "any":
             self.marks["lost"] = self.now
         return True
+
+    def _done(self) -> bool:
+        """`beyond` and `saved` that no checkpoint, or save, has come for until all is over never come to pass."""
+        done = super()._done()
+        waits = all(kill.who in ("beyond", "saved") for kill in self.kills_to_come)
+        if done or not waits or self.finished < self.scenario.trainers or self.ending or not self._is_idle():
+            self._over_s = self.network.clock.now_s
+        elif self.network.clock.now_s > self._over_s + OVER_S:
+            self.missed, self.kills_to_come = self.kills_to_come, []
+        return done
+
+    def _is_idle(self) -> bool:
+        """Nothing is under way, checkpoints included."""
+        writing = not self.plane.lives or self.coordinator._state.checkpointing._running is not None
+        return not writing and self.all_settled()
 
     def _is_saved(self) -> bool:
         """A save is on the newest checkpoint, and all logs begin after it."""

@@ -117,6 +117,7 @@ def act_on_silence(state: ClusterState, now_s: float) -> None:
     silence.end(now_s)
     if was_quiet - silence.quiet:
         table.place_waiting()  # nobody was heard who could host it
+        table.moves.rebalance()  # nor where a slot could move to
 
 
 def _cover(state: ClusterState, cuts: list[Pair], now_s: float) -> tuple[list[Pair], set[str]]:

@@ -133,6 +133,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None, draining
             hosts[0].run(action)
 
         hosts.append(host := Host(name, member, settings, FileCheckpointWriter(run), FileReader(run)))
+        host.term = member.term
         if host.tier is not None:
             host.tier.on_error = member.on_error
         if settings.spare_memory:

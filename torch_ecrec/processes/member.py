@@ -146,6 +146,11 @@ class Member:
         return self._rules.restarted
 
     @property
+    def term(self) -> int:
+        """Of the coordinator that it has heard last."""
+        return self._rules.term
+
+    @property
     def draining(self) -> bool:
         """A server: no slot is to be here."""
         return self._rules.join.draining

@@ -61,6 +61,7 @@ class SlotCheckpoints:
         self._pinned: int | None = None  # the log goes back to there
         self._pinned_at = 0  # what was applied then
         self._kept: int | None = None  # steps of training until the last whole snapshot, as far as is known
+        self._due = 0  # steps of training after which a checkpoint is due, as this slot has said last
         self._surveyed = 0  # the checkpoint that is being prepared, or written
         self._capture: Capture | None = None
         self._writing: Pending | None = None
@@ -131,8 +132,10 @@ class SlotCheckpoints:
         kept = self._kept if self._kept is not None else done - 1
         self._kept = max(kept, done)
         for every in self._periods():
-            if done // every * every > kept:
-                self._slot.tell(messages.Due(*self._slot.life, done // every * every))
+            if (due := done // every * every) > kept:
+                if every == self._host.checkpointing.every_steps:
+                    self._due = due
+                self._slot.tell(messages.Due(*self._slot.life, due))
                 return
 
     def on_going_back(self, step: int) -> None:
@@ -260,7 +263,9 @@ class SlotCheckpoints:
 
     def tell_again(self, same: bool) -> None:
         """Tells the coordinator again what it may have missed, after its connection had ended; abandons the checkpoint
-        if it is another coordinator (not `same`)."""
+        if it is another coordinator (not `same`), which is to write it anew."""
+        if self._host.saves.done < self._due <= (self._kept or 0):
+            self._slot.tell(messages.Due(*self._slot.life, self._due))
         if not same:
             self.abandon()
         elif self._said is not None:

@@ -61,6 +61,9 @@ class Host(ServerProcess):
 
     Args:
         name, port, settings, writer, reader: see `ServerProcess`.
+
+    Attributes:
+        term: of the coordinator that it has heard last; who builds it says that of the one that has welcomed it.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Host(ServerProcess):
         reader: CheckpointReader | None = None,
     ) -> None:
         super().__init__(name, port, settings, writer, reader)
-        self._term: int | None = None  # of the coordinator
+        self.term = 0
         self.job: JobSpec | None = None
         self.restored: messages.Restored | None = None  # the checkpoint that the cluster began with
         self.slots: dict[int, Slot] = {}
@@ -139,8 +142,8 @@ class Host(ServerProcess):
         """Sends again what a coordinator may have missed or never heard. `term`: of that coordinator."""
         for slot in self.slots.values():
             slot.tell_again()
-            slot.checkpoints.tell_again(same=term == self._term)
-        self._term = term
+            slot.checkpoints.tell_again(same=term == self.term)
+        self.term = term
 
     def _on_checkpoint(self, word: messages.FromCoordinator) -> None:
         if isinstance(word, messages.Checkpointing):
