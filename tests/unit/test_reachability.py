@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import random
@@ -178,6 +179,43 @@ def test_a_host_answers_also_where_nobody_listens_or_accepts(monkeypatch: pytest
             wait_until(lambda: (tries.look([], next(times)), bool(heard))[1], 60.0, "an answer")  # noqa: B023
             assert tries.unreachable() == []
             tries.close()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_without_descriptors_nothing_is_said_of_others(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two that cannot reach each other a server goes: it would be the wrong one, and then the next."""
+
+    def short(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(reachability, "_answered", lambda sock, place: True if answers else None)
+    tries, times = Tries(), itertools.count(0, 0.1)
+    tries.follow({"server-1": ("127.0.0.1", 9)})
+    for _ in range(5):
+        tries.look([], next(times))
+    with monkeypatch.context() as patch:
+        patch.setattr(reachability.socket, "socket", short)
+        for _ in range(100):
+            tries.look([], next(times))
+            assert tries.unreachable() == []
+    for _ in range(100):
+        tries.look([], next(times))
+    assert tries.unreachable() == ([] if answers else ["server-1"]), "it is tried again"
+    tries.close()
+
+
+def test_who_cannot_even_ask_cannot_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host without IPv6, say."""
+
+    def none(*_: object) -> None:
+        raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+
+    monkeypatch.setattr(reachability.socket, "socket", none)
+    tries = Tries()
+    tries.follow({"server-1": ("::2", 9)})
+    for at in range(30):
+        tries.look([], 0.1 * at)
+    assert tries.unreachable() == ["server-1"]
 
 
 def test_a_connection_says_when_something_came() -> None:
