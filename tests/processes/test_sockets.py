@@ -205,6 +205,27 @@ def test_a_sender_that_looks_up_as_it_is_closed() -> None:
     assert not thread.is_alive() and not errors
 
 
+@pytest.mark.parametrize("kind", ["sender", "acceptor"])
+def test_two_threads_close_at_once(pair: Pair, kind: str) -> None:
+    """The end of a process, and that of its membership: one of them comes when all is closed."""
+    one = pair.a.sender if kind == "sender" else pair.a._acceptor
+    wake = one._wake
+    thread = next(thread for thread in pair.a._threads if thread.name == kind)
+
+    class Overtaken:
+        close = wake.close
+
+        def send(self, data: bytes) -> int:
+            one._wake = wake
+            one.close()
+            thread.join(WAIT_S)
+            return wake.send(data)
+
+    one._wake = Overtaken()  # type: ignore[assignment]
+    one.close()
+    assert not thread.is_alive()
+
+
 @pytest.fixture
 def deaf() -> Iterator[socket.socket]:
     """It takes connections, and reads nothing."""

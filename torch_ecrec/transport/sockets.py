@@ -94,7 +94,8 @@ class Sender:
     def close(self) -> None:
         """Ends `run`. May be called again."""
         if not self._ends:
-            self._wake.send(b"x")  # first: `run` closes it as soon as it sees that it ends
+            with contextlib.suppress(OSError):  # another thread has ended it meanwhile
+                self._wake.send(b"x")  # first: `run` closes it as soon as it sees that it ends
             self._ends = True
 
     def run(self) -> None:
