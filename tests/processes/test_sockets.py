@@ -465,7 +465,11 @@ def test_a_call_for_which_there_is_no_room_fails_and_is_told(
         return bool(errors)
 
     wait_until(ends, WAIT_S, "its process ends")
-    assert isinstance(errors[0], ClusterUnavailable) and lacks in str(errors[0])
+    assert isinstance(errors[0], ClusterUnavailable) and lacks in str(errors[0]) and "doctor" in str(errors[0])
+    pair.a._lacking = {"to x": (0.0, 1.0, "x"), "from y": (0.0, 1.0, "y")}
+    errors.clear()
+    pair.a._end_if_lacking()
+    assert len(errors) == 1, "however many wait"
     monkeypatch.undo()
     assert f"a member cannot be connected to: {'[Errno 24] ' * (lacks[0] == 'T')}{lacks}" in caplog.text
     assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)

@@ -37,7 +37,7 @@ from torch_ecrec.runtime.lifetime import belongs_here
 
 LEAST_BYTES = 1 << 14  # less is copied faster than it is lent
 SEGMENTS_MOST = 256  # of a process; each is an open file, of which it may have 1024
-FILES_LEFT = 64  # of those that it may have open, for connections: without memory of a pool all goes on, without them not
+FILES_LEFT = 64  # of the files that it may have open: for connections, which nothing goes on without
 SPARE_MOST = 2  # a segment serves for what needs at least its half
 _GRAIN = 1 << 16  # sizes are multiples of it
 IDLE_S = 10.0  # a segment that nobody has used for so long goes back to the system

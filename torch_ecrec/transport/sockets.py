@@ -507,7 +507,8 @@ class SocketTransport(Transport):
         now_s = time.monotonic()
         since_s, last_s, _ = self._lacking.get(thread, (now_s, now_s, ""))
         since_s = since_s if now_s - last_s < LACKS_S else now_s
-        self._lacking[thread] = since_s, now_s, f"{what}, for {LACKS_S:g} s now: {error}"
+        advice = "`torch-ecrec doctor --only open-files,processes` says what a process takes"
+        self._lacking[thread] = since_s, now_s, f"{what}, for {LACKS_S:g} s now: {error}; {advice}"
 
     def _end_if_lacking(self) -> None:
         """Ends this process where that lasts: the others take it for alive, and wait for it."""
@@ -515,6 +516,7 @@ class SocketTransport(Transport):
             if last_s - since_s >= LACKS_S:
                 self._lacking.clear()
                 self._report(ClusterUnavailable(told))
+                return  # once, for whomever
 
     def forget(self, connection: FrameConnection) -> None:
         """Removes a connection that has ended. The bytes sent on it still count."""
