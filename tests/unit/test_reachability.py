@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import random
+import resource
 import socket
 from collections.abc import Collection
 
@@ -226,6 +227,16 @@ def test_a_connection_says_when_something_came() -> None:
     assert heard_s_ago(one) is None, "it is closed"
     with socket.socketpair()[0] as within_host:
         assert heard_s_ago(within_host) is None
+
+
+def test_sockets_are_not_looked_for_without_descriptors() -> None:
+    """Who looks is the thread that tries others: it goes on."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, before[1]))
+        assert list(reachability.open_sockets()) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_sockets_of_this_process_are_found_and_left_alone() -> None:

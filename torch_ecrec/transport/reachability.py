@@ -228,7 +228,10 @@ def _answered(sock: socket.socket, place: Place | None) -> bool | None:
 
 def open_sockets() -> Iterator[socket.socket]:
     """Yields a copy of each open socket of this process, whoever opened it. It is closed at the next one."""
-    for name in os.listdir("/proc/self/fd"):
+    names: list[str] = []
+    with contextlib.suppress(OSError):  # no more descriptors, or another system: what is open is not known
+        names = os.listdir("/proc/self/fd")
+    for name in names:
         with contextlib.suppress(OSError):  # it was closed meanwhile
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
