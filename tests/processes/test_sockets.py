@@ -316,6 +316,23 @@ def test_a_mistake_in_sending_is_told_once_and_ends_the_connection(pair: Pair, m
     assert [type(error) for error in errors] == [KeyError]
 
 
+@both
+def test_a_connection_that_the_kernel_cannot_watch_ends(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given no memory for it. What is under way there is asked again, and nothing else happens."""
+    errors: list[BaseException] = []
+    pair.a._on_error = pair.b._on_error = errors.append
+
+    def full(connection: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    large = parcel(tensors(600, 100_000))
+    assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.a.sender, "watch", full)
+        assert isinstance(pair.call(large), wire.Unknown) and not errors
+    assert isinstance(pair.call(large), wire.Ok) and not errors
+
+
 def test_nobody_there_is_a_failed_call(pair: Pair) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -223,18 +223,18 @@ class FrameConnection:
                 sent = self._waiting.popleft()
                 self.bytes_packed += sent.bytes_packed
                 self.bytes_saved += sent.bytes_saved
+            if self._waiting and not self._watched:
+                self._sender.watch(self)  # which the kernel may have no memory for
+                self._watched = True
         except OSError:  # the rest of a frame is missing; its reader tells why
             self._end()
             return
         except BaseException:  # how far it has come is not known, and whoever tries again would go on from there
             self._end()
             raise
-        left = bool(self._waiting)
-        if left and not self._watched:
-            self._sender.watch(self)
-        elif self._watched and not left:
+        if self._watched and not self._waiting:
             self._sender.unwatch(self)
-        self._watched = left
+            self._watched = False
 
 
 class Channel:
