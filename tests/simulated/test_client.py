@@ -87,6 +87,25 @@ def test_a_call_is_made_again_until_it_is_answered_and_answered_once(node):
     assert node.port.fire() == [] and not node.calls
 
 
+@pytest.mark.parametrize("run", [Node.run, Node.run_if_idle])
+def test_who_is_interrupted_as_a_turn_begins_leaves_the_node_to_others(node, run):
+    """Ctrl-C comes where Python looks for signals: as a function is called, too."""
+
+    def interrupt(frame, event, argument):
+        if frame.f_code is Node._turn.__code__:
+            sys.settrace(before)
+            raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(node, lambda: None)
+    finally:
+        sys.settrace(before)
+    assert node.run_if_idle(lambda: None), "nobody has it"
+
+
 def test_only_the_newest_attempt_asks_for_another(node):
     ask(node)
     node.run(node.place, placement(2, 0, 1, 0))
