@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import resource
+import socket
 import subprocess
 import sys
 from collections import deque
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, free_bytes
+from socket_pair import files_open
 
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.shared import Mapping, Pool, Segment
@@ -123,6 +126,22 @@ def test_a_process_has_so_many_segments_at_most(monkeypatch: pytest.MonkeyPatch)
     assert pool.take(SIZE) is None
     kept.pop()
     assert len(take(pool, 20 * SIZE)) == 20 * SIZE, "a free one makes room, though it is too small"
+
+
+def test_the_last_descriptors_are_left_for_connections() -> None:
+    pool, before = Pool(1 << 30), resource.getrlimit(resource.RLIMIT_NOFILE)
+    kept: list[object] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files_open() + 2 * shared.FILES_LEFT, before[1]))
+        while (memory := pool.take(SIZE)) is not None:
+            kept.append(memory)
+        assert shared.FILES_LEFT - 2 <= len(kept) <= shared.FILES_LEFT + 2
+        kept += [socket.socket() for _ in range(shared.FILES_LEFT - 2)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    for one in kept:
+        if isinstance(one, socket.socket):
+            one.close()
 
 
 def test_what_nobody_has_used_for_a_while_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:

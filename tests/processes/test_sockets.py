@@ -205,6 +205,27 @@ def test_a_sender_that_looks_up_as_it_is_closed() -> None:
     assert not thread.is_alive() and not errors
 
 
+@pytest.mark.parametrize("kind", ["sender", "acceptor"])
+def test_two_threads_close_at_once(pair: Pair, kind: str) -> None:
+    """The end of a process, and that of its membership: one of them comes when all is closed."""
+    one = pair.a.sender if kind == "sender" else pair.a._acceptor
+    wake = one._wake
+    thread = next(thread for thread in pair.a._threads if thread.name == kind)
+
+    class Overtaken:
+        close = wake.close
+
+        def send(self, data: bytes) -> int:
+            one._wake = wake
+            one.close()
+            thread.join(WAIT_S)
+            return wake.send(data)
+
+    one._wake = Overtaken()  # type: ignore[assignment]
+    one.close()
+    assert not thread.is_alive()
+
+
 @pytest.fixture
 def deaf() -> Iterator[socket.socket]:
     """It takes connections, and reads nothing."""
@@ -293,6 +314,23 @@ def test_a_mistake_in_sending_is_told_once_and_ends_the_connection(pair: Pair, m
     monkeypatch.undo()
     assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
     assert [type(error) for error in errors] == [KeyError]
+
+
+@both
+def test_a_connection_that_the_kernel_cannot_watch_ends(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given no memory for it. What is under way there is asked again, and nothing else happens."""
+    errors: list[BaseException] = []
+    pair.a._on_error = pair.b._on_error = errors.append
+
+    def full(connection: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    large = parcel(tensors(600, 100_000))
+    assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.a.sender, "watch", full)
+        assert isinstance(pair.call(large), wire.Unknown) and not errors
+    assert isinstance(pair.call(large), wire.Ok) and not errors
 
 
 def test_nobody_there_is_a_failed_call(pair: Pair) -> None:
@@ -444,7 +482,11 @@ def test_a_call_for_which_there_is_no_room_fails_and_is_told(
         return bool(errors)
 
     wait_until(ends, WAIT_S, "its process ends")
-    assert isinstance(errors[0], ClusterUnavailable) and lacks in str(errors[0])
+    assert isinstance(errors[0], ClusterUnavailable) and lacks in str(errors[0]) and "doctor" in str(errors[0])
+    pair.a._lacking = {"to x": (0.0, 1.0, "x"), "from y": (0.0, 1.0, "y")}
+    errors.clear()
+    pair.a._end_if_lacking()
+    assert len(errors) == 1, "however many wait"
     monkeypatch.undo()
     assert f"a member cannot be connected to: {'[Errno 24] ' * (lacks[0] == 'T')}{lacks}" in caplog.text
     assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)

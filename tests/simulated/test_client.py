@@ -1,8 +1,10 @@
 """A trainer's side: calls made again until they are answered, snapshots sent again, routes, and loading of values."""
 
 import dataclasses
+import functools
 import gc
 import queue
+import sys
 import threading
 import weakref
 
@@ -85,6 +87,25 @@ def test_a_call_is_made_again_until_it_is_answered_and_answered_once(node):
     assert node.port.fire() == [] and not node.calls
 
 
+@pytest.mark.parametrize("run", [Node.run, Node.run_if_idle])
+def test_who_is_interrupted_as_a_turn_begins_leaves_the_node_to_others(node, run):
+    """Ctrl-C comes where Python looks for signals: as a function is called, too."""
+
+    def interrupt(frame, event, argument):
+        if frame.f_code is Node._turn.__code__:
+            sys.settrace(before)
+            raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(node, lambda: None)
+    finally:
+        sys.settrace(before)
+    assert node.run_if_idle(lambda: None), "nobody has it"
+
+
 def test_only_the_newest_attempt_asks_for_another(node):
     ask(node)
     node.run(node.place, placement(2, 0, 1, 0))
@@ -162,10 +183,10 @@ def test_a_route_splits_and_joins(client, rows):
     assert torch.equal(route.join(parts, torch.empty_like(rows)), rows)
 
 
-def push(client):
+def push(client, then=()):
     routes = [client.route(s, torch.empty(0, dtype=torch.int64)) for s in range(2)]
     gradients = [torch.empty(0, table_group.dim) for table_group in JOB.table_groups]
-    client.run(client.push, routes, gradients, [0.1, 0.1])
+    client.run(client.push, routes, gradients, [0.1, 0.1], (), (), then)
     client.run(client.snapshot, torch.zeros(3, dtype=torch.uint8), "{}")
 
 
@@ -288,6 +309,48 @@ def test_a_snapshot_is_sent_again_to_the_new_incarnation_of_its_holder(client):
     client.run(client.place, placement(2, 0, 1, 0))
     answer(client, wire.Snapshot, 1, 1, known=(0, 1, 0))
     assert client.complete == 1 and not client.calls
+
+
+def test_nothing_survives_a_moment_too_early(client):
+    """The user's thread looks without the client's lock (`flush`), between any two lines of a turn."""
+    early = []
+
+    def look(frame, event, argument):
+        if client.all_survive:
+            early.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
+        return look
+
+    def looked_at(turn, *args):
+        before = sys.gettrace()
+        sys.settrace(look)
+        try:
+            turn(*args)
+        finally:
+            sys.settrace(before)
+
+    rows = torch.arange(13)
+    of_slot_2 = rows[torch.from_numpy(client.layouts[0].locate(rows.numpy())[0] == 2)]
+    coming = [client.route(0, of_slot_2), client.route(1, torch.empty(0, dtype=torch.int64))]
+    push(client, [client.ahead(coming, [], lambda weights, bags: None)])
+    for slot in range(2):
+        answer(client, wire.Push, slot)
+        answer(client, wire.Snapshot, slot)
+    weights = [torch.zeros(len(route.rows), group.dim) for route, group in zip(coming, JOB.table_groups, strict=True)]
+    looked_at(client.port.calls[2][2], Ok(wire.Acknowledged(0, [wire.Rows(weights)])))
+    assert not client.calls and not early, "its answer came, and it is not acknowledged"
+    looked_at(client.run, client.place, placement(2, 0, 0, 1))
+    assert len(client.calls) == 1 and not early, "it is sent to the new host"
+    answer(client, wire.Push, 2, 1)
+    assert client.all_survive
+    push(client)
+    for slot, incarnation in enumerate((0, 0, 1)):
+        answer(client, wire.Push, slot, incarnation)
+    answer(client, wire.Snapshot, 1)
+    looked_at(functools.partial(answer, client, wire.Snapshot, 0, known=(0, 1, 1)))
+    assert len(client.calls) == 1 and not early, "a snapshot is sent again"
+    client.run(client.place, placement(3, 0, 1, 1))
+    answer(client, wire.Snapshot, 1, 1, known=(0, 1, 1))
+    assert client.all_survive and client.complete == 2
 
 
 def test_a_stored_of_the_old_incarnation_that_comes_late_does_not_count_for_the_new_one(client):

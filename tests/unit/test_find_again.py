@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from conftest import wait_until
 from kept import random_records, unreadable
 from test_checkpoint_files import JOB, committed, manifests_of
 
 from torch_ecrec.errors import CheckpointError, StoreUnavailable
+from torch_ecrec.processes import coordination
+from torch_ecrec.processes.coordination import Coordination
 from torch_ecrec.processes.restore_source import find, find_again
-from torch_ecrec.spec.settings import NONE
+from torch_ecrec.spec.settings import NONE, Settings
 from torch_ecrec.storage.catalog import Catalog
 
 
@@ -95,3 +102,29 @@ def test_a_coordinator_that_does_not_know_what_the_run_began_with_does_not_guess
     assert find(wanted or url, url) is not None, "it could"
     with pytest.raises(CheckpointError, match="was not told which checkpoint the run began with"):
         find_again("mine", url, "checkpoint", wanted, known)
+
+
+@pytest.mark.parametrize("ends", ["it leads no more", "somebody is left"])
+def test_who_leads_no_more_looks_no_more(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has lost its lease stands by in the same process, and said again and again that it looks."""
+
+    def hangs(*_: object) -> None:
+        looked.append(1)
+        raise StoreUnavailable("it hangs")
+
+    monkeypatch.setattr(coordination, "find_again", hangs)
+    monkeypatch.setattr(coordination, "LOOK_AGAIN_S", 1e6 if ends == "it leads no more" else 0.0)
+    looked: list[int] = []
+    told, over = Coordination("127.0.0.1", 0, JOB.code, 0, "wait", Settings()), threading.Event()
+    router = SimpleNamespace(looks=True)
+    of = SimpleNamespace(_told=told, _router=router, _over_for_it=over, _say_trouble=lambda why: None)
+    look: Any = functools.partial(coordination._Coordinator._look_for, of, told.checkpoint, "")  # type: ignore[arg-type]
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    wait_until(lambda: bool(looked), 60.0, "it looks")
+    if ends == "it leads no more":
+        over.set()
+    else:
+        router.looks = False
+    thread.join(20.0)
+    assert not thread.is_alive()

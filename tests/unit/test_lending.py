@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 from collections import deque
 from dataclasses import dataclass
 
@@ -18,9 +19,11 @@ import torch
 from conftest import free_bytes
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from socket_pair import files_open
 
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.shared import Pool
+from torch_ecrec.transport.frames import FrameReader
 from torch_ecrec.transport.lending import FILES_MOST, Lending
 
 GRAIN = shared._GRAIN
@@ -95,8 +98,7 @@ class Lends(RuleBasedStateMachine):
         if not ends.under_way:
             return
         message = ends.under_way.popleft()
-        for fd in message.files:
-            ends.reader.take_file(fd)
+        ends.reader.take_files(message.files)
         places = ends.reader.take_notes(message.notes) if message.notes else {}
         assert list(places) == message.lent and not ends.reader.files
         lent = dict.fromkeys(segment for segment, _ in places.values())  # a message borrows each of them once
@@ -227,7 +229,7 @@ def test_a_file_that_could_be_shortened_is_not_looked_at(sealed: bool) -> None:
     os.ftruncate(fd, 1000 if sealed else 4096)
     if sealed:
         shared.fcntl.fcntl(fd, shared.fcntl.F_ADD_SEALS, shared.fcntl.F_SEAL_SHRINK)
-    lending.take_file(fd)
+    lending.take_files([fd])
     with pytest.raises(ValueError, match="shorter than was said, or may become so"):
         lending.take_notes(np.array([1, 0, 0, 0], "<u4").tobytes() + np.array([5, 4096], "<u8").tobytes())
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -238,7 +240,22 @@ def test_files_that_nobody_asked_for_are_few() -> None:
     lending = Lending(Pool(1 << 20))
     with pytest.raises(ValueError, match="files that were not shown"):
         for _ in range(3 * FILES_MOST):
-            lending.take_file(os.open(os.devnull, os.O_RDONLY))
+            lending.take_files([os.open(os.devnull, os.O_RDONLY)])
     assert len(lending.files) == 2 * FILES_MOST + 1
     lending.let_go()
     assert not lending.files
+
+
+def test_no_file_of_a_peer_that_sends_too_many_stays_open() -> None:
+    ours, theirs = socket.socketpair()
+    lending, file = Lending(Pool(1 << 20)), os.open(os.devnull, os.O_RDONLY)
+    before = files_open()
+    with theirs:
+        for _ in range(3):
+            socket.send_fds(theirs, [b"x"], [file] * FILES_MOST)
+        with pytest.raises(ValueError, match="files that were not shown"):
+            FrameReader(ours, lending).read()
+        lending.let_go()
+        assert files_open() == before
+    ours.close()
+    os.close(file)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import random
+import resource
 import socket
 from collections.abc import Collection
 
@@ -180,6 +182,43 @@ def test_a_host_answers_also_where_nobody_listens_or_accepts(monkeypatch: pytest
             tries.close()
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_without_descriptors_nothing_is_said_of_others(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two that cannot reach each other a server goes: it would be the wrong one, and then the next."""
+
+    def short(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(reachability, "_answered", lambda sock, place: True if answers else None)
+    tries, times = Tries(), itertools.count(0, 0.1)
+    tries.follow({"server-1": ("127.0.0.1", 9)})
+    for _ in range(5):
+        tries.look([], next(times))
+    with monkeypatch.context() as patch:
+        patch.setattr(reachability.socket, "socket", short)
+        for _ in range(100):
+            tries.look([], next(times))
+            assert tries.unreachable() == []
+    for _ in range(100):
+        tries.look([], next(times))
+    assert tries.unreachable() == ([] if answers else ["server-1"]), "it is tried again"
+    tries.close()
+
+
+def test_who_cannot_even_ask_cannot_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host without IPv6, say."""
+
+    def none(*_: object) -> None:
+        raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+
+    monkeypatch.setattr(reachability.socket, "socket", none)
+    tries = Tries()
+    tries.follow({"server-1": ("::2", 9)})
+    for at in range(30):
+        tries.look([], 0.1 * at)
+    assert tries.unreachable() == ["server-1"]
+
+
 def test_a_connection_says_when_something_came() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
         found = heard_s_ago(one)
@@ -188,6 +227,16 @@ def test_a_connection_says_when_something_came() -> None:
     assert heard_s_ago(one) is None, "it is closed"
     with socket.socketpair()[0] as within_host:
         assert heard_s_ago(within_host) is None
+
+
+def test_sockets_are_not_looked_for_without_descriptors() -> None:
+    """Who looks is the thread that tries others: it goes on."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, before[1]))
+        assert list(reachability.open_sockets()) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_sockets_of_this_process_are_found_and_left_alone() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -20,11 +21,12 @@ from torch_ecrec.cli.arguments import tell_of_memory
 from torch_ecrec.cli.main import main
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.nn import script_checks
-from torch_ecrec.processes import keeper
+from torch_ecrec.processes import keeper, launch
 from torch_ecrec.processes.children import reasons, tail
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
 from torch_ecrec.spec.settings import Settings, _require_known
 from torch_ecrec.storage.location import require_place, require_writable
+from torch_ecrec.transport.control import DESCRIPTORS
 
 # settings -----------------------------------------------------------------------------------------------------------
 
@@ -83,6 +85,27 @@ def test_what_a_machine_has_no_room_for_is_one_line(
     assert main(["status"]) == (1 if isinstance(error, (ImportError, RuntimeError)) else 2)
     said = capsys.readouterr().err
     assert re.search(says, said) and said.count("\n") == 1
+
+
+def test_a_server_may_open_as_many_files_as_the_system_lets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a connection with every member, as the coordinator has."""
+
+    class Began(Exception):
+        pass
+
+    def begin() -> None:
+        raise Began
+
+    monkeypatch.setattr(launch, "warm", begin)
+    monkeypatch.setattr(launch.allocator, "keep_freed", lambda most_bytes: True)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+        with pytest.raises(Began):
+            launch.run_server(Settings(join="127.0.0.1:1"))
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(DESCRIPTORS, before[1]), before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize(("number", "advice"), [(errno.EAGAIN, "; see `torch-ecrec doctor"), (errno.ENOENT, "")])

@@ -460,7 +460,6 @@ class Client(SlotReads):
     def _send_to(self, slot: int, state: _StepState, then: Sequence[LookUp] = ()) -> None:
         make_part = state.make
         assert make_part is not None
-        state.ran_ahead.pop(slot, None)
 
         def make(incarnation: int) -> wire.Part:
             part = make_part(slot, incarnation)
@@ -469,7 +468,8 @@ class Client(SlotReads):
             return part
 
         def on_answer(answer: wire.Acknowledged) -> None:
-            state.ran_ahead[slot] = state.calls.pop(slot).incarnation
+            state.ran_ahead[slot] = state.calls[slot].incarnation  # first: see `all_survive`
+            del state.calls[slot]
             for one, rows in zip(then, answer.rows, strict=False):  # none of those that are over
                 self._take_rows(one, slot, rows)
             if then and not answer.rows and not all(one.over for one in then):
@@ -480,6 +480,7 @@ class Client(SlotReads):
             self._advance()
 
         state.calls[slot] = self.ask(slot, make, on_answer)
+        state.ran_ahead.pop(slot, None)
 
     def _acknowledge(self, slot: int, answer: wire.Acknowledged) -> None:
         """Notes up to which step everything survives, as a slot has said."""
@@ -525,8 +526,13 @@ class Client(SlotReads):
 
     @property
     def all_survive(self) -> bool:
-        """Whether nothing is under way, and nothing that ran ahead is left to be acknowledged."""
-        return not self.calls and not any(state.ran_ahead for state in self.open.values())
+        """Whether nothing is under way, and nothing that ran ahead is left to be acknowledged.
+
+        On any thread: what is not acknowledged is in one of these at every moment of a turn, and looked for in the
+        order in which it moves from one to the next.
+        """
+        steps = list(self.open.values())
+        return not self.calls and not any(state.calls or state.ran_ahead or state.unstored for state in steps)
 
     def snapshot(self, payload: Tensor, header: list[int]) -> None:
         """Sends this trainer's part of the dense model after step - 1 to the snapshot slots."""
@@ -555,11 +561,13 @@ class Client(SlotReads):
             state.since[slot] = sent_to
             for other, incarnation in enumerate(answer.incarnations):
                 state.least[other] = max(incarnation, state.least.get(other, 0))
-            unstored.discard(slot)
-            for holder in [h for h, since in state.since.items() if since < state.least[h]]:
+            again = [h for h, since in state.since.items() if since < state.least[h]]
+            for holder in again:
                 # The one that answers knows a later life of that holder, which has copied what there was before.
                 del state.since[holder]
                 self._send_snapshot(step, state, holder)
+            if slot not in again:
+                unstored.discard(slot)
             self._advance()
 
         self.ask(slot, make, on_answer)

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import signal
+import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -203,6 +204,7 @@ class _Coordinator:
         self._missing: CheckpointError | None = None  # why there is nothing to begin with
         self._ended: ClusterError | None = None  # why it ends by itself
         self._fatal_s = math.inf  # since when the cluster has stopped
+        self._over_for_it = threading.Event()  # it has come to its end; its process may stand by again
 
     def _do(self, action: Callable[[], None]) -> None:
         self._gate.do(action)
@@ -240,6 +242,7 @@ class _Coordinator:
             if self._ended is not None:
                 raise self._ended
         finally:
+            self._over_for_it.set()
             self._watchers.lead(None)
             if self._lease is not None:
                 self._lease.close(self._over)
@@ -362,9 +365,8 @@ class _Coordinator:
                 self._say_trouble(str(error))
                 if not isinstance(error, StoreUnavailable) and time.monotonic() > since_s + EXPECTED_S:
                     self._refuse(str(error))
-                time.sleep(LOOK_AGAIN_S)
-                if not self._router.looks:
-                    return  # somebody is left
+                if self._over_for_it.wait(LOOK_AGAIN_S) or not self._router.looks:
+                    return  # it leads no more; or somebody is left
                 continue
             break
         self._do_soon(lambda: self._router.begin_with(begins, term, time.monotonic()))

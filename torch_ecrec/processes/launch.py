@@ -58,6 +58,7 @@ from torch_ecrec.server.service import Host
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import LAUNCH_MOST, Settings, loss_mark, restarts, torchrun_launch
 from torch_ecrec.storage import row_ids, seen
+from torch_ecrec.transport.control import raise_descriptors
 from torch_ecrec.transport.node import Node
 from torch_ecrec.transport.whereabouts import status_of
 
@@ -102,6 +103,7 @@ def run_server(settings: Settings, code: dict[str, int | None] | None = None) ->
     Raises:
         JoinRefused, ClusterUnavailable: see `Member`.
     """
+    raise_descriptors()
     most_bytes = settings.keep_freed_bytes
     if settings.tier:  # what is freed and kept is memory that nobody has counted
         most_bytes = min(most_bytes, max(KEPT_LEAST_BYTES, settings.tier_memory_bytes // KEPT_SHARE))

@@ -17,11 +17,13 @@ from __future__ import annotations
 import bisect
 import contextlib
 import ctypes
+import errno
 import fcntl
 import itertools
 import math
 import mmap
 import os
+import resource
 import threading
 import time
 from collections import deque
@@ -35,6 +37,7 @@ from torch_ecrec.runtime.lifetime import belongs_here
 
 LEAST_BYTES = 1 << 14  # less is copied faster than it is lent
 SEGMENTS_MOST = 256  # of a process; each is an open file, of which it may have 1024
+FILES_LEFT = 64  # of the files that it may have open: for connections, which nothing goes on without
 SPARE_MOST = 2  # a segment serves for what needs at least its half
 _GRAIN = 1 << 16  # sizes are multiples of it
 IDLE_S = 10.0  # a segment that nobody has used for so long goes back to the system
@@ -114,6 +117,9 @@ class Segment:
     def __init__(self, number: int, size: int) -> None:
         self.number, self.size = number, size
         self.fd = os.memfd_create("torch_ecrec", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if most != resource.RLIM_INFINITY and self.fd >= most - FILES_LEFT:  # the lowest number that was free
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         os.ftruncate(self.fd, size)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self.mapping = Mapping(self.fd, size, writable=True)

@@ -14,7 +14,6 @@ none, it pauses.
 from __future__ import annotations
 
 import contextlib
-import errno
 import selectors
 import socket
 import struct
@@ -27,6 +26,7 @@ from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.transport.complaints import Complaints
 from torch_ecrec.transport.control import tune
 from torch_ecrec.transport.frames import HEADER, MAGIC, OTHER_BUILD
+from torch_ecrec.transport.reachability import SHORT
 from torch_ecrec.transport.secret import CALLER, LISTENER, NONCE_BYTES, PROOF_BYTES, draw, is_proof, proof
 
 KEY_BYTES = 16
@@ -36,7 +36,6 @@ HELLO_S = 10.0
 STRANGERS_MOST = 128
 ACCEPTS_AT_ONCE = 16  # then those that have come are heard
 PAUSE_S = 0.05
-SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}  # of what `accept` needs
 
 
 @dataclass(eq=False)
@@ -94,7 +93,8 @@ class Acceptor:
     def close(self) -> None:
         """Ends `run`, which closes listeners and unproven connections. May be called again."""
         if not self._ends:
-            self._wake.send(b"x")  # first: `run` closes it as soon as it sees that it ends
+            with contextlib.suppress(OSError):  # another thread has ended it meanwhile
+                self._wake.send(b"x")  # first: `run` closes it as soon as it sees that it ends
             self._ends = True
 
     def run(self) -> None:

@@ -412,11 +412,10 @@ class FrameReader:
         if self._lending is None:
             return self._sock.recvmsg_into(memories, 0, flags)[0]
         got, control, _, _ = self._sock.recvmsg_into(memories, _CONTROL_BYTES, flags | _CLOSE_ON_EXEC)
-        for level, kind, data in control:
+        for level, kind, data in control:  # one, whatever was sent
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 whole = len(data) - len(data) % _FILE.size
-                for (fd,) in _FILE.iter_unpack(data[:whole]):
-                    self._lending.take_file(fd)
+                self._lending.take_files(fd for (fd,) in _FILE.iter_unpack(data[:whole]))
         return got
 
 

@@ -17,7 +17,7 @@ import os
 import struct
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,9 +139,9 @@ class Lending:
 
     # as who borrows ---------------------------------------------------------------------------------
 
-    def take_file(self, fd: int) -> None:
-        """Keeps a file descriptor until its notes are read. Raises ValueError if more come than two messages have."""
-        self.files.append(fd)
+    def take_files(self, files: Iterable[int]) -> None:
+        """Keeps file descriptors until their notes are read. Raises ValueError if more come than two messages have."""
+        self.files.extend(files)
         if len(self.files) > 2 * FILES_MOST:
             raise ValueError("files that were not shown")
 

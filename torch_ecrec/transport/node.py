@@ -134,26 +134,31 @@ class Node:
 
     def run(self, action: Callable[..., object], *args: Any) -> None:
         """Runs `action` under the node's lock; then, outside of it, all that `action` emitted. Not reentrant."""
-        self._lock.acquire()
-        for effect in self._turn(action, args):
+        with self._lock:  # a signal that came after `acquire` and before the turn would leave it taken
+            effects = self._turn(action, args)
+        for effect in effects:
             effect()
 
     def run_if_idle(self, action: Callable[..., object], *args: Any) -> bool:
         """Like `run`, but does nothing and returns False while the node is busy."""
-        idle = self._lock.acquire(blocking=False)
-        for effect in self._turn(action, args) if idle else ():
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            effects = self._turn(action, args)
+        finally:
+            self._lock.release()
+        for effect in effects:
             effect()
-        return idle
+        return True
 
     def _turn(self, action: Callable[..., object], args: Sequence[Any]) -> list[Callable[[], None]]:
-        """Runs `action` under the lock, which is held, and releases it. Returns the effects to run afterwards."""
+        """Runs `action` under the lock, which is held. Returns the effects to run once it is released."""
         self.turn_of = threading.get_native_id()
         try:
             action(*args)
         finally:
             effects = self._answers + self._outbox
             self._answers, self._outbox = [], []
-            self._lock.release()
         return effects
 
     # inside run ---------------------------------------------------------------------------------

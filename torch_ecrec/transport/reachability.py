@@ -47,6 +47,7 @@ DOUBT_S = 0.3  # silent for longer: connections that are there are looked at
 TRIES_A_SECOND = 40.0  # at most: a large cluster is tried less often
 VISITS_MOST = 1024  # between two looks
 STALLED_S = 1.0  # between two looks: then this process stood still itself, and the others are given that time
+SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}  # of descriptors, or memory: this process itself
 
 Place = tuple[str, int]  # host, port
 
@@ -80,6 +81,10 @@ class Reachability:
             self._tried[host] = now_s
             self._since.setdefault(host, now_s)
         return due
+
+    def untried(self, host: str) -> None:
+        """Notes that a host that was due could not be tried: nothing can be said of its silence until it was."""
+        self._since.pop(host, None)
 
     def wanted(self, now_s: float) -> bool:
         """Returns whether to look for data that came without a try: a host is due, or doubtful."""
@@ -172,8 +177,11 @@ class Tries:
                 if found is not None:
                     self._hosts.came(found[0], time.monotonic() - found[1])
         for host in self._hosts.due(now_s):
-            if (begun := _try(self._places[host])) is not None:
-                self._under_way.append((host, begun, now_s + TRY_LIMIT_S))
+            try:
+                self._under_way.append((host, _try(self._places[host]), now_s + TRY_LIMIT_S))
+            except OSError as error:  # nobody there was asked
+                if error.errno in SHORT:
+                    self._hosts.untried(host)
         self._unreachable = frozenset(self._hosts.silent(now_s))
 
     def close(self) -> None:
@@ -199,12 +207,9 @@ def refusing(host: str) -> socket.socket:
     return sock
 
 
-def _try(place: Place) -> socket.socket | None:
-    """Begins to connect. Returns None if this process has no descriptors left, or no route there at all."""
-    try:
-        sock = socket.socket(family_of(place[0]), socket.SOCK_STREAM)
-    except OSError:  # no more descriptors: nothing can be said of anybody, and the next try says it again
-        return None
+def _try(place: Place) -> socket.socket:
+    """Begins to connect. Raises OSError where this process cannot, for want of descriptors or of a protocol."""
+    sock = socket.socket(family_of(place[0]), socket.SOCK_STREAM)
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it leaves nothing behind
     sock.connect_ex(place)
@@ -223,7 +228,10 @@ def _answered(sock: socket.socket, place: Place | None) -> bool | None:
 
 def open_sockets() -> Iterator[socket.socket]:
     """Yields a copy of each open socket of this process, whoever opened it. It is closed at the next one."""
-    for name in os.listdir("/proc/self/fd"):
+    names: list[str] = []
+    with contextlib.suppress(OSError):  # no more descriptors, or another system: what is open is not known
+        names = os.listdir("/proc/self/fd")
+    for name in names:
         with contextlib.suppress(OSError):  # it was closed meanwhile
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue

@@ -94,7 +94,8 @@ class Sender:
     def close(self) -> None:
         """Ends `run`. May be called again."""
         if not self._ends:
-            self._wake.send(b"x")  # first: `run` closes it as soon as it sees that it ends
+            with contextlib.suppress(OSError):  # another thread has ended it meanwhile
+                self._wake.send(b"x")  # first: `run` closes it as soon as it sees that it ends
             self._ends = True
 
     def run(self) -> None:
@@ -222,18 +223,18 @@ class FrameConnection:
                 sent = self._waiting.popleft()
                 self.bytes_packed += sent.bytes_packed
                 self.bytes_saved += sent.bytes_saved
+            if self._waiting and not self._watched:
+                self._sender.watch(self)  # which the kernel may have no memory for
+                self._watched = True
         except OSError:  # the rest of a frame is missing; its reader tells why
             self._end()
             return
         except BaseException:  # how far it has come is not known, and whoever tries again would go on from there
             self._end()
             raise
-        left = bool(self._waiting)
-        if left and not self._watched:
-            self._sender.watch(self)
-        elif self._watched and not left:
+        if self._watched and not self._waiting:
             self._sender.unwatch(self)
-        self._watched = left
+            self._watched = False
 
 
 class Channel:
@@ -506,7 +507,8 @@ class SocketTransport(Transport):
         now_s = time.monotonic()
         since_s, last_s, _ = self._lacking.get(thread, (now_s, now_s, ""))
         since_s = since_s if now_s - last_s < LACKS_S else now_s
-        self._lacking[thread] = since_s, now_s, f"{what}, for {LACKS_S:g} s now: {error}"
+        advice = "`torch-ecrec doctor --only open-files,processes` says what a process takes"
+        self._lacking[thread] = since_s, now_s, f"{what}, for {LACKS_S:g} s now: {error}; {advice}"
 
     def _end_if_lacking(self) -> None:
         """Ends this process where that lasts: the others take it for alive, and wait for it."""
@@ -514,6 +516,7 @@ class SocketTransport(Transport):
             if last_s - since_s >= LACKS_S:
                 self._lacking.clear()
                 self._report(ClusterUnavailable(told))
+                return  # once, for whomever
 
     def forget(self, connection: FrameConnection) -> None:
         """Removes a connection that has ended. The bytes sent on it still count."""
