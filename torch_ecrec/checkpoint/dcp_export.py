@@ -48,7 +48,8 @@ from torch_ecrec.storage.tensor_file import SUFFIX, TensorFile
 
 DESCRIPTION = "torch_ecrec.json"  # in the folder: what an import of it has to know
 SCRIPTS = (
-    "random states, the reader's place, schedulers and what else was attached: the script has them",
+    "random states, the reader's place, schedulers, extra state of modules (`get_extra_state`) and what else was"
+    " attached: the script has them",
     "hyperparameters of optimizers, learning rates among them: the script gives them, as with TorchRec",
 )
 
@@ -132,6 +133,9 @@ def _dense(state: State) -> tuple[dict[str, Any], list[str]]:
     """Returns names and tensors of the dense model and its optimizers, and a list of what else there is."""
     content: dict[str, Any] = {f"model.{name}": tensor for name, tensor in state.parameters.items()}
     content.update({f"model.{name}": tensor for name, tensor in state.buffers(0).items()})
+    for name, first in state.further.items():
+        if f"model.{first}" in content:
+            content.setdefault(f"model.{name}", content[f"model.{first}"])
     absent = [f"what module {path} keeps beside its tables" for path in state.replicated]
     shards = values.decode(state.whole[0], device="cpu")["shards"]
     absent += [f"{name}, a table that TorchRec has sharded" for name in shards]

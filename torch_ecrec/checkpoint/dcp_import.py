@@ -51,7 +51,7 @@ from torch_ecrec.storage.manifest import Manifest
 from torch_ecrec.storage.tensor_file import SUFFIX, TensorFile
 
 SCRIPTS = "random states, the reader's place, schedulers, learning rates and what else is attached: the script has them"
-_STATE, _GROUPS = ".state.", ".param_groups"
+_STATE, _GROUPS, _EXTRA = ".state.", ".param_groups", "_extra_state"
 
 
 @dataclass(frozen=True)
@@ -409,6 +409,7 @@ def _dense(folder: Folder, found: FoundTensors, described: Description, tables_o
         for name in left
         if name.startswith(before)
         and (before or _STATE not in name)
+        and name.rpartition(".")[2] != _EXTRA  # of a module, which the script has
         and not is_below(name.removeprefix(before), described.elsewhere)
     }
     dense = {key: folder.whole(name) for name, key in names.items()}
