@@ -63,7 +63,7 @@ def place_of(wanted: str, url: str) -> tuple[str, int | None]:
             raise ValueError("the newest checkpoint of what? `--restore newest` goes with `--checkpoint URL`")
         return url, None
     place, _, text = wanted.rpartition("@")
-    return (place, int(text)) if place and text.isdigit() else (wanted, None)
+    return (place, int(text)) if place and text.isdecimal() else (wanted, None)
 
 
 class Catalog:
