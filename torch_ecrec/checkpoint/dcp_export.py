@@ -85,8 +85,11 @@ def export(catalog: Catalog, manifest: Manifest, folder: Path) -> Exported:
             tables = near / f"tables{SUFFIX}"
             exporting.export(catalog, manifest, tables)
             content.update(_tables(manifest, state, tables))
+            for name, first in state.further.items():
+                if f"model.{first}" in content:
+                    content.setdefault(f"model.{name}", content[f"model.{first}"])
             _save(content, near / "dcp")
-            described = Description(manifest.spec, state.tables, beside=tuple(state.replicated))
+            described = Description(manifest.spec, state.tables, beside=tuple(state.replicated), again=_again(state))
             (near / "dcp" / DESCRIPTION).write_bytes(described.encoded())
             os.replace(near / "dcp", folder)
             sync_folder(folder.absolute().parent)
@@ -133,9 +136,6 @@ def _dense(state: State) -> tuple[dict[str, Any], list[str]]:
     """Returns names and tensors of the dense model and its optimizers, and a list of what else there is."""
     content: dict[str, Any] = {f"model.{name}": tensor for name, tensor in state.parameters.items()}
     content.update({f"model.{name}": tensor for name, tensor in state.buffers(0).items()})
-    for name, first in state.further.items():
-        if f"model.{first}" in content:
-            content.setdefault(f"model.{name}", content[f"model.{first}"])
     absent = [f"what module {path} keeps beside its tables" for path in state.replicated]
     shards = values.decode(state.whole[0], device="cpu")["shards"]
     absent += [f"{name}, a table that TorchRec has sharded" for name in shards]
@@ -152,6 +152,13 @@ def _dense(state: State) -> tuple[dict[str, Any], list[str]]:
             for name, value in found.items() if isinstance(found, Mapping) else {"state": found}.items():
                 content[f"{prefix}.state.{place}.{name}"] = value
     return content, [*absent, *SCRIPTS]
+
+
+def _again(state: State) -> tuple[str, ...]:
+    """Returns the other paths of modules that have tables under several: see `Description`."""
+    keys = {key for key, _ in state.tables.values()}
+    paths = (".".join(name.split(".")[:-3]) for name, first in state.further.items() if first in keys)
+    return tuple(dict.fromkeys(paths))
 
 
 def _tables(manifest: Manifest, state: State, path: Path) -> dict[str, Tensor]:

@@ -519,23 +519,41 @@ def _replicated(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def further_names(model: nn.Module) -> dict[str, str]:
-    """Returns the other names of dense parameters and buffers that have several (tied weights, a module that is used
-    twice), with the first: snapshots have each once, state dicts under all of its names."""
+    """Returns the other names of what has several (tied weights, a module that is used twice), with the first: dense
+    parameters, buffers, tables. Snapshots have each once, state dicts under all of its names."""
+    root = model.module if isinstance(model, DistributedModelParallel) else model
     first = {id(tensor): name for name, tensor in (*dense_parameters(model), *buffers_of(model))}
     found: dict[str, str] = {}
-
-    def look(module: nn.Module, prefix: str) -> None:
-        if isinstance(module, ShardedModule):
-            return
+    for path, module in all_paths(root, stop=ShardedModule):
         for name, tensor in (*own_parameters(module).items(), *own_buffers(module).items()):
-            if (known := first.get(id(tensor), prefix + name)) != prefix + name:
-                found[prefix + name] = known
-        for name, child in children_of(module).items():
-            if child is not None:
-                look(child, f"{prefix}{name}.")
-
-    look(model.module if isinstance(model, DistributedModelParallel) else model, "")
+            here = f"{path}.{name}" if path else name
+            if (known := first.get(id(tensor), here)) != here:
+                found[here] = known
+    of_tables = with_tables(model)
+    for path, known in further_paths(root, of_tables).items():
+        for key, _ in of_tables[known].keys_of_tables().values():
+            found[f"{path}.{key}"] = f"{known}.{key}"
     return found
+
+
+def all_paths(
+    module: nn.Module, path: str = "", stop: type[nn.Module] | tuple[()] = ()
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yields modules under all of their paths, where `named_modules` has each once. `stop`: these are left out, and
+    what is in them."""
+    if isinstance(module, stop):
+        return
+    yield path, module
+    for name, child in children_of(module).items():
+        if child is not None:
+            yield from all_paths(child, f"{path}.{name}" if path else name, stop)
+
+
+def further_paths(root: nn.Module, modules: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the other paths of some modules, with the first, by which `modules` has them."""
+    first = {id(module): path for path, module in modules.items()}
+    every = ((path, first.get(id(module), path)) for path, module in all_paths(root))
+    return {path: known for path, known in every if path != known}
 
 
 def tables_of(model: nn.Module) -> dict[str, tuple[str, str]]:
