@@ -48,8 +48,8 @@ from torch_ecrec.storage.tensor_file import SUFFIX, TensorFile
 
 DESCRIPTION = "torch_ecrec.json"  # in the folder: what an import of it has to know
 SCRIPTS = (
-    "random states, the reader's place, schedulers, extra state of modules (`get_extra_state`) and what else was"
-    " attached: the script has them",
+    "random states, the reader's place, schedulers, counts of warm-ups, extra state of modules (`get_extra_state`) and"
+    " what else was attached: the script has them",
     "hyperparameters of optimizers, learning rates among them: the script gives them, as with TorchRec",
 )
 
