@@ -77,6 +77,12 @@ def test_every_class_and_type_means_its_optimizer(kind: str) -> None:
         assert spec == OptimizerSpec(kind, 0.5)
 
 
+def test_what_torchrec_has_written_into_the_arguments_is_left_out() -> None:
+    """A script that has sharded with the same dict before, with TorchRec: that overwrites it, whatever is there."""
+    with_type = {"lr": 0.5, "optimizer": EmbOptimType.EXACT_SGD}
+    assert optimizer_spec("t", parameter_with(RowWiseAdagrad, with_type)) == OptimizerSpec("rowwise_adagrad", 0.5)
+
+
 def test_rounding_at_random_is_refused_where_anything_is_rounded() -> None:
     wish = {"stochastic_rounding": True}
     assert optimizer_spec("t", parameter_with(), wish) == OptimizerSpec("sgd", 0.01), "of float32 nothing is rounded"

@@ -393,6 +393,36 @@ def test_a_number_of_a_module_comes_back_of_whatever_kind_it_is(built: Any, then
     assert type(found) is type(then) and found == then
 
 
+class Counting(nn.Linear):
+    """Has a state that is no tensor, which `state_dict` has, too."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2, dtype=torch.float32)
+        self.history: list[int] = []
+
+    def get_extra_state(self) -> Any:
+        return {"history": self.history}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.history = state["history"]
+
+
+def test_extra_state_of_modules_comes_back() -> None:
+    first = made()
+    first.model.module.below[1].counting = Counting()
+    attach(first).steps(3)
+    first.model.module.below[1].counting.history.append(7)
+    next(first.batches)
+    again = made(first.session, 3, seed=2)
+    again.model.module.below[1].counting = Counting()
+    assert attach(again).model.module.below[1].counting.history == [7]
+    refused = made()
+    refused.model.module.below[1].counting = Counting()
+    refused.model.module.below[1].counting.history = Counting()
+    with pytest.raises(TypeError, match=r"extra state of Counting\['history'\]: .* cannot be kept"):
+        attach(refused)
+
+
 def test_steps_are_not_nested() -> None:
     trainer = made()
     trainer.model.attach(optimizer=trainer.optimizer, lr_scheduler=trainer.scheduler)

@@ -17,10 +17,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchrec.datasets.utils import Batch
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
+from torch_ecrec import checkpoint
 from torch_ecrec.checkpoint import dcp_export
 from torch_ecrec.cli import main
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.nn.parallel import DistributedModelParallel
+from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.state_dicts import streamed
 from torch_ecrec.storage import exporting
 from torch_ecrec.storage.catalog import Catalog
@@ -70,8 +72,8 @@ def train(model: Any, optimizer: CombinedOptimizer, steps: range, batches: Any =
 class Written:
     """Ours, trained for some steps; the checkpoint of then; and what it trains on to."""
 
-    def __init__(self, folder: Path) -> None:
-        net = Normalised(1)
+    def __init__(self, folder: Path, kind: type[Normalised] = Normalised) -> None:
+        net = kind(1)
         self.session = FakeSession(job_of(net))
         self.model: Any = DistributedModelParallel(net, session=self.session)
         self.keyed, self.optimizer = optimizers(self.model)
@@ -82,10 +84,9 @@ class Written:
             train(self.model, self.optimizer, range(0), [next(drawn)])
         batch = next(drawn)
         self.records = [records.clone() for records in self.session.records]
-        self.dense = {name: value.detach().clone() for name, value in self.model.state_dict().items() if "over" in name}
-        self.tables = {
-            name: value.clone() for name, value in self.model.state_dict().items() if "embedding_bags" in name
-        }
+        found = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        self.tables = {name: value for name, value in found.items() if "embedding_bags" in name}
+        self.dense = {name: value for name, value in found.items() if name not in self.tables}
         self.later = train(self.model, self.optimizer, range(0), [batch, *drawn])
         self.manifest = self.write(folder)
 
@@ -156,6 +157,58 @@ def test_every_record_and_every_number_is_there(written: tuple[Written, str], tm
     model.load_state_dict(state["model"])
     model.fused_optimizer.load_state_dict(state["optimizer"])
     assert all(map(torch.equal, session.records, ours.records))
+
+
+class Tied(Normalised):
+    """A layer that is used twice, and a buffer with two names."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.one = self.other = nn.Linear(1, 1, dtype=torch.float32)
+        self.register_buffer("seen", torch.full((2,), 5.0 * seed, dtype=torch.float32))
+        self.register_buffer("also_seen", self.seen)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return super().forward(batch) + self.other(self.one(batch.labels[:1, None])).sum()
+
+
+def test_what_has_two_names_is_under_both(tmp_path: Path) -> None:
+    """State dicts have tied weights twice, and snapshots once."""
+    ours = Written(tmp_path / "kept", Tied)
+    dcp_export.export(Catalog(str(tmp_path / "kept")), ours.manifest, tmp_path / "exported")
+    theirs: Any = plain_torchrec(Tied(2), 1)
+    dcp.load(state := {"model": theirs.state_dict()}, checkpoint_id=tmp_path / "exported")
+    theirs.load_state_dict(state["model"])
+    assert {"one.weight", "other.weight", "seen", "also_seen"} <= ours.dense.keys()
+    for name, value in ours.dense.items():
+        assert torch.equal(theirs.state_dict()[name], value), name
+
+
+class Twice(Normalised):
+    """A collection that is used twice."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.third = self.first
+
+
+def test_tables_that_have_two_names_are_under_both_and_are_imported_once(tmp_path: Path) -> None:
+    ours = Written(tmp_path / "kept", Twice)
+    dcp_export.export(Catalog(str(tmp_path / "kept")), ours.manifest, tmp_path / "exported")
+    theirs: Any = plain_torchrec(Twice(2), 1)
+    state = {"model": theirs.state_dict(), "optimizer": theirs.fused_optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "exported")
+    theirs.load_state_dict(state["model"])
+    dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    described = checkpoint.describe(Twice(3), tmp_path / "job.json", trainers=1)
+    assert described.again == ("third",) and checkpoint.describe(ours.model, tmp_path / "job.json") == described
+    for folder, job in (("exported", []), ("theirs", ["--job", str(tmp_path / "job.json")])):
+        url = str(tmp_path / f"{folder}-kept")
+        assert main.main(["checkpoints", url, "--import", str(tmp_path / folder), *job]) == 0
+        manifest = Catalog(url).newest()
+        found, _ = kept.read_by_slots(Restored(url, manifest.id, 0), ours.session.job)
+        for a, b in zip(found, ours.records, strict=True):
+            assert torch.equal(torch.from_numpy(a), b.view(torch.uint8)), folder
 
 
 def test_a_snapshot_of_no_model_is_refused_by_name(tmp_path: Path) -> None:

@@ -226,6 +226,30 @@ def test_buffers_that_are_in_no_state_dict_may_come_or_not(saved: Saved) -> None
         imported.begin_with_(model, [], parts)
 
 
+def test_what_has_two_names_comes_under_either(saved: Saved) -> None:
+    """State dicts have tied weights twice. Other numbers in one of the names are of another model."""
+    module: Any = net()
+    module.one = module.other = nn.Linear(2, 2)
+    model: Any = DistributedModelParallel(module, session=FakeSession(job_of(module)))
+    tensors = {name: flat(value) for name, value in saved.state["model"].items() if "embedding_bags" not in name}
+    optimizer = torch.optim.Adam(dense_parameters(model).values())
+
+    def begin(**more: Tensor) -> None:
+        given = {f"{name}.{what}": value for name, value in more.items() for what in ("weight", "bias")}
+        given = {name: value if "bias" in name else value.expand(2, 2).clone() for name, value in given.items()}
+        state = {"other.weight": {"exp_avg": torch.eye(2)}}
+        parts = [(torch.from_numpy(p), h) for h, p in imported.packed(1, tensors | given, state, {})]
+        imported.begin_with_(model, [optimizer], parts)
+
+    begin(one=torch.ones(2), other=torch.ones(2))
+    assert module.one.weight.tolist() == [[1, 1], [1, 1]] and module.one.bias.tolist() == [1, 1]
+    assert torch.equal(optimizer.state[module.one.weight]["exp_avg"], torch.eye(2))
+    begin(other=torch.zeros(2))
+    assert module.one.bias.tolist() == [0, 0]
+    with pytest.raises(ValueError, match=r"has other numbers in other\.weight than in one\.weight, which are one"):
+        begin(one=torch.ones(2), other=torch.zeros(2))
+
+
 def test_tables_alone_leave_the_dense_model_to_the_script(saved: Saved, tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     words = ["checkpoints", url, "--import", str(saved.folder), "--job", str(saved.job), "--tables-only"]

@@ -257,6 +257,7 @@ def test_a_newer_format_is_refused_by_its_number() -> None:
         (("parts",), [], "length >= 1"),
         (("kind",), "some", "Invalid enum value"),
         (("nobody",), 1, "unknown field"),
+        (("written_s",), 1e300, "`float` <= 1"),
     ],
 )
 def test_a_manifest_that_cannot_be_is_refused(tmp_path: Path, path: tuple[Any, ...], value: Any, says: str) -> None:

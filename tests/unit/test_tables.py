@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -106,6 +107,25 @@ def test_state_travels_through_a_checkpoint() -> None:
     assert torch.equal(other.state_dict()["over.weight"], saved["over.weight"])
     with torch.no_grad():
         assert torch.equal(other(batch_of(6, 9))[1], model(batch_of(6, 9))[1])
+
+
+def test_a_collection_with_two_names_is_one_tensor_in_a_state_dict() -> None:
+    """What is written into it under one name was lost when the other was loaded."""
+    net: Any = nn.Module()
+    net.one = net.other = collection()
+    session = FakeSession(job_of(net))
+    model: Any = DistributedModelParallel(net, session=session)
+    state = model.state_dict()
+    names = sorted(name for name in state if name.startswith("one."))
+    assert len(names) == 4 and all(state[name] is state[name.replace("one", "other")] for name in names)
+    wanted = {name: 2 * state[name].clone() for name in names}
+    for name in names:
+        state[name].mul_(2)
+    model.load_state_dict(state)
+    for destination in ({}, state):
+        again = model.state_dict(destination=destination)
+        for name, value in wanted.items():
+            assert torch.equal(again[name], value) and torch.equal(again[name.replace("one", "other")], value)
 
 
 def test_a_model_may_be_put_back_in_training() -> None:

@@ -193,6 +193,16 @@ def test_what_is_kept_is_bounded() -> None:
     assert feed.history().count(b"[") == POINTS_MOST + 1
 
 
+def test_progress_goes_on_after_the_clock_was_set_back() -> None:
+    """It would stand for as long as the clock was ahead."""
+    feed = Feed("abc")
+    for time_s in (100.0, 101.0, 102.0, 100.5, 101.5):
+        feed.reached(time_s, int(time_s))
+    assert feed.history() == b"[[100.0,100],[100.5,100],[101.5,101]]"
+    script = page().decode().partition("function reached(t, step) {")[2].partition("}")[0]
+    assert "points.pop()" in script and "return" not in script, "the page does likewise"
+
+
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 

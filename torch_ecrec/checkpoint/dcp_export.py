@@ -48,7 +48,8 @@ from torch_ecrec.storage.tensor_file import SUFFIX, TensorFile
 
 DESCRIPTION = "torch_ecrec.json"  # in the folder: what an import of it has to know
 SCRIPTS = (
-    "random states, the reader's place, schedulers and what else was attached: the script has them",
+    "random states, the reader's place, schedulers, counts of warm-ups, extra state of modules (`get_extra_state`) and"
+    " what else was attached: the script has them",
     "hyperparameters of optimizers, learning rates among them: the script gives them, as with TorchRec",
 )
 
@@ -84,8 +85,11 @@ def export(catalog: Catalog, manifest: Manifest, folder: Path) -> Exported:
             tables = near / f"tables{SUFFIX}"
             exporting.export(catalog, manifest, tables)
             content.update(_tables(manifest, state, tables))
+            for name, first in state.further.items():
+                if f"model.{first}" in content:
+                    content.setdefault(f"model.{name}", content[f"model.{first}"])
             _save(content, near / "dcp")
-            described = Description(manifest.spec, state.tables, beside=tuple(state.replicated))
+            described = Description(manifest.spec, state.tables, beside=tuple(state.replicated), again=_again(state))
             (near / "dcp" / DESCRIPTION).write_bytes(described.encoded())
             os.replace(near / "dcp", folder)
             sync_folder(folder.absolute().parent)
@@ -148,6 +152,13 @@ def _dense(state: State) -> tuple[dict[str, Any], list[str]]:
             for name, value in found.items() if isinstance(found, Mapping) else {"state": found}.items():
                 content[f"{prefix}.state.{place}.{name}"] = value
     return content, [*absent, *SCRIPTS]
+
+
+def _again(state: State) -> tuple[str, ...]:
+    """Returns the other paths of modules that have tables under several: see `Description`."""
+    keys = {key for key, _ in state.tables.values()}
+    paths = (".".join(name.split(".")[:-3]) for name, first in state.further.items() if first in keys)
+    return tuple(dict.fromkeys(paths))
 
 
 def _tables(manifest: Manifest, state: State, path: Path) -> dict[str, Tensor]:

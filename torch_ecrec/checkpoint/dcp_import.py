@@ -51,7 +51,7 @@ from torch_ecrec.storage.manifest import Manifest
 from torch_ecrec.storage.tensor_file import SUFFIX, TensorFile
 
 SCRIPTS = "random states, the reader's place, schedulers, learning rates and what else is attached: the script has them"
-_STATE, _GROUPS = ".state.", ".param_groups"
+_STATE, _GROUPS, _EXTRA = ".state.", ".param_groups", "_extra_state"
 
 
 @dataclass(frozen=True)
@@ -400,7 +400,11 @@ def _dense(folder: Folder, found: FoundTensors, described: Description, tables_o
     """Returns the dense model and its optimizers' state, and a list of what else there is."""
     taken = set(found.names.values())
     before = found.model
-    left = sorted(name for name in folder.tensors if name not in taken)
+    left = sorted(
+        name
+        for name in folder.tensors
+        if name not in taken and not (before is not None and _is_again(name, before, described))
+    )
     absent = [f"the tables of {path}, which TorchRec keeps: the script loads them" for path in described.elsewhere]
     if tables_only or before is None:
         return _Dense({}, {}, [*absent, *_said(left, folder.others)])
@@ -409,6 +413,7 @@ def _dense(folder: Folder, found: FoundTensors, described: Description, tables_o
         for name in left
         if name.startswith(before)
         and (before or _STATE not in name)
+        and name.rpartition(".")[2] != _EXTRA  # of a module, which the script has
         and not is_below(name.removeprefix(before), described.elsewhere)
     }
     dense = {key: folder.whole(name) for name, key in names.items()}
@@ -435,6 +440,11 @@ def _dense(folder: Folder, found: FoundTensors, described: Description, tables_o
             " (--tables-only), and load the dense model in the script"
         )
     return _Dense(dense, state, [*absent, *_said(rest, folder.others)])
+
+
+def _is_again(name: str, before: str, described: Description) -> bool:
+    """Returns whether a tensor is a table under another of its names."""
+    return name.startswith(before) and is_below(name.removeprefix(before), described.again)
 
 
 def _state_place(name: str, dense: dict[str, Tensor]) -> tuple[str, str] | None:

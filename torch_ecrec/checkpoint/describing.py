@@ -10,7 +10,7 @@ started, and tables may be on the meta device. A model that is built on a cluste
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torch_ecrec.nn.coverage import Coverage, check_sharders, coverage_of
-from torch_ecrec.nn.dense import tables_of
+from torch_ecrec.nn.dense import further_paths, tables_of, with_tables
 from torch_ecrec.nn.parallel import DistributedModelParallel
 from torch_ecrec.nn.sharder import all_table_specs, job_names
 from torch_ecrec.runtime.checks import require, take_int, take_str
@@ -70,7 +70,7 @@ def describe(
 def _of_sharded(model: DistributedModelParallel) -> Description:
     job = model.session.job
     require(len(job.tables) > 0, "a model without tables on the servers has nothing to import")
-    return _described(job, tables_of(model), model.coverage)
+    return _described(job, tables_of(model), model.coverage, further_paths(model.module, with_tables(model)))
 
 
 def _of_module(
@@ -94,8 +94,11 @@ def _of_module(
         for path, module in covered.served.items()
         for config in configs_of(module)
     }
-    return _described(JobSpec(specs, CodeSpec(), trainers, seed), tables, covered)
+    job = JobSpec(specs, CodeSpec(), trainers, seed)
+    return _described(job, tables, covered, further_paths(model, covered.served))
 
 
-def _described(job: JobSpec, tables: dict[str, tuple[str, str]], covered: Coverage) -> Description:
-    return Description(job, tables, tuple(covered.unprotected), covered.dense, tuple(covered.remapping))
+def _described(
+    job: JobSpec, tables: dict[str, tuple[str, str]], covered: Coverage, again: Collection[str]
+) -> Description:
+    return Description(job, tables, tuple(covered.unprotected), covered.dense, tuple(covered.remapping), tuple(again))

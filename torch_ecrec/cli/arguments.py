@@ -42,7 +42,7 @@ ASKED_S = 10.0  # until the first answer
 
 def port(text: str) -> int:
     """Parses a TCP port; 0 stands for a free one."""
-    if not text.isdigit() or int(text) > 65535:
+    if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"a port is a number up to 65535, got {text!r}")
     return int(text)
 

@@ -43,7 +43,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torch_ecrec.compat.torch import has_state_dict_hooks
+from torch_ecrec.compat.torch import children_of, has_state_dict_hooks, own_buffers, own_parameters
 from torch_ecrec.compat.torchrec import sharded_names
 from torch_ecrec.nn.local_shards import LocalShards, replicated_tables
 from torch_ecrec.resume import optimizer_steps, values
@@ -152,6 +152,7 @@ class DenseSnapshot:
         self._model = weakref.ref(model)
         self.shards = LocalShards({}) if shards is None else shards
         self.counters: Sequence[Tensor] | None = None
+        self._further: dict[str, str] | None = None  # names; once they were looked for
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._looks = True
@@ -206,7 +207,10 @@ class DenseSnapshot:
         Raises:
             TypeError, RuntimeError: as `check`.
         """
-        return _collect(self._the_model(), self.optimizers, self.shards, self.counters)
+        model = self._the_model()
+        if self._further is None:
+            self._further = further_names(model)
+        return _collect(model, self.optimizers, self.shards, self.counters, self._further)
 
     def pack(self, step: int, own: bytes = b"") -> tuple[Tensor, list[int]]:
         """Returns this trainer's part of the state after `step` and its header. The part is a new buffer of its own.
@@ -276,6 +280,7 @@ class State:
     whole: list[bytes]  # what each trainer has kept whole
     tables: dict[str, tuple[str, str]]  # see `WithTables`, with the path of the module before the key
     columns: dict[str, Found]  # by path of a module with tables: the order of its features
+    further: dict[str, str]  # see `further_names`
 
     def buffers(self, part: int) -> dict[str, Tensor]:
         """Returns the buffers of a trainer, by name."""
@@ -312,13 +317,14 @@ def unpack(parts: Sequence[tuple[Tensor, Sequence[int]]]) -> State:
     content = values.decode(index, tensors, "cpu")
     whole = [payload[size : size + header.whole_bytes].numpy().tobytes() for header, payload, size in spans]
     wanted = {"parameters", "replicated", "optimizers", "tables"}
-    if type(content) is not dict or content.keys() - {"columns"} != wanted:
+    if type(content) is not dict or content.keys() - {"columns", "further"} != wanted:
         raise ValueError(f"step {step}: the index is not one of a dense state")
     try:
         columns = {path: Found.of_plain(found) for path, found in content.pop("columns", {}).items()}
+        further = {str(name): str(first) for name, first in content.pop("further", {}).items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"step {step}: the index does not say in which order features come: {error}") from error
-    return State(step, tensors=tensors, whole=whole, columns=columns, **content)
+    return State(step, tensors=tensors, whole=whole, columns=columns, further=further, **content)
 
 
 def own_of(payload: Tensor, header: Sequence[int]) -> bytes:
@@ -512,6 +518,44 @@ def _replicated(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((path, module) for path, module in model.named_modules() if isinstance(module, Replicated))
 
 
+def further_names(model: nn.Module) -> dict[str, str]:
+    """Returns the other names of what has several (tied weights, a module that is used twice), with the first: dense
+    parameters, buffers, tables. Snapshots have each once, state dicts under all of its names."""
+    root = model.module if isinstance(model, DistributedModelParallel) else model
+    first = {id(tensor): name for name, tensor in (*dense_parameters(model), *buffers_of(model))}
+    found: dict[str, str] = {}
+    for path, module in all_paths(root, stop=ShardedModule):
+        for name, tensor in (*own_parameters(module).items(), *own_buffers(module).items()):
+            here = f"{path}.{name}" if path else name
+            if (known := first.get(id(tensor), here)) != here:
+                found[here] = known
+    of_tables = with_tables(model)
+    for path, known in further_paths(root, of_tables).items():
+        for key, _ in of_tables[known].keys_of_tables().values():
+            found[f"{path}.{key}"] = f"{known}.{key}"
+    return found
+
+
+def all_paths(
+    module: nn.Module, path: str = "", stop: type[nn.Module] | tuple[()] = ()
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yields modules under all of their paths, where `named_modules` has each once. `stop`: these are left out, and
+    what is in them."""
+    if isinstance(module, stop):
+        return
+    yield path, module
+    for name, child in children_of(module).items():
+        if child is not None:
+            yield from all_paths(child, f"{path}.{name}" if path else name, stop)
+
+
+def further_paths(root: nn.Module, modules: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the other paths of some modules, with the first, by which `modules` has them."""
+    first = {id(module): path for path, module in modules.items()}
+    every = ((path, first.get(id(module), path)) for path, module in all_paths(root))
+    return {path: known for path, known in every if path != known}
+
+
 def tables_of(model: nn.Module) -> dict[str, tuple[str, str]]:
     """Returns what TorchRec's state dicts call the tables on the servers: who exports a checkpoint has no model."""
     return {
@@ -555,7 +599,11 @@ def _digest(index: bytes) -> int:
 
 
 def _collect(
-    model: nn.Module, optimizers: Sequence[Optimizer], shards: LocalShards, counters: Sequence[Tensor] | None
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    shards: LocalShards,
+    counters: Sequence[Tensor] | None,
+    further: Mapping[str, str],
 ) -> tuple[bytes, TensorsOut, bytes]:
     """Returns the index, the tensors it refers to, and what this trainer keeps whole."""
     out, sharded_names = TensorsOut(), _sharded_names(model)
@@ -583,6 +631,7 @@ def _collect(
         "optimizers": entries,
         "tables": tables_of(model),
         "columns": columns,
+        **({"further": dict(further)} if further else {}),  # an earlier build takes the others
     }
     index = values.encode(content, "the dense state", out)
     buffers = {name: buffer.detach() for name, buffer in buffers_of(model)}

@@ -22,15 +22,16 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torch_ecrec.compat.torch import own_buffers, transient_buffers
-from torch_ecrec.nn.dense import buffers_of, dense_parameters, meet_columns, part_of, unpack
+from torch_ecrec.nn.dense import buffers_of, dense_parameters, further_names, meet_columns, part_of, unpack
 from torch_ecrec.records.positions import Bytes
 from torch_ecrec.resume import values
-from torch_ecrec.resume.tensor_bytes import TensorsOut
+from torch_ecrec.resume.tensor_bytes import TensorsOut, bytes_of
 from torch_ecrec.state_dicts.columns import Found
 
 log = logging.getLogger(__name__)
 
 CLASS = "imported"
+_INSTEAD = "Import the tables alone (--tables-only), and load the dense model in the script, before `attach`"
 
 
 def packed(
@@ -94,12 +95,13 @@ def begin_with_(
     if not found.parameters and not state:
         log.info("the checkpoint that training begins with has tables only: the dense model is the script's")
         return meet_columns(model, found)
-    targets = dict(dense_parameters(model)) | dict(buffers_of(model))
-    _check(targets, found.parameters, _passing(model))
-    stepped = _state_of(model, optimizers, state)
+    targets, further = dict(dense_parameters(model)) | dict(buffers_of(model)), further_names(model)
+    given = _under_first_names(found.parameters, further)
+    _check(targets, given, _passing(model))
+    stepped = _state_of(model, optimizers, {further.get(name, name): of_one for name, of_one in state.items()})
     meet_columns(model, found)
     with torch.no_grad():
-        for name, value in found.parameters.items():
+        for name, value in given.items():
             targets[name].copy_(value)
     for optimizer, parameter, of_one in stepped:
         optimizer.state[parameter] = {
@@ -107,13 +109,31 @@ def begin_with_(
         }
 
 
+def _under_first_names(given: Mapping[str, Tensor], further: Mapping[str, str]) -> dict[str, Tensor]:
+    """Returns tensors that state dicts have under several names under the first. Raises ValueError where they differ
+    from each other: of a model that has several in place of one."""
+    found: dict[str, Tensor] = {}
+    for name, value in given.items():
+        first = further.get(name, name)
+        if not _same(found.setdefault(first, value), value):
+            raise ValueError(
+                f"the checkpoint has other numbers in {name} than in {first}, which are one tensor of the model."
+                f" {_INSTEAD}"
+            )
+    return found
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    alike = one is other or (one.dtype, one.shape) == (other.dtype, other.shape)
+    return alike and torch.equal(bytes_of(one), bytes_of(other))
+
+
 def _check(targets: Mapping[str, Tensor], given: Mapping[str, Tensor], passing: Collection[str]) -> None:
     lacks, more = sorted(targets.keys() - given.keys() - set(passing)), sorted(given.keys() - targets.keys())
     if lacks or more:
         raise ValueError(
             f"the dense model of the checkpoint is another one: it lacks {', '.join(lacks) or 'nothing'}, and has"
-            f" {', '.join(more) or 'nothing'} that the model has not. Import the tables alone (--tables-only), and load"
-            " the dense model in the script, before `attach`"
+            f" {', '.join(more) or 'nothing'} that the model has not. {_INSTEAD}"
         )
     for name, value in given.items():
         target = targets[name]

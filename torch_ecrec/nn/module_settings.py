@@ -1,4 +1,5 @@
-"""The state of modules beside tensors: modes, plain attributes, generators, and which parameters are trained.
+"""The state of modules beside tensors: modes, plain attributes, generators, what they give as extra state of theirs
+(`get_extra_state`), and which parameters are trained.
 
     settings = ModuleSettings(model)     # the settings as they are now
     changed = settings.changed()         # what differs since, by path
@@ -28,6 +29,7 @@ from torch_ecrec.resume.values import decode, encode
 _PLAIN = frozenset({bool, int, float, complex, str})  # and NumPy's numbers
 _USUAL = frozenset({dict, OrderedDict, set, list, tuple, type(None)})  # what hooks and the like are in
 _LIBRARIES = ("torch_ecrec.", "torchrec.distributed.", "torch.nn.parallel.")
+_EXTRA = "extra state"
 _TRAINED = "requires_grad of "
 _OF_TABLE = "requires_grad of table "  # under the path of the model
 
@@ -39,6 +41,8 @@ class ModuleSettings:
         self._of_path = {
             path: module for path, module in model.named_modules() if not type(module).__module__.startswith(_LIBRARIES)
         }
+        usual = nn.Module.get_extra_state
+        self._with_extra = {path: one for path, one in self._of_path.items() if type(one).get_extra_state is not usual}
         made = [module for module in model.modules() if isinstance(module, (WithTables, Replicated))]
         self._collections = sorted(line for module in made for line in module.made_with())
         self._tables = {name: p for name, p in model.named_parameters() if isinstance(p, TableParameter)}
@@ -88,6 +92,9 @@ class ModuleSettings:
         """Returns the settings that differ from those at construction: path of a module -> name -> value.
 
         It is called for every snapshot, so it does little for each attribute.
+
+        Raises:
+            TypeError: the extra state of a module cannot be kept, with its name.
         """
         found: dict[str, dict[str, Any]] = {}
         first, missing = self._first, object()
@@ -109,6 +116,9 @@ class ModuleSettings:
                     key = _TRAINED + name
                     if parameter.requires_grad != first.get((path, key)):
                         found.setdefault(path, {})[key] = parameter.requires_grad
+        for path, module in self._with_extra.items():
+            if (extra := _extra_of(module)) != first.get((path, _EXTRA)):
+                found.setdefault(path, {})[_EXTRA] = extra
         for name, trains in zip(self._tables, are_trained(self._tables.values()), strict=True):
             if trains != first.get(("", _OF_TABLE + name)):
                 found.setdefault("", {})[_OF_TABLE + name] = trains
@@ -131,7 +141,14 @@ class ModuleSettings:
             module = self._of_path[path]
             if name.startswith(_TRAINED):
                 module.get_parameter(name.removeprefix(_TRAINED)).requires_grad_(value)
+            elif name == _EXTRA:
+                if value != _extra_of(module):
+                    module.set_extra_state(decode(value))
             elif type(value) is bytes:
                 set_state_of(getattr(module, name), decode(value))
             else:
                 setattr(module, name, value)
+
+
+def _extra_of(module: nn.Module) -> bytes:
+    return encode(module.get_extra_state(), f"extra state of {type(module).__name__}")

@@ -37,6 +37,7 @@ DEFAULTS = {  # of FBGEMM
     "beta2": 0.999, "max_norm": 0.0,
 }  # fmt: skip
 _OF_TORCH = ("foreach", "fused", "differentiable", "capturable")  # how torch computes, not what
+_OF_TORCHREC = "optimizer"  # it writes the type into the user's own arguments as it shards, and takes no other
 _OF_MEMORY = (
     "cache_algorithm", "cache_load_factor", "cache_reserved_memory", "cache_sets", "embedding_table_index_type",
     "embedding_table_offset_type", "enforce_hbm", "gather_uvm_cache_stats", "multipass_prefetch_config",
@@ -116,7 +117,7 @@ def _of_class(cls: type, arguments: dict[str, Any]) -> tuple[SparseOptimizer, di
     momentum = arguments.get("momentum")
     if found.name == "sgd" and momentum is not None and take_float("momentum", momentum):
         found = optimizer("momentum_sgd")
-    arguments = {name: value for name, value in arguments.items() if name not in _OF_TORCH}
+    arguments = {name: value for name, value in arguments.items() if name not in (*_OF_TORCH, _OF_TORCHREC)}
     if "lr" in arguments:
         arguments["learning_rate"] = arguments.pop("lr")
     if "betas" in arguments:

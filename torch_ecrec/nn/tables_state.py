@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,7 @@ class TablesState:
     def __init__(self, step: SparseStep, tables: Mapping[str, Table], folder: str, columns: Columns) -> None:
         self.step, self.tables, self._folder, self._columns = step, tables, folder, columns
         self._given = GivenTensors()
+        self._saved: dict[str, tuple[str, weakref.ref[Tensor]]] = {}  # by table: its key in a state dict, what is there
         step.on_written.append(self.load_written)
         step.on_pushed.append(self._given.on_trained)
 
@@ -122,9 +124,23 @@ class TablesState:
         return made
 
     def save_weights(self, destination: dict[str, Any], prefix: str) -> None:
-        """Puts the weights of every table, (rows, D), into a state dict. Every trainer calls it."""
+        """Puts the weights of every table, (rows, D), into a state dict. Every trainer calls it.
+
+        Where a model has this module under several names they are one tensor, as in torch: what is written into it is
+        loaded, whichever name is loaded last.
+        """
         for name, table in self.tables.items():
-            destination[f"{prefix}{self.key_of(name)}"] = self.read(name, table.schema.fields[0])
+            key = f"{prefix}{self.key_of(name)}"
+            value = self._under_another_key(name, key, destination)
+            value = self.read(name, table.schema.fields[0]) if value is None else value
+            destination[key] = value
+            if value is not None:
+                self._saved[name] = key, weakref.ref(value)
+
+    def _under_another_key(self, name: str, key: str, destination: Mapping[str, Any]) -> Tensor | None:
+        before, found = self._saved.get(name, (key, None))
+        value = None if found is None or before == key or (name, WEIGHT) not in self._given.places else found()
+        return value if destination.get(before) is value else None
 
     # loading ----------------------------------------------------------------------------------------
 

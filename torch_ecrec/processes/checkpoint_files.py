@@ -458,30 +458,32 @@ class FileManifests:
         """Removes checkpoints that are not kept any more, and what earlier attempts left. A failure is logged; the next
         checkpoint tries again."""
         try:
-            runs, mine, last = self._lineage(finished), run_of(finished.folder), attempt_of(finished.folder)
+            listing = self._catalog.listing()  # once: a place may have thousands
+            mine, last = run_of(finished.folder), attempt_of(finished.folder)
+            runs = self._lineage(finished, listing)
 
             def may_run(folder: str) -> bool:
                 """Returns whether a folder is of another history, or of an attempt after this one, which may be under
                 way."""
                 return run_of(folder) not in runs or (run_of(folder) == mine and attempt_of(folder) > last)
 
-            kept = self._catalog.keep(self._settings.keep, lambda folder: run_of(folder) in runs)
-            for folder in [*kept, *self._catalog.clean(may_run)]:
+            kept = self._catalog.keep(self._settings.keep, lambda folder: run_of(folder) in runs, listing)
+            for folder in [*kept, *self._catalog.clean(may_run, listing)]:
                 log.info("checkpoint %s was removed", folder)
             # they were on a checkpoint before this one, or a run before this one has left them
             Saves(self._catalog.location).clean(lambda folder: not may_run(folder))
         except CheckpointError as error:
             log.warning("old checkpoints stay: %s", error)
 
-    def _lineage(self, finished: Finished) -> set[str]:
+    @staticmethod
+    def _lineage(finished: Finished, listing: Listing) -> set[str]:
         """This run, the one that it began with a checkpoint of, and so on: what is at the same place of other runs is
         somebody else's."""
         runs: set[str] = set()
         new = {run_of(finished.folder)} - {""}
-        whole = self._catalog.checkpoints()
         while new:
             runs |= new
-            began = {one.began_with for one in whole if run_of(one.id) in new and one.began_with is not None}
+            began = {one.began_with for one in listing.whole if run_of(one.id) in new and one.began_with is not None}
             new = {run_of(folder) for folder in began} - runs - {""}
         return runs
 

@@ -63,7 +63,7 @@ def place_of(wanted: str, url: str) -> tuple[str, int | None]:
             raise ValueError("the newest checkpoint of what? `--restore newest` goes with `--checkpoint URL`")
         return url, None
     place, _, text = wanted.rpartition("@")
-    return (place, int(text)) if place and text.isdigit() else (wanted, None)
+    return (place, int(text)) if place and text.isdecimal() else (wanted, None)
 
 
 class Catalog:
@@ -207,12 +207,15 @@ class Catalog:
 
     # removing -------------------------------------------------------------------------------------
 
-    def keep(self, count: int, concerns: Callable[[str], bool] = lambda name: True) -> list[str]:
+    def keep(
+        self, count: int, concerns: Callable[[str], bool] = lambda name: True, listing: Listing | None = None
+    ) -> list[str]:
         """Removes all but the newest ones and what these build on.
 
         Args:
             count: so many newest ones are kept, at least 1.
             concerns: of a name, whether it counts among them. Others stay.
+            listing: what is there, where that is known.
 
         Returns:
             The names of those that were removed. Broken ones are never: somebody may repair them.
@@ -222,7 +225,7 @@ class Catalog:
                 removed.
         """
         require_int("count", count, 1)
-        listing = self.listing()
+        listing = self.listing() if listing is None else listing
         whole = listing.whole
         ours = [one.id for one in whole if concerns(one.id)]
         kept = self._with_bases(whole, [*ours[:count], *(one.id for one in whole if not concerns(one.id))])
@@ -255,16 +258,18 @@ class Catalog:
                 )
         self._remove(name)
 
-    def clean(self, stays: Callable[[str], bool] = lambda name: False) -> list[str]:
+    def clean(self, stays: Callable[[str], bool] = lambda name: False, listing: Listing | None = None) -> list[str]:
         """Removes what interrupted attempts have left: folders that have the name of a checkpoint and no manifest.
 
         Args:
             stays: of a name, whether it may be an attempt that is under way, which must stay.
+            listing: what is there, where that is known.
 
         Returns:
             The names of those that were removed.
         """
-        gone = [name for name in self.listing().unfinished if not stays(name)]
+        listing = self.listing() if listing is None else listing
+        gone = [name for name in listing.unfinished if not stays(name)]
         for name in gone:
             self.location.remove(name)
         return gone

@@ -44,6 +44,7 @@ class Description:
         elsewhere: paths of modules whose tables TorchRec keeps, sharded: the script loads them.
         replicated: paths of modules whose tables are dense parameters.
         beside: paths of modules that keep something beside their tables (which id has which row): the script loads it.
+        again: other paths of modules that the model has under several, with the same tables.
     """
 
     job: JobSpec
@@ -51,6 +52,7 @@ class Description:
     elsewhere: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
+    again: tuple[str, ...] = ()
 
     def encoded(self) -> bytes:
         """Returns the description as bytes of JSON."""
@@ -61,6 +63,7 @@ class Description:
             list(self.elsewhere),
             list(self.replicated),
             list(self.beside),
+            list(self.again),
         )
         return msgspec.json.encode(said)
 
@@ -90,7 +93,8 @@ class Description:
             raise CheckpointError(
                 f"{name} describes no job ({error}): `torch_ecrec.checkpoint.describe` writes such a file"
             ) from error
-        return Description(job, tables, tuple(said.elsewhere), tuple(said.replicated), tuple(said.beside))
+        others = (tuple(paths) for paths in (said.elsewhere, said.replicated, said.beside, said.again))
+        return Description(job, tables, *others)
 
 
 class _Version(Struct):
@@ -99,13 +103,14 @@ class _Version(Struct):
     format: int
 
 
-class _File(Struct, forbid_unknown_fields=True):
+class _File(Struct, forbid_unknown_fields=True, omit_defaults=True):
     format: int
     job: dict[str, Any]
     tables: dict[str, list[str]]
     elsewhere: list[str]
     replicated: list[str]
     beside: list[str]
+    again: list[str] = []  # an earlier build takes a file without it
 
 
 @dataclass(frozen=True)
@@ -226,7 +231,7 @@ def _check_others(
     """Refuses tables that nobody has described, and state of described ones that their optimizers do not keep; but for
     state where that may begin anew."""
     taken = set(names.values())
-    exempt = (*description.elsewhere, *description.replicated)
+    exempt = (*description.elsewhere, *description.replicated, *description.again)
     if before is None:
         others = sorted(there - taken)
     else:

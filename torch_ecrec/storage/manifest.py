@@ -41,6 +41,7 @@ File = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Nonce = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 Figure = Annotated[float, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=1e11)]  # since 1970: a later time no calendar has
 Kind = Literal["full", "incremental", "save"]
 
 
@@ -159,7 +160,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     job: dict[str, Any]
     parts: Annotated[list[PartEntry], Meta(min_length=1)]
     encoding: Encoding
-    written_s: Figure
+    written_s: Seconds
     kind: Kind = "save"
     step: Count = 0
     order: Count = 0

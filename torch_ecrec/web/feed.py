@@ -53,9 +53,11 @@ class Feed:
             self._bytes -= len(self._events.popleft().said)
 
     def reached(self, time_s: float, step: int) -> None:
-        """Keeps how far training was then."""
-        if not self._points or time_s > self._points[-1][0]:
-            self._points.append((time_s, step))
+        """Keeps how far training was then. What is later, by a clock that was set back since, goes: nothing that comes
+        would be told from it."""
+        while self._points and self._points[-1][0] >= time_s:
+            self._points.pop()
+        self._points.append((time_s, step))
 
     def history(self) -> bytes:
         """Returns the steps of the last minutes, as JSON: [[time_s, step], ...]."""
