@@ -517,3 +517,32 @@ def test_where_nobody_looks_any_more_the_membership_ends(monkeypatch: pytest.Mon
     assert isinstance(ends.get(timeout=LIMIT_S), KeyError)
     member.close()
     coordinator.end()
+
+
+def test_who_leaves_is_woken_when_the_search_for_a_coordinator_ends() -> None:
+    """Nobody is left to hear it. It waited on for as long as it would stay for one."""
+
+    class Rules:
+        has_parted = is_over = False
+
+        def step(self, now_s: float) -> membership.Wait:
+            self.has_parted = self.is_over = True
+            return membership.NOTHING
+
+        def take(self) -> list[membership.Effect]:
+            return []
+
+    member, waits, woken = object.__new__(Member), threading.Event(), threading.Event()
+    member._changed, member._over = threading.Condition(), threading.Event()
+    member._rules = rules = Rules()  # type: ignore[assignment]
+
+    def leave() -> None:
+        with member._changed:
+            waits.set()
+            member._changed.wait_for(lambda: rules.has_parted, LIMIT_S)
+        woken.set()
+
+    threading.Thread(target=leave, daemon=True).start()
+    assert waits.wait(LIMIT_S)
+    member._pursue(lambda: False)
+    assert woken.wait(20.0)

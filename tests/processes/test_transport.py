@@ -35,7 +35,7 @@ from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.processes.member import TRANSPORTS
 from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.encoding import WIRE
-from torch_ecrec.transport.rpc import _compact
+from torch_ecrec.transport.rpc import INTERFACE, _compact
 
 WAIT_S = 300.0  # for anything at all: only a hang reaches it
 PROMPTLY_S = 100.0  # by itself, on whatever machine: a third of what a hang takes
@@ -231,7 +231,8 @@ def test_torch_rpc_is_not_given_what_is_a_small_part_of_its_storage() -> None:
 
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
-def test_arguments_are_checked(kind: str) -> None:
+def test_arguments_are_checked(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(INTERFACE, "lo")  # as torch's RPC leaves it in a process
     with pytest.raises(ValueError, match="`name`"):
         TRANSPORTS[kind]("a b", lambda request, reply: None, "127.0.0.1")
     with pytest.raises(ClusterUnavailable, match=r"192\.0\.2\.1"):

@@ -219,7 +219,8 @@ class Member:
                 now_s = time.monotonic()
                 step = self._rules.step(now_s)
                 effects = self._rules.take()
-                over = self._rules.is_over
+                if over := self._rules.is_over:
+                    self._changed.notify_all()  # whoever leaves has nobody to wait for
                 if not (effects or over) and isinstance(step, Wait):
                     self._changed.wait(None if math.isinf(step.until_s) else step.until_s - now_s)
                     continue
