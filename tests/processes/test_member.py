@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -546,3 +547,16 @@ def test_who_leaves_is_woken_when_the_search_for_a_coordinator_ends() -> None:
     assert waits.wait(LIMIT_S)
     member._pursue(lambda: False)
     assert woken.wait(20.0)
+
+
+@pytest.mark.parametrize("role", ["server", "trainer"])
+def test_who_has_nothing_to_make_connections_with_says_so_or_ends(role: str) -> None:
+    errors: list[BaseException] = []
+    member = SimpleNamespace(_rules=SimpleNamespace(join=SimpleNamespace(role=role)), on_error=errors.append)
+    lacks = "can't start new thread"
+    transport = SimpleNamespace(name="me", unreachable=lambda: ["other"], lacks=lambda: lacks)
+    found = Member._unreachable(member, transport)  # type: ignore[arg-type]
+    assert found == (["other", "me"] if role == "server" else ["other"])
+    assert [str(error) for error in errors] == ([] if role == "server" else [lacks])
+    lacks = ""
+    assert Member._unreachable(member, transport) == ["other"] and len(errors) < 2  # type: ignore[arg-type]

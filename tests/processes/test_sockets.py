@@ -458,9 +458,7 @@ def test_a_reader_that_fails_ends_its_channel(pair: Pair, monkeypatch: pytest.Mo
 def test_a_call_for_which_there_is_no_room_fails_and_is_told(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacks: str
 ) -> None:
-    """Calls are made again and again: a log says why training stands still, and where that lasts, the process ends."""
-    errors: list[BaseException] = []
-    pair.a._on_error = errors.append
+    """Calls are made again and again: a log says why training stands still, and where that lasts, the coordinator."""
     monkeypatch.setattr(sockets, "LACKS_S", 0.2)
 
     class Refusing(socket.socket):
@@ -475,18 +473,14 @@ def test_a_call_for_which_there_is_no_room_fails_and_is_told(
     else:
         monkeypatch.setattr(sockets.Worker, "start", start)
     outcome = pair.call(wire.Versions(0, 0))
-    assert isinstance(outcome, wire.Failed) and lacks in outcome.reason and not errors
+    assert isinstance(outcome, wire.Failed) and lacks in outcome.reason and not pair.a.lacks()
 
-    def ends() -> bool:
+    def told() -> str:
         pair.call(wire.Versions(0, 0))
-        return bool(errors)
+        return pair.a.lacks()
 
-    wait_until(ends, WAIT_S, "its process ends")
-    assert isinstance(errors[0], ClusterUnavailable) and lacks in str(errors[0]) and "doctor" in str(errors[0])
-    pair.a._lacking = {"to x": (0.0, 1.0, "x"), "from y": (0.0, 1.0, "y")}
-    errors.clear()
-    pair.a._end_if_lacking()
-    assert len(errors) == 1, "however many wait"
+    wait_until(lambda: bool(told()), WAIT_S, "it has lasted")
+    assert lacks in told() and "doctor" in told()
     monkeypatch.undo()
     assert f"a member cannot be connected to: {'[Errno 24] ' * (lacks[0] == 'T')}{lacks}" in caplog.text
-    assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
+    assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok) and not pair.a.lacks()

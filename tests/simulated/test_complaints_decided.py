@@ -8,6 +8,7 @@ import pytest
 from coordinator_harness import Harness, going_on, taken_over, told
 
 from torch_ecrec.coordinator.suspicion import REMEMBERED_S
+from torch_ecrec.observe.text import telling
 from torch_ecrec.protocol.status import Unresolved
 from torch_ecrec.spec.job import CodeSpec
 
@@ -94,6 +95,21 @@ def test_a_server_that_a_trainer_cannot_reach_goes_and_trainers_never_do() -> No
         ("trainer-0", "trainer-1")
     ]
     assert not told(h, "trainer-0", "fatal") and not told(h, "trainer-1", "fatal")
+
+
+def test_a_server_that_has_nothing_to_make_connections_with_goes_where_it_can_be_repaired() -> None:
+    """It says so itself. Its end, as it is, could lose what another one's rebuild still needs."""
+    h = Harness().start()
+    going_on(h, 3.0, {"server-2": ["server-2"]})
+    assert [event["fenced"] for event in cut_events(h)] == [["server-2"]]
+    (lost,) = [event for event in h.events if event["event"] == "lost"]
+    assert lost["member"] == "server-2" and "no threads or descriptors" in lost["why"]
+    assert telling(cut_events(h)[0]).says.startswith("members cannot reach each other: server-2 and anybody; given up")
+    going_on(h, 5.0, {"server-0": ["server-0"]})
+    assert h.places[0] == "server-0", "slot 2 is not whole yet"
+    assert h.core.status(h.now_s).unresolved.pairs == [("server-0", "server-0")]
+    going_on(h, 3.0, {"trainer-0": ["trainer-0"]})
+    assert not told(h, "trainer-0", "fatal")
 
 
 def test_a_host_that_is_silent_for_all_is_lost_before_its_lease_ends() -> None:

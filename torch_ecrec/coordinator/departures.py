@@ -89,7 +89,8 @@ def act_on_complaints(state: ClusterState, now_s: float) -> None:
         state.announce(events.Cut(among_servers, sorted(cover), ""))
         for name in sorted(cover):
             others = sorted({other for pair in among_servers if name in pair for other in pair} - {name})
-            fence(state, name, now_s, f"it and {', '.join(others)} cannot reach each other")
+            lacks = "it has no threads or descriptors for connections, as its log says"
+            fence(state, name, now_s, f"it and {', '.join(others)} cannot reach each other" if others else lacks)
     elif among_servers and not cover:
         if leaving := table.leaving({name for pair in among_servers for name in pair}):
             slots = ", ".join(map(str, leaving))

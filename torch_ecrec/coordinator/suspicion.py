@@ -1,7 +1,8 @@
 """Who cannot reach whom, as members complain of it, and what follows. Pure: the time is an argument.
 
 A *complaint* is a pair (who, whom) that `who` repeats with every heartbeat: it tries, and nothing comes back
-(`transport/reachability.py`). It is *fresh* while `who` itself is heard.
+(`transport/reachability.py`). It is *fresh* while `who` itself is heard. A server that names itself has no threads or
+descriptors for connections: it is of no use, and the first to go.
 
 - `silent`: a fresh complaint, and the coordinator does not hear of the accused either, for longer than is usual
   (`transport/accrual.py`): its host is gone or cut off. Two witnesses, so nobody waits for the end of its lease; and
@@ -97,7 +98,7 @@ class Suspicion:
         if last_s < now_s:
             usual.ended(now_s - last_s)
         self._beats[who] = now_s, usual
-        accused = {whom for whom in unreachable if whom != who and whom in known and known[whom].present}
+        accused = {whom for whom in unreachable if whom in known and known[whom].present}
         for pair in [pair for pair in self._since if pair[0] == who and pair[1] not in accused]:
             del self._since[pair]
         for whom in accused:

@@ -19,6 +19,7 @@ from torch_ecrec.observe.words import (
     names,
     size,
     table,
+    together,
     trainers_named,
 )
 from torch_ecrec.protocol.status import Connections, MemberStatus, Recent, SlotReport, SlotStatus, SpreadStatus, Status
@@ -229,7 +230,7 @@ def _shown(value: Any) -> Any:
     """Returns a field of an event as it stands in a clause: of a list, what is in it."""
     if not isinstance(value, (list, tuple)):
         return value
-    return ", ".join(" and ".join(map(str, one)) if isinstance(one, (list, tuple)) else str(one) for one in value)
+    return ", ".join(together(one) if isinstance(one, (list, tuple)) else str(one) for one in value)
 
 
 EMPTY_OF = {"lost": "slots", "cut": "fenced", "at_risk": "domains"}  # of which an empty list is told otherwise

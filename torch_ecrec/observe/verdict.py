@@ -23,6 +23,7 @@ from torch_ecrec.observe.words import (
     names,
     size,
     slots_named,
+    together,
     trainers_named,
     versions,
     versions_named,
@@ -299,13 +300,19 @@ def _cuts(status: Status) -> list[Finding]:
         return []
     found = []
     if status.unresolved.pairs:
-        pairs = ", ".join(f"{who} and {whom}" for who, whom in status.unresolved.pairs)
+        pairs = ", ".join(map(together, status.unresolved.pairs))
         hosts = sorted({_where(status, name) for pair in status.unresolved.pairs for name in pair})
         what = f"TRAINING CANNOT GO ON until they can reach each other: {pairs}; {status.unresolved.why}"
-        found.append(Finding("ERROR", "cut", what, f"mend the network between {', '.join(hosts)}"))
+        lacks = "; who reaches nobody lacks threads or descriptors, as its log says"
+        alone = any(who == whom for who, whom in status.unresolved.pairs)
+        found.append(Finding("ERROR", "cut", what, f"mend the network between {', '.join(hosts)}{lacks * alone}"))
     known = {frozenset(pair) for pair in status.unresolved.pairs}
     for one in status.unreachable:
-        if frozenset((one.who, one.whom)) not in known:
+        if one.who == one.whom and frozenset((one.who,)) not in known:
+            what = f"{one.who} LACKS threads or descriptors for its connections, for {duration(one.for_s)}"
+            remedy = "its log says which; it is given up where training can do without"
+            found.append(Finding("WARN", "cannot_reach", what, remedy))
+        elif frozenset((one.who, one.whom)) not in known:
             what = f"CUT: {one.who} cannot reach {one.whom}, for {duration(one.for_s)}"
             where = f"{_where(status, one.who)} and {_where(status, one.whom)}"
             remedy = f"mend the network between {where}; one of them is given up where training can do without"

@@ -40,6 +40,12 @@ def versions_named(status: Status) -> str:
     return "; ".join(f"{version}: {', '.join(names)}" for version, names in versions(status).items())
 
 
+def together(names: Sequence[object]) -> str:
+    """Returns names as people read them: a and b. Of twice the same, which reaches nobody: a and anybody."""
+    said = list(map(str, names))
+    return f"{said[0]} and anybody" if len(said) == 2 and said[0] == said[1] else " and ".join(said)
+
+
 def duration(seconds: float) -> str:
     """Returns a time as people read it: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
     if seconds < 10:

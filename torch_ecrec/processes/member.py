@@ -127,7 +127,7 @@ class Member:
             raise
         Worker(lambda: self._pursue(lambda: False), "rejoin", self.on_error).start()
         figures = lambda: figures_of(transport, report())  # noqa: E731
-        self._beats.begin(self.tell, transport.unreachable, figures, self._sign)
+        self._beats.begin(self.tell, lambda: self._unreachable(transport), figures, self._sign)
 
     def _join(self) -> Transport:
         self._pursue(lambda: self._rules.is_joined)
@@ -253,11 +253,21 @@ class Member:
                 self._listen(control.local_host)
             self._let(lambda rules: rules.connected(time.monotonic(), leader.revision, known))
             if known is not None and self.transport is not None:
-                self.tell(messages.Beat(unreachable=self.transport.unreachable()))  # there are heartbeats
+                self.tell(messages.Beat(unreachable=self._unreachable(self.transport)))  # there are heartbeats
         if before is not None:
             before.close()
         if self._rules.is_over:  # `close` may have seen the one before
             control.close()
+
+    def _unreachable(self, transport: Transport) -> list[str]:
+        """Returns whom this member cannot reach: itself, too, if it has nothing to make connections with. Whether a
+        server can be done without is for the coordinator to say; a trainer ends, and is started again."""
+        found, lacks = transport.unreachable(), transport.lacks()
+        if lacks and self._rules.join.role == "server":
+            return [*found, transport.name]
+        if lacks:
+            self.on_error(ClusterUnavailable(lacks))
+        return found
 
     def _listen(self, host: str) -> None:
         """Listens where the coordinator can ask whether this process lives, once its connection has ended."""

@@ -317,7 +317,8 @@ class AskCheckpoint(ForLeader, frozen=True, kw_only=True, tag="checkpoint"):
 
 
 class Beat(Said, frozen=True, tag="beat"):
-    """Says that a member is there. `unreachable`: members of other hosts that it cannot reach though it tries."""
+    """Says that a member is there. `unreachable`: members of other hosts that it cannot reach though it tries; itself,
+    where it has no threads or descriptors for connections."""
 
     report: Report = Report()
     unreachable: Names = []

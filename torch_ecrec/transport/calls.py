@@ -92,6 +92,11 @@ class Transport(ABC):
         """Returns the names of members on other hosts that this one tries to reach and cannot."""
         return self._tries.unreachable()
 
+    def lacks(self) -> str:
+        """Returns for want of what this process has not had, for some time now, the connections that it was to have;
+        "": there is nothing that it lacks, as far as is known."""
+        return ""
+
     @property
     @abstractmethod
     def bytes_sent(self) -> dict[str, int]:

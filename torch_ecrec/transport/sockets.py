@@ -490,18 +490,18 @@ class SocketTransport(Transport):
             try:
                 channel = Channel(self, peer, address)
             except OSError as error:  # no more descriptors
-                self._lacks("a member cannot be connected to", f"to {peer}", error)
+                self._note_lack("a member cannot be connected to", f"to {peer}", error)
                 raise ConnectionError(f"no connection to {peer}: {error}") from error
             self._channels[peer] = channel
             self._outbound.add(channel.connection)
         try:
             self._start(channel.run, f"to {peer}")
         except RuntimeError as error:  # no more threads
-            self._lacks("a member cannot be connected to", f"to {peer}", error)
+            self._note_lack("a member cannot be connected to", f"to {peer}", error)
             channel.fail(Failed(f"no connection to {peer}: {error}"))
         return channel
 
-    def _lacks(self, what: str, thread: str, error: Exception) -> None:
+    def _note_lack(self, what: str, thread: str, error: Exception) -> None:
         """Notes that this process had no thread or descriptor for a connection."""
         self.complaints.add(what, error)
         now_s = time.monotonic()
@@ -510,13 +510,10 @@ class SocketTransport(Transport):
         advice = "`torch-ecrec doctor --only open-files,processes` says what a process takes"
         self._lacking[thread] = since_s, now_s, f"{what}, for {LACKS_S:g} s now: {error}; {advice}"
 
-    def _end_if_lacking(self) -> None:
-        """Ends this process where that lasts: the others take it for alive, and wait for it."""
-        for since_s, last_s, told in list(self._lacking.values()):
-            if last_s - since_s >= LACKS_S:
-                self._lacking.clear()
-                self._report(ClusterUnavailable(told))
-                return  # once, for whomever
+    def lacks(self) -> str:
+        now_s, lacking = time.monotonic(), list(self._lacking.values())
+        lasting = (told for since_s, last_s, told in lacking if last_s - since_s >= LACKS_S > now_s - last_s)
+        return next(lasting, "")
 
     def forget(self, connection: FrameConnection) -> None:
         """Removes a connection that has ended. The bytes sent on it still count."""
@@ -534,7 +531,6 @@ class SocketTransport(Transport):
         for channel in channels:
             channel.sweep(now_s)
         self._tries.look([*(channel.sock for channel in channels), *(one.sock for one in inbound)], now_s)
-        self._end_if_lacking()
 
     def connections(self) -> Connections:
         with self._gate:
@@ -565,7 +561,7 @@ class SocketTransport(Transport):
         try:
             self._start(functools.partial(self._read, sock, caller), f"from {caller}")
         except RuntimeError as error:  # no more threads
-            self._lacks("a caller's connection is closed", f"from {caller}", error)
+            self._note_lack("a caller's connection is closed", f"from {caller}", error)
             sock.close()
 
     def _read(self, sock: socket.socket, caller: str) -> None:
