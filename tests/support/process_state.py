@@ -9,8 +9,7 @@ from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGUSR1, signal.SIGUSR2)
 OF_LIBRARIES = ("threads", "__slotnames__", "TORCHINDUCTOR_CACHE_DIR")
-"""What libraries change for good when they are first used: OpenMP's, loaded by another one; `copyreg`'s; torch's
-compiler's, which is loaded with its distributed checkpoints."""
+"""What libraries change for good when first used: OpenMP's, loaded by another one; `copyreg`'s; torch's compiler."""
 
 
 def state() -> dict[str, Any]:

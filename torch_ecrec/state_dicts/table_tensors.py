@@ -11,11 +11,12 @@ planner, `torch.load`), nothing is known of the order, and nothing is said.
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
@@ -92,6 +93,10 @@ class Tie:
             columns.meet(found)
 
 
+def _write_items(order: Sequence[str], name: str, tensor: Tensor) -> list[WriteItem]:
+    return noted([write_item_of_tensor(name, tensor)], order)
+
+
 class TableTensor(Tensor):
     """The first table's weights, where one trainer has all rows. Results computed from it are plain tensors."""
 
@@ -101,16 +106,15 @@ class TableTensor(Tensor):
     @staticmethod
     def of(values: Tensor, tie: Tie) -> TableTensor:
         """Returns `values` as a `TableTensor` with the same memory."""
-        made = values.as_subclass(TableTensor)
+        made: Any = values.as_subclass(TableTensor)
         made.tie = tie
-        return made
+        # of the tensor, and not of its class: what `async_save` writes is a plain one with what this one has
+        made.__create_write_items__ = functools.partial(_write_items, tie.order)
+        return cast(TableTensor, made)
 
     def plain(self) -> Tensor:
         """Returns a plain tensor with the same memory."""
         return self.as_subclass(Tensor)
-
-    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        return noted([write_item_of_tensor(name, self)], self.tie.order)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         self.tie.meet_above(sys._getframe(1))
