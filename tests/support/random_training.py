@@ -94,8 +94,8 @@ def load(model: DistributedModelParallel, what: str) -> None:
     state = model.state_dict()
     tables = [key for key in state if is_of_table(key)]
     if what == "written":
-        for key in tables:
-            for values in local(state[key]):
+        for value in {id(state[key]): state[key] for key in tables}.values():  # a collection may have two names
+            for values in local(value):
                 values.copy_(of_weights(values))
         model.flush()
         return
