@@ -26,7 +26,7 @@ import psutil
 import pytest
 from harness import tiers
 from places import ROOT
-from process_state import differences, state
+from process_state import differences, put_back, state
 from sampling import SLOW_LIMIT_S, SLOW_TURNS, TAKE_TURNS, TIER_FRAMES, frames_of, kept
 
 from torch_ecrec.processes.fork_server import ForkServer
@@ -148,10 +148,17 @@ def criteo_path() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _process_left_as_found(_one_torch_thread: None, _default_dtype: None) -> Iterator[None]:
-    """Fails a test after which another one would run in another process: of other settings, hooks, variables."""
+def _process_left_as_found(
+    request: pytest.FixtureRequest, _one_torch_thread: None, _default_dtype: None
+) -> Iterator[None]:
+    """Fails a test after which another one would run in another process: of other settings, hooks, variables.
+
+    Tests of processes run TorchRec's own tests, too, which leave variables: these are put back.
+    """
     before = state()
     yield
+    if "processes" in request.path.parts:
+        put_back(before)
     if left := differences(before, state()):
         pytest.fail("left otherwise than it was:\n" + "\n".join(f"  {line}" for line in left), pytrace=False)
 

@@ -17,7 +17,7 @@ def state() -> dict[str, Any]:
     ours = logging.getLogger("torch_ecrec")
     found: dict[str, Any] = {which.name: signal.getsignal(which) for which in SIGNALS}
     found["logger"] = (ours.level, ours.disabled, ours.propagate, ours.handlers[:], ours.filters[:])
-    found["os.environ"] = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    found["os.environ"] = _environment()
     found |= {"working folder": os.getcwd(), "sys.path": sys.path[:], "sys.argv": sys.argv[:]}
     found |= {"garbage collector": gc.isenabled(), "profiler": sys.getprofile()}
     if "torch" in sys.modules:
@@ -32,6 +32,16 @@ def state() -> dict[str, Any]:
     return found
 
 
+def put_back(before: dict[str, Any]) -> None:
+    """Restores the environment and our logger, which suites of libraries, and what is for a process of its own, set."""
+    for name in _environment().keys() - before["os.environ"].keys():
+        del os.environ[name]
+    os.environ.update(before["os.environ"])
+    ours = logging.getLogger("torch_ecrec")
+    level, ours.disabled, ours.propagate, ours.handlers[:], ours.filters[:] = before["logger"]
+    ours.setLevel(level)
+
+
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Returns what is not as it was, a line each; of mappings, their entries. What is only in one has been imported."""
     found = []
@@ -43,3 +53,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         elif was != now:
             found.append(f"{name}: {was} -> {now}")
     return found
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}

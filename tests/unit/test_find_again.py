@@ -118,7 +118,7 @@ def test_who_leads_no_more_looks_no_more(ends: str, monkeypatch: pytest.MonkeyPa
     told, over = Coordination("127.0.0.1", 0, JOB.code, 0, "wait", Settings()), threading.Event()
     router = SimpleNamespace(looks=True)
     of = SimpleNamespace(_told=told, _router=router, _over_for_it=over, _say_trouble=lambda why: None)
-    look: Any = functools.partial(coordination._Coordinator._look_for, of, told.checkpoint, "")  # type: ignore[arg-type]
+    look: Any = functools.partial(coordination._Coordinator._look_for, of, told.checkpoint, "", False)  # type: ignore[arg-type]
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
     wait_until(lambda: bool(looked), 60.0, "it looks")

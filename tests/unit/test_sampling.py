@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from places import ROOT
-from process_state import differences, state
+from process_state import differences, put_back, state
 from sampling import TAKE_TURNS, TIER_FRAMES, TURNS, frames_of, kept
 
 
@@ -47,4 +47,9 @@ def test_what_a_test_leaves_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         "os.environ, TORCH_ECREC_JOIN",
         "torch.Tensor, __deepcopy__",
     ]
+    assert not differences(before, state())
+    monkeypatch.setenv("OF_TORCHREC", "1")
+    monkeypatch.setattr(logging.getLogger("torch_ecrec"), "handlers", [logging.NullHandler()])
+    assert len(differences(before, state())) == 2
+    put_back(before)
     assert not differences(before, state())
