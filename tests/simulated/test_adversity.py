@@ -87,6 +87,47 @@ FOUND = {
 }
 
 
+OPEN = {  # what these show is not mended yet
+    "a server that is back gets none of the slots of one that has two": Schedule(
+        "no spare",
+        False,
+        300,
+        (
+            Trouble(0.0, "unplug", (4, 5), 5.3),
+            Trouble(4.5, "late probes", (0,), 5.89),
+            Trouble(0.1, "kill coordinator", (6,), 3.79),
+            Trouble(3.2, "undo", (0,), 16.09),
+        ),
+        2,
+    ),
+    "all are stuck as values were loaded and nobody is heard for a while": Schedule(
+        "values are loaded",
+        False,
+        60,
+        (
+            Trouble(0.3, "kill coordinator", (7,), 1.6),
+            Trouble(1.0, "kill trainer", (1,), 0.81),
+            Trouble(0.1, "kill server", (6,), 5.1),
+            Trouble(0.1, "unplug", (-1, 1, 2, 3, 4, 5), 7.57),
+        ),
+        4,
+    ),
+    "a slot that was on its way to a server does not come, nor go": Schedule(
+        "loads in training",
+        False,
+        60,
+        (
+            Trouble(0.0, "undo", (2,), 4.5),
+            Trouble(3.2, "reset", (-1,), 1.1),
+            Trouble(0.0, "drain", (6,), 3.01),
+            Trouble(0.0, "unplug", (0, 1, 4), 2.24),
+            Trouble(0.1, "kill trainer", (2,), 3.12),
+        ),
+        6,
+    ),
+}
+
+
 def explore(seeds: range) -> Counter[str]:
     """Which events came to pass, in how many runs."""
     found: Counter[str] = Counter()
@@ -101,6 +142,13 @@ def explore(seeds: range) -> Counter[str]:
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found(name: str) -> None:
     run_schedule(FOUND[name])
+
+
+@pytest.mark.parametrize("name", OPEN)
+@pytest.mark.xfail(strict=True, raises=AssertionError)
+def test_what_is_not_mended_yet(name: str) -> None:
+    """Whoever mends one moves it to `FOUND`."""
+    run_schedule(OPEN[name])
 
 
 def test_without_the_rule_a_second_launch_takes_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,4 +170,4 @@ def test_many_schedules(part: int) -> None:
     seeds = range(SEED + SOME + part, SEED + MORE, PARTS)
     found = explore(seeds)
     for kind in ("stands_still", "regathering", "lost", "era", "refused a second launch"):
-        assert found[kind] > 0.01 * len(seeds), kind
+        assert found[kind] > 0.02 * len(seeds), kind

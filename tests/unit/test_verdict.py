@@ -235,6 +235,18 @@ STATES: dict[str, tuple[Status, str, str, str]] = {
         "ERROR", "TRAINING CANNOT GO ON until they can reach each other: server-0 and server-1; no spare",
         "mend the network",
     ),
+    "a server has nothing to make connections with": (
+        trains(unreachable=[Complaint("server-0", "server-0", 2.5)]), "WARN",
+        "server-0 LACKS threads or descriptors for its connections, for 2.5", "given up where training can do without",
+    ),
+    "training cannot go on without it": (
+        trains(
+            unreachable=[Complaint("server-0", "server-0", 2.5)],
+            unresolved=Unresolved([("server-0", "server-0")], "no spare"),
+        ),
+        "ERROR", "until they can reach each other: server-0 and anybody; no spare",
+        "who reaches nobody lacks threads or descriptors",
+    ),
     "trainers are being started again": (
         trains(members=GONE, resume_step=400), "WARN", "0 of 1 trainers are there; they go on after step 400",
         "torchrun",

@@ -308,15 +308,16 @@ def _cuts(status: Status) -> list[Finding]:
         found.append(Finding("ERROR", "cut", what, f"mend the network between {', '.join(hosts)}{lacks * alone}"))
     known = {frozenset(pair) for pair in status.unresolved.pairs}
     for one in status.unreachable:
-        if one.who == one.whom and frozenset((one.who,)) not in known:
+        if frozenset((one.who, one.whom)) in known:
+            continue
+        if one.who == one.whom:
             what = f"{one.who} LACKS threads or descriptors for its connections, for {duration(one.for_s)}"
             remedy = "its log says which; it is given up where training can do without"
-            found.append(Finding("WARN", "cannot_reach", what, remedy))
-        elif frozenset((one.who, one.whom)) not in known:
+        else:
             what = f"CUT: {one.who} cannot reach {one.whom}, for {duration(one.for_s)}"
             where = f"{_where(status, one.who)} and {_where(status, one.whom)}"
             remedy = f"mend the network between {where}; one of them is given up where training can do without"
-            found.append(Finding("WARN", "cannot_reach", what, remedy))
+        found.append(Finding("WARN", "cannot_reach", what, remedy))
     return found
 
 
