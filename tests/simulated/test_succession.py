@@ -278,7 +278,7 @@ def test_who_is_missing_and_too_many_is_waited_for_and_then_lost() -> None:
 def test_who_is_missing_and_known_to_be_dead_is_not_waited_for() -> None:
     before, after = without_two()
     assert set(after.core.missing()) == {"server-1", "server-2"}
-    after.core.on_gone("server-1", after.now_s, "gone")
+    after.core.on_gone("server-1", after.core.missing()["server-1"], after.now_s, "gone")
     on_tick_after(after, 11.0)
     assert after.core.regathering and after.core.fatal is None, "server-2 may be back"
     rejoin(after, known(before, "server-2"))
@@ -286,7 +286,7 @@ def test_who_is_missing_and_known_to_be_dead_is_not_waited_for() -> None:
     assert not after.core.regathering and after.places == ["server-0", "server-3", "server-2"]
     _, after = without_two()
     for name in ("server-1", "server-2"):
-        after.core.on_gone(name, after.now_s, "gone")
+        after.core.on_gone(name, after.core.missing()[name], after.now_s, "gone")
     on_tick_after(after, REGATHER_S + 0.1)
     assert not after.core.regathering and after.core.fatal_kind == "data_loss"
 

@@ -516,9 +516,14 @@ class Adverse(Patient):
         super().on_event(number)
         if not self.started and self.scripts.done:
             self.begin_trouble()
-        if self.off or self.frozen or not self.plane.lives or any(not one.dead for one in self.intruders):
+        intrudes = any(not one.dead for one in self.intruders)
+        if self.off or self.frozen or not self.plane.lives or intrudes or self._finds_out():
             self.quiet_s = self.now_s
         self.note()
+
+    def _finds_out(self) -> bool:
+        """The coordinator asks who is there, or waits for who cannot reach whom: no slot moves meanwhile."""
+        return self.coordinator.regathering or self.coordinator._state.suspicion.learns
 
     def note(self) -> None:
         """What the coordinator has announced since the last look."""

@@ -62,14 +62,13 @@ class AskedMembers:
         for name in silent.keys() - self._asked.keys():
             self._ask(name, silent[name], now_s, away=False)
 
-    def take_answer(self, name: str, number: int) -> bool | None:
-        """Notes that a probe was answered. Returns whether the member is away; None: nobody waits for this answer any
-        more."""
+    def take_answer(self, name: str, number: int) -> Question | None:
+        """Notes that a probe was answered. Returns what was asked; None: nobody waits for this answer any more."""
         one = self._asked.get(name)
         if one is None or one.number != number:
             return None
         one.answered = True
-        return one.away
+        return one
 
     def forget(self, name: str) -> None:
         """Stops asking for a member, which is lost or has a connection again."""

@@ -381,13 +381,20 @@ class Coordinator:
         """Members of the coordinator before that are not back, and where they listen if they live."""
         return self._state.regathering.missing()
 
-    def on_gone(self, name: str, now_s: float, why: str) -> None:
-        """Handles the end of a member's process, which is known for certain."""
-        if self.regathering and name not in self.members:
+    def on_gone(self, name: str, address: Address, now_s: float, why: str) -> None:
+        """Handles the end of a member's process, which is known for certain. `address`: where it listened.
+
+        While members of before come, another process may have that name already.
+        """
+        if self.regathering and not self._listens_at(name, address):
             self._state.regathering.dead.add(name)
             succession.go_on(self._state, now_s)
         else:
             self.on_lost(name, now_s, why)
+
+    def _listens_at(self, name: str, address: Address) -> bool:
+        """Returns whether the member of this name is the process that listens, or listened, there."""
+        return name in self.members and self.members[name].address == address
 
     def on_unreachable(self, name: str, is_so: bool, now_s: float) -> None:
         """Notes that a member's connection has ended. `is_so`: nothing answers where it listens; else its kernel
@@ -396,10 +403,9 @@ class Coordinator:
             self._state.silence.on_unreachable(name, is_so)
             departures.act_on_complaints(self._state, now_s)
 
-    def on_computing(self, name: str, now_s: float) -> None:
+    def on_computing(self, name: str, address: Address, now_s: float) -> None:
         """Notes that a silent member has answered a probe: it computes, and no thread of it can send heartbeats."""
-        member = self.members.get(name)
-        if member is not None and member.present:
+        if self._listens_at(name, address) and self.members[name].present:
             self.on_heard(name, now_s)
             self._state.suspicion.on_computing(name, now_s)
 

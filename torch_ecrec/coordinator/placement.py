@@ -469,6 +469,8 @@ class Moves:
             return
         if self._eras.going_back is not None:  # later: a new host does not know how far to go back
             return
+        if self._move is not None and self._move.epoch == table.epoch:  # an era has ended it: who copies stops, too
+            table.new_epoch(events.Stayed)
         if self._suspicion.learns:  # later: a spare may be where others cannot reach it
             return
         spares = [spare for spare in table.spares() if not table.troubles_of(spare)]

@@ -340,15 +340,15 @@ class Router:
     def on_probed(self, name: str, number: int, found: str, now_s: float) -> None:
         """Handles the answer to a probe (`transport/liveness.py`). Ignored if the member is back, or was asked
         again."""
-        away = self._asked.take_answer(name, number)
-        if away is None:
+        asked = self._asked.take_answer(name, number)
+        if asked is None:
             return
         if found == COMPUTES:
-            self.core.on_computing(name, now_s)
-        elif found == GONE and (away or name in self.core.missing()):
+            self.core.on_computing(name, asked.address, now_s)
+        elif found == GONE and (asked.away or name in self.core.missing()):
             self._asked.forget(name)
-            self.core.on_gone(name, now_s, WHY_LOST)
-        elif away:
+            self.core.on_gone(name, asked.address, now_s, WHY_LOST)
+        elif asked.away:
             self.core.on_unreachable(name, found == UNREACHABLE, now_s)
         self._let_in(now_s)
 

@@ -177,7 +177,7 @@ class Moved(NewEpoch, frozen=True, tag="moved"):
 
 
 class Stayed(NewEpoch, frozen=True, tag="stayed"):
-    """A slot's migration was cancelled: the server that was to host it is gone."""
+    """A slot's migration was cancelled: the server that was to host it is gone, or an era began."""
 
 
 class Drained(Happened, frozen=True, tag="drained"):

@@ -132,9 +132,3 @@ class Capture:
     def kept_bytes(self) -> int:
         """Memory of what is kept, which is the price of not pausing."""
         return sum(captured.kept_bytes for captured in self._captured)
-
-    @property
-    def fraction(self) -> float:
-        """How far the scan is, of all records."""
-        done = sum(captured.next for captured in self._captured)
-        return done / max(1, sum(shard.data_rows for shard in self._held.shards))
