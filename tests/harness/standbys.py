@@ -211,7 +211,7 @@ class StandbyPlane(ControlPlane):
         """Every member looks whether another leads than the one that it is connected with."""
         for process in self.processes:
             connection = process.connection
-            if process.dead or connection is None:
+            if process.dead or connection is None or not self._is_open(process):
                 continue
             if is_followed(self._leaders[connection], self.look_of(process.number).look()):
                 connection.left()

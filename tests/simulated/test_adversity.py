@@ -108,6 +108,42 @@ FOUND = {
         ),
         4,
     ),
+    "a coordinator is cut off with the one server that has two slots": Schedule(
+        "values are loaded",
+        False,
+        300,
+        (
+            Trouble(0.1, "unplug", (2,), 2.67),
+            Trouble(0.1, "drain", (3,), 5.25),
+            Trouble(1.7, "unplug", (0,), 8.14),
+        ),
+        3,
+        together=True,
+    ),
+    "a coordinator that is cut off with two slots is started again": Schedule(
+        "others stand by",
+        False,
+        20,
+        (
+            Trouble(8.0, "unplug", (1, 2), 4.23),
+            Trouble(3.2, "unplug", (5, 6), 7.95),
+            Trouble(0.1, "kill coordinator", (6,), 4.18),
+        ),
+        1,
+        together=True,
+    ),
+    "a coordinator stands still as its own network goes": Schedule(
+        "slow rebuilds",
+        False,
+        150,
+        (
+            Trouble(0.1, "freeze", (1,), 5.39),
+            Trouble(1.0, "freeze", (6,), 3.83),
+            Trouble(0.6, "unplug", (-1,), 7.27),
+        ),
+        4,
+        together=True,
+    ),
     "an era ends a move, and no other move begins": Schedule(
         "loads in training",
         False,

@@ -123,6 +123,25 @@ def test_a_host_that_is_silent_for_all_is_lost_before_its_lease_ends() -> None:
     assert h.places[1] == "server-1", "nobody complains: it hangs, or is slow, and has its lease"
 
 
+@pytest.mark.parametrize("trains", ["nobody", "one", "all"])
+def test_who_hears_one_host_of_many_may_be_cut_off_with_it_unless_all_trainers_are_there(trains: str) -> None:
+    """Two slots are on that host, which is enough to repair the third."""
+    h = taken_over()
+    going_on(h, 1.0, {})
+    assert h.places == ["server-0", "server-0", "server-2"] and h.core.slots[1].healthy
+    beside = {"nobody": (), "one": ("trainer-0",), "all": ("trainer-0", "trainer-1")}[trains]
+    for name in beside:
+        h.core.members[name].address = "server-0", 2
+    others = h.core.members.keys() - {"server-0", *beside}
+    going_on(h, 60.0, {}, silent=tuple(others))
+    given_up = {event["member"] for event in h.events if event["event"] == "lost"}
+    assert given_up == (set(others) if trains == "all" else set())
+    assert bool(h.core.status(h.now_s).stands_still) == (trains != "all")
+    if trains != "all":
+        going_on(h, 6.0, {}, silent=("server-2",))
+        assert [event["member"] for event in h.events if event["event"] == "lost"] == ["server-2"], "others are heard"
+
+
 def test_a_coordinator_that_stood_still_reads_what_others_said_first() -> None:
     h = Harness(lease_s=10.0).start()
     going_on(h, 10.0, {})

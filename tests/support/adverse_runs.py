@@ -26,6 +26,7 @@ from harness.leftovers import check_over
 from harness.links import BEAT_S, COORDINATOR, ENDS_S, MEMBER_ENDS_S
 from harness.membership import HELD_S, Center, VirtualProcess
 from harness.scenario import Load
+from harness.standbys import StandbyPlane
 from router_harness import Process
 
 from torch_ecrec.coordinator.router import Router
@@ -60,6 +61,8 @@ SITUATIONS = {
     "checkpoints": with_checkpoints(PLAIN, every_steps=2),
     "loads in training": dataclasses.replace(PLAIN, steps=6, overwrites=OVERWRITES),
     "values are loaded": dataclasses.replace(PLAIN, steps=4, loads=(Load(0, 0, 9), Load(0, 4, 12, change=True))),
+    "a noisy network": dataclasses.replace(PLAIN, noise=0.02, snapshot_every=2),
+    "others stand by": dataclasses.replace(PLAIN, coordinators=2),
 }
 # around two heartbeats, a complaint, what is usual, the lease, the end of a connection for members and coordinator
 SECONDS = (0.3, 0.8, 1.2, 1.6, 2.2, 2.9, 3.3, 4.2, 5.5, 8.0, 16.0)
@@ -95,6 +98,7 @@ class Schedule:
     message: int
     troubles: tuple[Trouble, ...]
     seed: int = 0
+    together: bool = False  # the coordinator is on the host of the first server, as with `up`
 
 
 KINDS = {
@@ -130,7 +134,12 @@ def draw(seed: int) -> Schedule:
         after_s = r.choice((0.0, 0.1, 0.3, 0.6, 1.0, 1.7, 2.5, 3.2, 4.5, 6.0))
         troubles.append(Trouble(after_s, kind, who, round(seconds * r.uniform(0.9, 1.1), 2)))
     return Schedule(
-        r.choice(list(SITUATIONS)), r.random() < 0.3, r.choice((20, 60, 150, 150, 300)), tuple(troubles), seed % 7
+        r.choice(list(SITUATIONS)),
+        r.random() < 0.3,
+        r.choice((20, 60, 150, 150, 300)),
+        tuple(troubles),
+        seed % 7,
+        r.random() < 0.3,
     )
 
 
@@ -144,7 +153,8 @@ class Adverse(Patient):
         self.back_s: dict[int | str, float] = {}
         self.quiet_s = 0.0
         self.computes_until_s: dict[int, float] = {}
-        self.waiting: list[tuple[frozenset[int | str], Callable[[], None]]] = []
+        self.waiting: list[tuple[int | str, int | str, Callable[[], None], bool]] = []
+        self.chief: int | str = 0 if schedule.together else COORDINATOR  # the coordinator's host
         self.down_s, self.wrong, self.wrong_s = 0.1, "", 0.0
         self.intruders: list[VirtualProcess] = []
         self.refusals: list[str] = []
@@ -156,10 +166,10 @@ class Adverse(Patient):
         scenario = SITUATIONS[schedule.situation]
         super().__init__(dataclasses.replace(scenario, network_seed=schedule.seed))
         self.network.passes, self.network.held = self._passes, self._hold
-        self.plane.passes = lambda process, _: self._open(process.machine, COORDINATOR)
-        self.plane.held = lambda process, _, arrive: self._wait(process.machine, COORDINATOR, arrive)
-        self.plane.answers = lambda process: not {process.machine, COORDINATOR} & self.off.keys()
-        self.plane.is_stopped = lambda: COORDINATOR in self.frozen
+        self.plane.passes = lambda process, _: self._open(process.machine, self.chief)
+        self.plane.held = lambda process, _, arrive: self._wait(process.machine, self.chief, arrive, control=True)
+        self.plane.answers = lambda process: self._reaches(process.machine, self.chief)
+        self.plane.is_stopped = lambda: self.chief in self.frozen
         self._beat()
         self._right = self.plane.new_router
         self.plane.new_router = self._next_router  # type: ignore[method-assign]
@@ -181,6 +191,9 @@ class Adverse(Patient):
     def _open(self, one: int | str, other: int | str) -> bool:
         if {one, other} & self.frozen.keys():
             return False
+        return self._reaches(one, other)
+
+    def _reaches(self, one: int | str, other: int | str) -> bool:
         return one == other or not {one, other} & self.off.keys()
 
     def _machine(self, name: str) -> int | str:
@@ -195,16 +208,15 @@ class Adverse(Patient):
     def _hold(self, sender: str, receiver: str, arrive: Callable[[], None]) -> None:
         self._wait(self._machine(sender), self._machine(receiver), arrive)
 
-    def _wait(self, one: int | str, other: int | str, arrive: Callable[[], None]) -> None:
-        self.waiting.append((frozenset({one, other}), arrive))
+    def _wait(self, one: int | str, other: int | str, arrive: Callable[[], None], control: bool = False) -> None:
+        self.waiting.append((one, other, arrive, control))
 
     def _release(self) -> None:
         waiting, self.waiting = self.waiting, []
-        for way, arrive in waiting:
-            ends = (*way, *way)[:2]
-            if not self._open(*ends):
-                self.waiting.append((way, arrive))
-            elif COORDINATOR in way:
+        for one, other, arrive, control in waiting:
+            if not self._open(one, other):
+                self._wait(one, other, arrive, control)
+            elif control:
                 arrive()
             else:
                 self.network.clock.later(self.network.delay_s(late=True), arrive)
@@ -212,6 +224,10 @@ class Adverse(Patient):
     def _fail(self, kind: dict[int | str, float], hosts: list[int | str], seconds: float) -> None:
         for host in hosts:
             kind.setdefault(host, self.now_s)
+        if kind is self.frozen and self.chief in hosts and isinstance(self.plane, StandbyPlane):
+            for center in self.plane.ports.values():
+                if center is not None and not center.stopped:
+                    self.plane.stop(center, seconds)
         if kind is self.off:
             began = {host: self.off[host] for host in hosts}
             self.network.clock.later(MEMBER_ENDS_S, lambda: self._end_connections(began, at_members=True))
@@ -229,7 +245,8 @@ class Adverse(Patient):
         hosts = {host for host, since_s in began.items() if self.off.get(host) == since_s}
         for process in self.plane.processes:
             connection = process.connection
-            if connection is None or process.dead or not hosts & {process.machine, COORDINATOR}:
+            ends = {process.machine, self.chief}
+            if connection is None or process.dead or len(ends) == 1 or not hosts & ends:
                 continue
             if at_members and process.machine not in self.frozen:
                 connection.noticed_by_process()
@@ -273,7 +290,7 @@ class Adverse(Patient):
 
     def apply(self, trouble: Trouble) -> str:
         kind, here = trouble.kind, self.hosts_now()
-        hosts: list[int | str] = [COORDINATOR if one < 0 else here[one % len(here)] for one in trouble.who]
+        hosts: list[int | str] = [self.chief if one < 0 else here[one % len(here)] for one in trouble.who]
         hosts = sorted(set(hosts), key=str)
         lives = [one for one in self._own() if one.machine in hosts]
         if kind == "unplug":
@@ -298,6 +315,8 @@ class Adverse(Patient):
                     self.kill(one)
             for one in others:
                 self.kill(one)
+            if kind == "kill host" and self.chief in hosts and self.plane.lives:
+                self._end_coordinator(trouble.seconds)
         elif kind == "kill trainer":
             there = [one for one in self.ranks if not one.dead]
             if self.scripts.done or not there or self.ending:
@@ -308,7 +327,7 @@ class Adverse(Patient):
                 return "is down"
             self._end_coordinator(trouble.seconds)
         elif kind in (ANOTHER_CODE, ANOTHER_CLUSTER):
-            if not self.plane.lives or not self._all_know:
+            if not self.plane.lives or not self._all_know or isinstance(self.plane, StandbyPlane):
                 return "may not"
             self.wrong, self.wrong_s = kind, trouble.seconds
             self._end_coordinator(0.1)
@@ -395,6 +414,11 @@ class Adverse(Patient):
     def _end_coordinator(self, down_s: float) -> None:
         from harness import membership
 
+        if isinstance(self.plane, StandbyPlane):
+            if self.plane.leading is not None:
+                self.run.coordinator_kills += 1
+                self.plane.end_coordinator(self.plane.leading, down_s)
+            return
         before, membership.RESTART_S = membership.RESTART_S, down_s
         self.kill_coordinator()
         membership.RESTART_S = before
@@ -522,8 +546,9 @@ class Adverse(Patient):
         self.note()
 
     def _finds_out(self) -> bool:
-        """The coordinator asks who is there, or waits for who cannot reach whom: no slot moves meanwhile."""
-        return self.coordinator.regathering or self.coordinator._state.suspicion.learns
+        """The coordinator asks who is there, or waits for who cannot reach whom; or a slot moves."""
+        state = self.coordinator._state
+        return state.regathering.active or state.suspicion.learns or state.table.moves.current is not None
 
     def note(self) -> None:
         """What the coordinator has announced since the last look."""

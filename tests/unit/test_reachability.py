@@ -307,6 +307,19 @@ def test_a_coordinator_that_hears_nobody_of_other_hosts_accuses_none_of_them() -
     assert suspicion.silent(known, 16.0) == {"c": "beside"}, "there is no third host"
 
 
+def test_a_coordinator_that_has_stood_still_hears_what_was_said_before_and_accuses_nobody_of_it() -> None:
+    """Its own network may have gone meanwhile: who is heard of as it wakes may be as silent as the accused."""
+    known, suspicion = members("beside", "b", "c", heard_s=10.0), Suspicion()
+    suspicion.on_beat("beside", ["b"], known, 14.0)
+    suspicion.on_tick(since_s=4.0, now_s=14.0)
+    known["beside"].heard_s = known["c"].heard_s = 14.0
+    assert suspicion.silent(known, 14.5) == {}
+    known["beside"].heard_s = 14.0 + SILENT_S + 0.5
+    assert suspicion.silent(known, 14.0 + SILENT_S + 0.5) == {}, "c has said nothing since"
+    known["c"].heard_s = 14.0 + SILENT_S
+    assert suspicion.silent(known, 14.0 + SILENT_S + 0.5) == {"b": "beside"}
+
+
 def test_a_cut_is_one_when_it_lasts_and_both_are_heard() -> None:
     known, suspicion = members("a", "b"), Suspicion()
     for quarter in range(16):

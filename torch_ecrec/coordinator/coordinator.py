@@ -446,7 +446,7 @@ class Coordinator:
         """Looks after leases and whatever else has a time. Called about every `heartbeat_s`."""
         state = self._state
         state.members.forget_gone()
-        state.suspicion.on_tick(state.members.since_tick_s(now_s))
+        state.suspicion.on_tick(state.members.since_tick_s(now_s), now_s)
         state.members.on_tick(now_s)
         departures.act_on_complaints(state, now_s)
         state.checkpointing.on_tick(now_s, state.whole, state.launches.finished)

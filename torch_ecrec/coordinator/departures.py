@@ -108,7 +108,7 @@ def act_on_silence(state: ClusterState, now_s: float) -> None:
     Otherwise training stands until they are back, or the time is up."""
     silence, table, was_quiet = state.silence, state.table, state.silence.quiet
     over = silence.look(now_s)
-    if over and (silence.hears_nobody or (table.placed and not table.repairs(silence.quiet))):
+    if over and _must_stand(state):
         if not silence.stand(over, now_s):
             for name in over:
                 table.moves.on_gone(name)
@@ -119,6 +119,14 @@ def act_on_silence(state: ClusterState, now_s: float) -> None:
     if was_quiet - silence.quiet:
         table.place_waiting()  # nobody was heard who could host it
         table.moves.rebalance()  # nor where a slot could move to
+
+
+def _must_stand(state: ClusterState) -> bool:
+    """Returns whether nobody may be given up now who is only silent."""
+    silence, table, job = state.silence, state.table, state.job.spec
+    if not table.placed or job is None:
+        return silence.hears_nobody
+    return not table.repairs(silence.quiet) or silence.may_be_cut_off(job.trainers - len(state.members.done))
 
 
 def _cover(state: ClusterState, cuts: list[Pair], now_s: float) -> tuple[list[Pair], set[str]]:

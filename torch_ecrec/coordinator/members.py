@@ -71,6 +71,11 @@ class MemberRecord:
         return "" if self.address is None else self.address[0]
 
     @property
+    def where(self) -> str:
+        """Its host's address; its own name, if it did not say."""
+        return self.host or self.name
+
+    @property
     def present(self) -> bool:
         """Whether it is neither lost nor done."""
         return self.alive and not self.left

@@ -9,6 +9,8 @@ often silences several: a switch, a host that is paused, the coordinator's own c
     quiet     not heard of since those that are over fell silent, whatever its own limit is
 
     nobody is heard             this process is cut off itself, and does nothing
+    nobody but of one host, of  training stands as below: that host, and this process with it, may be cut off; not so
+    three or more               where all trainers are there, who can go on
     the code repairs all that   those that are over are given up: their slots go to hosts that are heard
     are quiet together
     it does not                 training stands, for `limit_s` at most; then those that are over are given up, too
@@ -24,7 +26,7 @@ after a moment only, those who fell silent at the same time, for as long again a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch_ecrec.coordinator.members import HEARD_S, MemberRecord, Members
 from torch_ecrec.coordinator.suspicion import Suspicion
@@ -123,6 +125,24 @@ class Silence:
         """Nothing is heard of any member: it is this process that is cut off."""
         present = self._members.present()
         return bool(present) and all(one.name in self.quiet for one in present)
+
+    def may_be_cut_off(self, trainers: int, away: Iterable[str] = ()) -> bool:
+        """Returns whether this process may be cut off from all but members of one host, or is from all.
+
+        It is so where none of several other hosts is heard. That host might have all records, or could repair them; but
+        nothing would be left if it was lost. And training would not go on before the others are back: not unless all
+        trainers are there.
+
+        Args:
+            trainers: how many there are to be.
+            away: hosts of members of before that are not back.
+        """
+        present = self._members.present()
+        heard = [one for one in present if one.name not in self.quiet]
+        hosts = {one.where for one in heard}
+        others = {*away, *(one.where for one in present)} - hosts
+        train = sum(one.role == "trainer" for one in heard) >= trainers
+        return self.hears_nobody or (len(hosts) == 1 and len(others) > 1 and not train)
 
     @property
     def stands(self) -> bool:

@@ -73,8 +73,8 @@ def _dismiss(state: ClusterState, known: MemberReports, dead: Set[str], now_s: f
 
 def _awaited(state: ClusterState, known: MemberReports) -> dict[str, str]:
     """Returns for whom training stands, and why: servers are missing that parity could not repair, together with those
-    that were back and are silent again; or nobody is heard any more, and this process is cut off itself. Nobody: it
-    repairs them; or those of them that are known to be dead are too many already."""
+    that were back and are silent again; or this process may be cut off itself. Nobody: it repairs them; or those of
+    them that are known to be dead are too many already."""
     if state.silence.hears_nobody:
         return dict.fromkeys(sorted(state.silence.quiet), "not heard of since it was back")
     job = known.job or state.job.spec
@@ -91,7 +91,9 @@ def _awaited(state: ClusterState, known: MemberReports) -> dict[str, str]:
         gone = {i for i, place in enumerate(slots) if place.server in servers}.union(unhealthy, more)
         return data_loss(job, gone) is not None
 
-    if not are_too_many(missing | silent, lost) or are_too_many(missing & dead, ()):
+    away = {address[0] for address in state.regathering.missing().values()}
+    stands = are_too_many(missing | silent, lost) or state.silence.may_be_cut_off(job.trainers - len(known.done), away)
+    if not stands or are_too_many(missing & dead, ()):
         return {}
     again = dict.fromkeys(sorted(silent), "not heard of since it was back")
     why = "not back since the coordinator was started again"

@@ -80,6 +80,7 @@ class Suspicion:
         self._next_s = 0.0  # nobody is fenced before
         self._pause_s = PAUSE_LEAST_S
         self._learns_until_s = self._follows_until_s = 0.0
+        self._woke_s = -math.inf  # when this process stood still last, until then
 
     def follow(self, now_s: float) -> None:
         """Begins to learn anew, as the coordinator before is gone, with what it remembered."""
@@ -127,7 +128,7 @@ class Suspicion:
             self.learns = False
         return len(self._troubles) < troubles or has_learned
 
-    def on_tick(self, since_s: float) -> None:
+    def on_tick(self, since_s: float, now_s: float) -> None:
         """Leaves time out during which this process stood still: what was said meanwhile is not read yet.
 
         Args:
@@ -135,6 +136,7 @@ class Suspicion:
         """
         stood_still_s = since_s - HEARD_S
         if stood_still_s > 0:
+            self._woke_s = now_s
             if self.learns:
                 self._learns_until_s += stood_still_s
             self._troubles = {hosts: until_s + stood_still_s for hosts, until_s in self._troubles.items()}
@@ -147,16 +149,17 @@ class Suspicion:
         """Members that neither the coordinator hears of nor who is named beside them can reach.
 
         Both may be on one host, whose own network is gone: then nobody of other hosts is heard. So somebody of a third
-        host must be, where there is one.
+        host must be, where there is one. And what waited here while this process stood still, from before its network
+        was gone perhaps, is no word of now: the accused must be silent for as long again.
         """
         found = {}
         for who, whom in self._since:
-            silent_s = now_s - known[whom].heard_s
+            silent_s = now_s - max(known[whom].heard_s, self._woke_s)
             fresh_s = min(silent_s / 2, HEARD_S)
             if silent_s < self.limit_s(whom) or now_s - known[who].heard_s > fresh_s:
                 continue
-            ends = {_host(known[who]), _host(known[whom])}
-            third = [one for one in known.values() if one.present and _host(one) not in ends]
+            ends = {known[who].where, known[whom].where}
+            third = [one for one in known.values() if one.present and one.where not in ends]
             if not third or any(now_s - one.heard_s <= fresh_s for one in third):
                 found[whom] = who
         return found
@@ -203,10 +206,6 @@ class Suspicion:
 
 def _usual() -> Accrual:
     return Accrual(SILENT_S, SILENT_LEAST_S, SILENT_MOST_S)
-
-
-def _host(one: MemberRecord) -> str:
-    return one.host or one.name
 
 
 def _hosts(one: MemberRecord, other: MemberRecord) -> frozenset[str]:
