@@ -83,6 +83,8 @@ class Standby(Center):
             return
         question, now = self.candidate.ask(self._standbys.now_of_etcd()), self._standbys.now_of_etcd
         try:
+            if not self._standbys.reaches_etcd(self):
+                raise EtcdUnavailable("its host is cut off")
             found = "none" if isinstance(question, Begin) else question.of(self._standbys.etcd)
             wait_s = self.candidate.answer(found, now())
         except EtcdUnavailable:
@@ -102,7 +104,7 @@ class Standby(Center):
         self.tick(ticks=False)
         self._turn += 1
         turn = self._turn
-        self._standbys.clock.later(wait_s / FASTER, lambda: self.step() if turn == self._turn else None)
+        self._standbys.clock.later(wait_s / self._standbys.faster, lambda: self.step() if turn == self._turn else None)
 
     def _let_in(self) -> None:
         self.router.on_tick(self._standbys.clock.now_s)
@@ -121,6 +123,8 @@ class StandbyPlane(ControlPlane):
         ports: the process at each port; None: nobody listens there.
         leaderships: so many have begun.
         on_leadership: called when another does.
+        faster: how much faster than here etcd's time passes.
+        reaches_etcd: whether a coordinator's process does.
     """
 
     def begin(self) -> None:
@@ -129,6 +133,8 @@ class StandbyPlane(ControlPlane):
         self.ports: dict[int, Standby | None] = {}
         self.leaderships = 0
         self.on_leadership: Callable[[Standby], None] = lambda center: None
+        self.faster: float = FASTER
+        self.reaches_etcd: Callable[[Standby], bool] = lambda center: True
         self._looks: dict[int, Elected] = {}
         self._found: dict[int, Leader | None] = {}
         self._leaders: dict[VirtualConnection, Leader] = {}
@@ -144,10 +150,10 @@ class StandbyPlane(ControlPlane):
         """So many are there, with the first."""
         for number in range(1, coordinators):
             self.starts(number)
-        self.clock.later(LOOK_S / FASTER, self._follow)
+        self.clock.later(LOOK_S / self.faster, self._follow)
 
     def now_of_etcd(self) -> float:
-        return self._before_s + self.clock.now_s * FASTER
+        return self._before_s + self.clock.now_s * self.faster
 
     def starts(self, number: int, looks_in_s: float = 0.0, known: View | None = None) -> None:
         """A process starts at a port.
@@ -216,7 +222,7 @@ class StandbyPlane(ControlPlane):
             if is_followed(self._leaders[connection], self.look_of(process.number).look()):
                 connection.left()
                 self.lose(process, "another leads now")
-        self.clock.later(LOOK_S / FASTER, self._follow)
+        self.clock.later(LOOK_S / self.faster, self._follow)
 
     # tools --------------------------------------------------------------------------------------
 

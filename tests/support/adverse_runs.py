@@ -26,7 +26,7 @@ from harness.leftovers import check_over
 from harness.links import BEAT_S, COORDINATOR, ENDS_S, MEMBER_ENDS_S
 from harness.membership import HELD_S, Center, VirtualProcess
 from harness.scenario import Load
-from harness.standbys import StandbyPlane
+from harness.standbys import Standby, StandbyPlane
 from router_harness import Process
 
 from torch_ecrec.coordinator.router import Router
@@ -39,6 +39,7 @@ from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.transport.reachability import SILENT_S
 
 LEASE_S, STANDS_S = 3.0, 1000.0
+FASTER = 2.0  # etcd's time: who leads is followed after a second
 STEP_S = 0.7  # virtual, for which a trainer computes
 AFTER_S = 6.0  # without trouble, at the end
 PLAIN = Scenario(
@@ -154,7 +155,6 @@ class Adverse(Patient):
         self.quiet_s = 0.0
         self.computes_until_s: dict[int, float] = {}
         self.waiting: list[tuple[int | str, int | str, Callable[[], None], bool]] = []
-        self.chief: int | str = 0 if schedule.together else COORDINATOR  # the coordinator's host
         self.down_s, self.wrong, self.wrong_s = 0.1, "", 0.0
         self.intruders: list[VirtualProcess] = []
         self.refusals: list[str] = []
@@ -170,11 +170,27 @@ class Adverse(Patient):
         self.plane.held = lambda process, _, arrive: self._wait(process.machine, self.chief, arrive, control=True)
         self.plane.answers = lambda process: self._reaches(process.machine, self.chief)
         self.plane.is_stopped = lambda: self.chief in self.frozen
+        if isinstance(self.plane, StandbyPlane):
+            self.plane.faster = FASTER
+            self.plane.reaches_etcd = lambda center: self._place_of(center) not in self.off
         self._beat()
         self._right = self.plane.new_router
         self.plane.new_router = self._next_router  # type: ignore[method-assign]
 
     # hosts --------------------------------------------------------------------------------------
+
+    @property
+    def chief(self) -> int | str:
+        """The host of the coordinator, or of the one that leads or has led last."""
+        return self._place_of(self.plane.center)
+
+    def _place_of(self, center: Center) -> int | str:
+        number = center.number if isinstance(center, Standby) else 0
+        return number if self.schedule.together else COORDINATOR + "'s stand-by" * number
+
+    def _centers_on(self, hosts: list[int | str]) -> list[Standby]:
+        every = self.plane.ports.values() if isinstance(self.plane, StandbyPlane) else ()
+        return [one for one in every if one is not None and self._place_of(one) in hosts]
 
     @property
     def now_s(self) -> float:
@@ -224,10 +240,9 @@ class Adverse(Patient):
     def _fail(self, kind: dict[int | str, float], hosts: list[int | str], seconds: float) -> None:
         for host in hosts:
             kind.setdefault(host, self.now_s)
-        if kind is self.frozen and self.chief in hosts and isinstance(self.plane, StandbyPlane):
-            for center in self.plane.ports.values():
-                if center is not None and not center.stopped:
-                    self.plane.stop(center, seconds)
+        for center in self._centers_on(hosts) if kind is self.frozen else ():
+            if not center.stopped:
+                self.plane.stop(center, seconds)
         if kind is self.off:
             began = {host: self.off[host] for host in hosts}
             self.network.clock.later(MEMBER_ENDS_S, lambda: self._end_connections(began, at_members=True))
@@ -315,8 +330,8 @@ class Adverse(Patient):
                     self.kill(one)
             for one in others:
                 self.kill(one)
-            if kind == "kill host" and self.chief in hosts and self.plane.lives:
-                self._end_coordinator(trouble.seconds)
+            if kind == "kill host":
+                self._end_coordinators_on(hosts, trouble.seconds)
         elif kind == "kill trainer":
             there = [one for one in self.ranks if not one.dead]
             if self.scripts.done or not there or self.ending:
@@ -422,6 +437,13 @@ class Adverse(Patient):
         before, membership.RESTART_S = membership.RESTART_S, down_s
         self.kill_coordinator()
         membership.RESTART_S = before
+
+    def _end_coordinators_on(self, hosts: list[int | str], down_s: float) -> None:
+        for center in self._centers_on(hosts):
+            self.run.coordinator_kills += 1
+            self.plane.end_coordinator(center, down_s, vanishes=True)
+        if self.chief in hosts and not isinstance(self.plane, StandbyPlane):
+            self._end_coordinator(down_s)
 
     def _next_router(self, center: Center, run: str, again: bool, led: int = 0) -> Router:
         kind, self.wrong = self.wrong, ""
