@@ -155,7 +155,6 @@ class Member:
 class Stripes:
     """Parities of one slot whose stripes have the same base: their positions (G,), and the members of the stripes."""
 
-    base: int
     parities_G: np.ndarray
     members: tuple[Member, ...]
 
@@ -171,7 +170,7 @@ def stripes_of(layout: Layout, holder: int) -> tuple[Stripes, ...]:
             positions_M = layout.position(group.base, member, group.rotations)[exists_G]
             slot, coefficient = int(layout.member_slot[group.base, member]), (group.member - layout.k, member)
             members.append(Member(slot, positions_M, group.where[exists_G], coefficient))
-        found.append(Stripes(group.base, group.where, tuple(members)))
+        found.append(Stripes(group.where, tuple(members)))
     return tuple(found)
 
 
