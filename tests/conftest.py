@@ -24,7 +24,6 @@ from typing import Any
 import hypothesis
 import psutil
 import pytest
-from harness import tiers
 from places import ROOT
 from process_state import differences, put_back, state
 from sampling import SLOW_LIMIT_S, SLOW_TURNS, TAKE_TURNS, TIER_FRAMES, frames_of, kept
@@ -50,9 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Workers of pytest-xdist are told the turn: to them all tests are named.
     """
-    turn, frames = _turn(config), config.getoption("--tier-frames")
-    tiers.FRAMES = frames_of(turn or 0) if frames is None else frames
+    if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
+        from harness import tiers  # loads torch; who hands out tests to workers, which wait for it, needs none
+
+        tiers.FRAMES = _frames(config)
     if not hasattr(config, "workerinput"):
+        turn = _turn(config)
         config.option.turn = "all" if turn is None else str(turn)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -81,6 +83,23 @@ def _turn(config: pytest.Config) -> int | None:
     if turn != "all" and not str(turn).isdecimal():
         raise pytest.UsageError(f"--turn is a number or all, got {turn!r}")
     return None if turn == "all" else int(turn)
+
+
+def _frames(config: pytest.Config) -> int:
+    """How many frames simulated servers have; 0: no tiers."""
+    given: int | None = config.getoption("--tier-frames")
+    return frames_of(_turn(config) or 0) if given is None else given
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected stays until the end: looking for garbage in it is a tenth of the time it takes."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -117,13 +136,13 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     """States how examples are drawn and whether the real rows are there."""
     profile = config.getoption("--hypothesis-profile") or "ci"
     settings = hypothesis.settings.get_profile(profile)
-    seed = config.getoption("--hypothesis-seed")
+    seed, frames = config.getoption("--hypothesis-seed"), _frames(config)
     drawn = (
         "the same examples every run" if settings.derandomize else f"new examples, seed {seed or 'printed on failure'}"
     )
     return [
         f"hypothesis: profile {profile!r}, {drawn}, max_examples={settings.max_examples}, deadline={settings.deadline}",
-        f"simulated servers: {f'{tiers.FRAMES} frames, the rest in tiers' if tiers.FRAMES else 'all in memory'}",
+        f"simulated servers: {f'{frames} frames, the rest in tiers' if frames else 'all in memory'}",
         f"criteo rows: {CRITEO if CRITEO.is_file() else f'absent ({CRITEO}); the tests that need them skip'}",
     ]
 

@@ -10,15 +10,15 @@ from harness.network import Fault
 from harness.result import SimulationResult
 from harness.scenario import Scenario, half_tables, small_tables
 from harness.simulation import SimulatedCluster, simulate
-from harness.verification import check_parity, check_parity_as_of
+from harness.verification import check_parities_as_of, check_parity
 
 __all__ = [
     "Fault",
     "Scenario",
     "SimulatedCluster",
     "SimulationResult",
+    "check_parities_as_of",
     "check_parity",
-    "check_parity_as_of",
     "half_tables",
     "simulate",
     "small_tables",

@@ -38,7 +38,7 @@ from harness.scenario import (
 from harness.simulation import simulate
 from harness.tiers import AskedStore, AskedTier, tier_of
 from harness.trainer_scripts import Looked, asks_ahead, routes_of
-from harness.verification import BOUNDS, parity_of, steps_kept
+from harness.verification import BOUNDS, parity_of, steps_kept, stripes_of
 from torch_ecrec.client.client import Client
 from torch_ecrec.client.reads import LookUp
 from torch_ecrec.coordinator.coordinator import Coordinator
@@ -246,24 +246,22 @@ class Server(Process):
         return records_UB
 
     def _check_parities(self, slot: Slot, table_group: int, layout: Layout) -> None:
-        code, shard = slot.code, slot.shards[table_group]
-        every = np.arange(shard.parity_rows, dtype=np.int64)
-        for group in layout.group(slot.index, True, every):
-            present = slot.missing.present(table_group, True, every[group.where])
-            sources = [int(layout.member_slot[group.base, member]) for member in range(code.k)]
-            if not all(source in slot.rule.folded for source in sources):
+        shard, folded = slot.shards[table_group], slot.rule.folded
+        judged_P = np.zeros(shard.parity_rows, dtype=bool)
+        records = []
+        for stripes in stripes_of(layout, slot.index):
+            if not all(member.slot in folded for member in stripes.members):
                 continue  # counts from the time that the source is known
-            records = []
-            for member, source in enumerate(sources):
-                rotations = group.rotations[layout.exists(group.base, member, group.rotations)]
-                rows = layout.rows_of(group.base, member, rotations)
-                records.append(self._right(slot.rule.folded[source], table_group, rows))
-            right = (parity_of(slot, table_group, group, records) == shard.gather(every[group.where], parity=True)).all(
-                axis=1
-            )
-            if present is not None:
-                right |= ~present
-            assert right.all(), f"slot {slot.index}: a parity is not the code of its stripe as of {slot.rule.folded}"
+            judged_P[stripes.parities_G] = True
+            for member in stripes.members:
+                rows = layout.row_at(member.slot, member.positions_M)
+                records.append((member, self._right(folded[member.slot], table_group, rows)))
+        judged = np.flatnonzero(judged_P)
+        right = (parity_of(slot, table_group, records)[judged] == shard.gather(judged, parity=True)).all(axis=1)
+        present = slot.missing.present(table_group, True, judged)
+        if present is not None:
+            right |= ~present
+        assert right.all(), f"slot {slot.index}: a parity is not the code of its stripe as of {folded}"
 
 
 class Trainer(Process):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -184,7 +185,7 @@ class Scenario:
     experiment: Experiment = Experiment()
     tier_frames: int | None = None
 
-    @property
+    @cached_property
     def job(self) -> JobSpec:
         return JobSpec(self.tables, self.code, self.trainers, self.seed)
 

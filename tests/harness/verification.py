@@ -5,14 +5,16 @@ I1 to I7 are the invariants of docs/protocol.md.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeGuard
 
 import numpy as np
 
 from harness.scenario import Scenario
 from torch_ecrec.client.client import Client
-from torch_ecrec.layout.stripes import StripeGroup
+from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.protocol.messages import SlotPlace
 from torch_ecrec.server.checkpoints import PINNED_STEPS
 from torch_ecrec.server.slot import Slot
@@ -63,7 +65,7 @@ class Verifier:
         ready = {slot.index: slot for slot in slots if slot.ready}
         for slot in ready.values():
             self._check_acknowledged(slot, ready)
-            check_parity_as_of(slot, ready)
+        check_parities_as_of(ready)
         self._check_snapshots(ready)
         self._check_bounds(ready)
 
@@ -132,54 +134,125 @@ def steps_kept(slot: Slot) -> dict[str, int]:
     }
 
 
-def parity_of(holder: Slot, table_group: int, group: StripeGroup, records: Sequence[np.ndarray]) -> np.ndarray:
-    """(G, B) what the parities of a group should be; `records`: per data member, those of the stripes that have it."""
-    layout, code = holder.layouts[table_group], holder.code
-    expected = np.zeros((len(group.where), holder.shards[table_group].schema.nbytes), dtype=np.uint8)
-    for member, records_MB in enumerate(records):
-        rows_M = np.flatnonzero(layout.exists(group.base, member, group.rotations)).astype(np.int64)
-        coefficient = code.coefficients[group.member - code.k, member]
-        code.fold_(expected, rows_M, records_MB, np.full(len(rows_M), coefficient, dtype=np.uint8))
-    return expected
+@dataclass(frozen=True, eq=False)
+class Member:
+    """The data records of one slot that are in the stripes of some parities, all of these of one base.
+
+    Args:
+        slot: where the records are.
+        positions_M: (M,) int64, their positions there.
+        parities_M: (M,) int64, the position of each one's parity, on the slot that holds that.
+        coefficient: which of the code's the records are folded with: parity and member.
+    """
+
+    slot: int
+    positions_M: np.ndarray
+    parities_M: np.ndarray
+    coefficient: tuple[int, int]
 
 
-def check_parity_as_of(holder: Slot, slots: dict[int, Slot]) -> None:
+@dataclass(frozen=True, eq=False)
+class Stripes:
+    """Parities of one slot whose stripes have the same base: their positions (G,), and the members of the stripes."""
+
+    parities_G: np.ndarray
+    members: tuple[Member, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def stripes_of(layout: Layout, holder: int) -> tuple[Stripes, ...]:
+    """Returns the stripes that a slot holds parity of, by base. It is cached: many runs have few layouts."""
+    found = []
+    for group in layout.group(holder, True, np.arange(layout.parity_rows(holder), dtype=np.int64)):
+        members = []
+        for member in range(layout.k):
+            exists_G = layout.exists(group.base, member, group.rotations)
+            positions_M = layout.position(group.base, member, group.rotations)[exists_G]
+            slot, coefficient = int(layout.member_slot[group.base, member]), (group.member - layout.k, member)
+            members.append(Member(slot, positions_M, group.where[exists_G], coefficient))
+        found.append(Stripes(group.where, tuple(members)))
+    return tuple(found)
+
+
+def parity_of(holder: Slot, table_group: int, records: Sequence[tuple[Member, np.ndarray]]) -> np.ndarray:
+    """(P, B) what the parities of a slot should be, where (M, B) are the records of each of these members."""
+    shard, code = holder.shards[table_group], holder.code
+    expected_PB = np.zeros((shard.parity_rows, shard.schema.nbytes), dtype=np.uint8)
+    if records:
+        where = np.concatenate([member.parities_M for member, _ in records])
+        factors = [code.coefficients[member.coefficient] for member, _ in records]
+        factors_U = np.repeat(factors, [len(records_MB) for _, records_MB in records])
+        code.fold_(expected_PB, where, np.concatenate([records_MB for _, records_MB in records]), factors_U)
+    return expected_PB
+
+
+class _DataRecords:
+    """The data records of slots, each read once, however many parities it is in."""
+
+    def __init__(self) -> None:
+        self._as_of: dict[tuple[int, int, int], np.ndarray] = {}
+
+    def as_of(self, slot: Slot, table_group: int, step: int) -> np.ndarray:
+        """(P, B) all of a slot, as they were after a step."""
+        key = slot.index, table_group, step
+        if key not in self._as_of:
+            every = np.arange(slot.shards[table_group].data_rows, dtype=np.int64)
+            self._as_of[key] = slot.held.records_as_of(table_group, every, step)
+        return self._as_of[key]
+
+
+def check_parities_as_of(slots: dict[int, Slot]) -> None:
     """I2 at any moment: a parity is the code of its stripe's records as of what its holder has folded of each.
 
     Looks at the stripes of which nothing is missing and all members know each other's present incarnation.
+
+    Args:
+        slots: all that are ready, by index.
     """
-    for table_group, shard in enumerate(holder.shards):
-        layout, code = holder.layouts[table_group], holder.code
-        for group in layout.group(holder.index, True, np.arange(shard.parity_rows, dtype=np.int64)):
-            here = holder.missing.present(table_group, True, group.where)
-            there = np.ones(len(group.where), dtype=bool) if here is None else here
+    data = _DataRecords()
+    for holder in slots.values():
+        steps: dict[int, int | None] = {}  # of each source that was looked at; None: it cannot be looked at now
+        for table_group, shard in enumerate(holder.shards):
+            judged_P, there_P = (np.full(shard.parity_rows, value) for value in (False, True))
             records = []
-            for member in range(code.k):
-                index = int(layout.member_slot[group.base, member])
-                source, step = slots.get(index), holder.rule.folded.get(index)
-                if not (knows(source, holder) and knows(holder, source)) or step is None:
-                    break
-                if step > source.rule.applied and holder.host.frozen:
-                    break  # the source went back in an era before, in which this holder was not told where to
-                assert step <= source.rule.applied, (
-                    f"slot {holder.index} has folded step {step} of {index}, not applied"
-                )
-                if step < min(source.log.floor, source.rule.applied):
-                    break
-                exists = layout.exists(group.base, member, group.rotations)
-                positions = layout.position(group.base, member, group.rotations)[exists]
-                present = source.missing.present(table_group, False, positions)
-                if present is not None:
-                    there[exists] &= present
-                records.append(source.held.records_as_of(table_group, positions, step))
-            else:
-                right = (parity_of(holder, table_group, group, records) == shard.gather(group.where, parity=True)).all(
-                    axis=1
-                )
-                assert (right | ~there).all(), (
-                    f"a parity of base {group.base} in table group {table_group} on slot {holder.index} is not the code"
-                    f" of its stripe as of {holder.rule.folded}"
-                )
+            for stripes in stripes_of(holder.layouts[table_group], holder.index):
+                found = []
+                for member in stripes.members:
+                    if member.slot not in steps:
+                        steps[member.slot] = _step_of(holder, slots.get(member.slot))
+                    step = steps[member.slot]
+                    if step is None:
+                        break
+                    source = slots[member.slot]
+                    present_M = source.missing.present(table_group, False, member.positions_M)
+                    if present_M is not None:
+                        there_P[member.parities_M] &= present_M
+                    found.append((member, data.as_of(source, table_group, step)[member.positions_M]))
+                else:
+                    judged_P[stripes.parities_G] = True
+                    records += found
+            judged = np.flatnonzero(judged_P)
+            if not len(judged):
+                continue
+            present = holder.missing.present(table_group, True, judged)
+            here = there_P[judged] if present is None else there_P[judged] & present
+            expected = parity_of(holder, table_group, records)[judged]
+            wrong = judged[(expected != shard.gather(judged, parity=True)).any(axis=1) & here]
+            assert not len(wrong), (
+                f"a parity in table group {table_group} on slot {holder.index} is not the code of its stripe as of"
+                f" {holder.rule.folded}; positions: {wrong}"
+            )
+
+
+def _step_of(holder: Slot, source: Slot | None) -> int | None:
+    """Returns the step of a slot that a holder of its parity has folded, if its records as of then can be looked at."""
+    if not (knows(source, holder) and knows(holder, source)) or source.index not in holder.rule.folded:
+        return None
+    step, applied = holder.rule.folded[source.index], source.rule.applied
+    if step > applied and holder.host.frozen:
+        return None  # the source went back in an era before, in which this holder was not told where to
+    assert step <= applied, f"slot {holder.index} has folded step {step} of {source.index}, not applied"
+    return step if step >= min(source.log.floor, applied) else None
 
 
 def check_parity(slots: Sequence[Slot]) -> None:

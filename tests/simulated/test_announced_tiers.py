@@ -62,6 +62,7 @@ def undisturbed(scenario: Scenario) -> SimulationResult:
     return simulate(scenario)
 
 
+@functools.cache
 def messages(scenario: Scenario) -> list[int]:
     """The numbers of all announcements of a run without faults."""
     run = Late(scenario, []).go()

@@ -155,6 +155,7 @@ def test_whoever_is_lost_while_a_read_of_a_rebuild_is_held_the_run_is_the_same(
     assert sweep(REBUILDING, lost, "use", False, points) or not lost
 
 
+@pytest.mark.smoke
 def test_what_a_step_waits_for_is_not_read_behind_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new host repairs first what a lookup needs; others read that beside the portions of its background."""
     read: list[tuple[bool, bool]] = []  # whether a step waits, and whether the tier knows
@@ -202,6 +203,10 @@ class Flips(OnDisks):
     def __init__(self, below: bool) -> None:
         super().__init__(dataclasses.replace(PLAIN, kills=((1, 2),), steps=12), checks="use")
         self.below, self.asked = below, 0
+
+    @property
+    def may_be_damaged(self) -> bool:
+        return self.asked > 0
 
     def on_event(self, number: int) -> None:
         super().on_event(number)

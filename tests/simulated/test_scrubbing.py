@@ -13,8 +13,8 @@ from flipped_runs import Flipped, name_of
 from harness import tiers
 from harness.result import SimulationResult
 from harness.scenario import LOADS, Scenario, half_tables
-from harness.simulation import simulate
-from harness.verification import check_parity
+from harness.simulation import SimulatedCluster, simulate
+from harness.verification import check_parities_as_of, check_parity
 from thinned import in_turns
 
 from torch_ecrec.records.tiers.tiered import SCAN_BYTES
@@ -235,6 +235,23 @@ def test_when_it_is_switched_off_nothing_is_noticed() -> None:
         cluster.go()
     assert cluster.flipped and not cluster.told("damaged")
     assert all(slot.scrubber.scrubbed_bytes == 0 for slot in cluster.slots())
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("parity", [False, True])
+def test_whichever_record_or_parity_is_another_the_simulation_sees_it(parity: bool) -> None:
+    cluster = SimulatedCluster(Scenario(code=CodeSpec(6, 2, 2), steps=2, tier_frames=0))
+    cluster.go()
+    slots, seen = {slot.index: slot for slot in cluster.slots()}, 0
+    for shard in [shard for slot in slots.values() for shard in slot.shards]:
+        for position in range(shard.parity_rows if parity else shard.data_rows):
+            shard.flip_(position, 5, parity)
+            with pytest.raises(AssertionError, match="not the code of its stripe"):
+                check_parities_as_of(slots)
+            shard.flip_(position, 5, parity)
+            seen += 1
+    check_parities_as_of(slots)
+    assert seen > 2 * len(slots)
 
 
 @in_turns("many", 250, 1000)

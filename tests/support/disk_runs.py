@@ -9,6 +9,7 @@ from typing import Any
 from flipped_runs import Flipped, is_damaged
 from harness.membership import VirtualProcess
 from harness.scenario import Scenario
+from harness.simulation import SimulatedCluster
 from harness.tiers import Disks, SmallTier
 
 from torch_ecrec.errors import TierFailed
@@ -71,6 +72,18 @@ class OnDisks(Flipped):
                 self.disks.asking -= 1
 
         host._turn = asking
+
+    @property
+    def may_be_damaged(self) -> bool:
+        """Whether anything has gone wrong so far."""
+        return bool(self.disks.fired or self.flipped)
+
+    def verify(self) -> None:
+        """Before anything has gone wrong, without asking all disks whether it is mended."""
+        if self.may_be_damaged:
+            super().verify()
+        else:
+            SimulatedCluster.verify(self)
 
     def all_mended(self) -> bool:
         """Nothing that is there is damaged."""

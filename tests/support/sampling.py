@@ -30,19 +30,11 @@ tiers, and no turn has more tests for it.
 """
 
 SWEEPS = (  # runs of the simulated cluster, hundreds of them
-    *("captures", "cuts", "damaged_captures", "damaged_memory", "early_loads", "exploration", "fuzz", "identities"),
-    *("import_restores", "leaders", "links", "lives", "loading", "lost_hosts", "models", "moves", "mutations"),
-    *("optimizers_cluster", "overwrites", "partial", "partial_saves", "power", "random_kills", "restores"),
-    *(
-        "restores_early",
-        "scrubbing",
-        "silence",
-        "simulation",
-        "slow",
-        "troubled_tiers",
-        "troubled_tiers_mutations",
-        "warmed",
-    ),
+    *("announced_tiers", "captures", "cuts", "damaged_captures", "damaged_memory", "early_loads", "exploration"),
+    *("fuzz", "held_tiers", "identities", "import_restores", "leaders", "links", "lives", "loading", "lost_hosts"),
+    *("models", "moves", "mutations", "optimizers_cluster", "overwrites", "partial", "partial_saves", "power"),
+    *("random_kills", "restores", "restores_early", "scrubbing", "silence", "simulation", "slow", "troubled_tiers"),
+    *("troubled_tiers_mutations", "warmed"),
 )
 PROCESSES = (  # clusters of real processes, or many of them
     *("bench_gpu", "bench_runs", "chaos_hosts", "checkpointing", "checkpoints", "clean_end", "cli"),

@@ -1,5 +1,7 @@
 """Bags that a slot pools, and gradients of bags that it applies, against a trainer that does both with unique rows."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -205,13 +207,10 @@ def test_gradients_of_bags_are_those_of_rows_bit_for_bit(both):
     assert same(found.gradients(), wanted.gradients())
 
 
-@pytest.mark.parametrize("weights", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("kind", NAMES)
-@pytest.mark.parametrize("sealed", [False, True])
-def test_a_step_of_bags_is_that_of_rows_bit_for_bit(kind, weights, sealed):
-    random, dim, count = np.random.default_rng(3), 19, 3 * BLOCK
-    schema = optimizer(kind).schema(dim, weights)
-    shards = [filled(schema, count, np.random.default_rng(5), sealed) for _ in range(2)]
+@functools.cache
+def parts_and_rows(dim, count):
+    """Parts of several trainers, and the same as gradients of unique rows: made once for all optimizers."""
+    random = np.random.default_rng(3)
     sent = {"most": 2 * count, "dim": dim, "dtype": np.int32}
     parts = [
         rows_of(make_bags(random, np.arange(0, count, 2), 40, dim)),
@@ -221,6 +220,17 @@ def test_a_step_of_bags_is_that_of_rows_bit_for_bit(kind, weights, sealed):
     ]
     rows = [rows_of(part) if isinstance(part, Bags) else part for part in parts]
     assert len(merge(rows).positions) > BLOCK
+    return parts, rows
+
+
+@pytest.mark.parametrize("weights", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_step_of_bags_is_that_of_rows_bit_for_bit(kind, weights, sealed):
+    dim, count = 19, 3 * BLOCK
+    parts, rows = parts_and_rows(dim, count)
+    schema = optimizer(kind).schema(dim, weights)
+    shards = [filled(schema, count, np.random.default_rng(5), sealed) for _ in range(2)]
     for iteration in (1, 2):
         found, wanted = (
             shard.apply_(optimizer(kind), merge(given), 0.1, iteration, {})

@@ -271,14 +271,16 @@ class Holdings:
         """Returns (U, B) uint8, the code of what the records of some stripes were before anything was loaded."""
         layout, initial = self.layouts[table_group], self.job.table_groups[table_group].initial(self.job.seed)
         parities_UB = np.zeros((len(positions_U), self.job.table_groups[table_group].schema.nbytes), np.uint8)
-        for group in layout.group(self.index, True, positions_U):
-            coefficients = self.code.coefficients[group.member - layout.k]
-            for member in range(layout.k):
-                exists = layout.exists(group.base, member, group.rotations)
-                rows = layout.rows_of(group.base, member, group.rotations[exists])
-                where = np.ascontiguousarray(np.arange(len(positions_U))[group.where][exists])
-                factors = np.full(len(rows), coefficients[member], np.uint8)
-                self.code.fold_(parities_UB, where, initial.of(rows), factors)
+        groups = layout.group(self.index, True, positions_U)
+        for member in range(layout.k if groups else 0):
+            found = []  # of each group: which of the positions have such a member, its row, the coefficient
+            for group in groups:
+                exists_G = layout.exists(group.base, member, group.rotations)
+                rows = layout.rows_of(group.base, member, group.rotations[exists_G])
+                coefficient = self.code.coefficients[group.member - layout.k, member]
+                found.append((group.where[exists_G], rows, np.full(len(rows), coefficient, np.uint8)))
+            where, rows, factors = map(np.concatenate, zip(*found, strict=True))
+            self.code.fold_(parities_UB, where, initial.of(rows), factors)
         return parities_UB
 
     def go_on(self, log: DeltaLog) -> None:

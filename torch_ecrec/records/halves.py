@@ -20,7 +20,6 @@ import numpy as np
 from torch_ecrec.codec.field import as_words
 from torch_ecrec.records.positions import Bytes, Floats, Positions
 from torch_ecrec.records.schema import Schema
-from torch_ecrec.runtime.checks import require
 from torch_ecrec.runtime.kernel_cache import kernel
 from torch_ecrec.runtime.kernels import prefetch_row
 
@@ -182,9 +181,9 @@ def records_of(numbers_UW: Floats, schema: Schema) -> Bytes:
 
 
 def _check(name: str, values: np.ndarray, columns: int, dtype: Any) -> None:
-    good = values.ndim == 2 and values.shape[1] == columns and values.dtype == dtype
-    wanted = f"`{name}` must be {np.dtype(dtype)} of {columns} columns"
-    require(good, f"{wanted}, got {values.dtype} of {values.shape}")
+    if values.ndim != 2 or values.shape[1] != columns or values.dtype != dtype:
+        wanted = f"`{name}` must be {np.dtype(dtype)} of {columns} columns"
+        raise ValueError(f"{wanted}, got {values.dtype} of {values.shape}")
 
 
 def warm() -> None:

@@ -107,10 +107,9 @@ class InitialRecords:
             raise ValueError(f"`records_PW` must be contiguous 2-D float32, got {records_PW.ndim}-D {records_PW.dtype}")
         width = self.schema.width
         require(records_PW.shape[1] == width, f"`records_PW` must have {width} columns, got {records_PW.shape[1]}")
-        require(
-            rows_P.shape == (len(records_PW),) and rows_P.dtype == np.int64,
-            f"`rows_P` must be int64 of shape {(len(records_PW),)}, got {rows_P.dtype} of {rows_P.shape}",
-        )
+        shape = (len(records_PW),)
+        if rows_P.shape != shape or rows_P.dtype != np.int64:  # words for a dtype take longer than a few rows
+            raise ValueError(f"`rows_P` must be int64 of shape {shape}, got {rows_P.dtype} of {rows_P.shape}")
         require(len(rows_P) == 0 or int(rows_P.min()) >= -1, "`rows_P` must not be less than -1")
         as_array: Any = np.array
         _initialise(
