@@ -21,7 +21,7 @@ WHICH = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("name", WHICH)
 def test_they_pass_over_clusters_of_their_own(name: str) -> None:
     which, count = WHICH[name]

@@ -6,7 +6,7 @@ coordinator and any of them; each way, and both. Every run ends, with the bits o
 and nobody lost who lives, for a cut that heals before it is noticed; for one that does not, one server at most is.
 
 In every run of the tests some points, spread evenly; with `-m slow`, in parts that take turns, all of those without a
-crash, and of the (hundreds of times as many) pairs of a cut and a crash one in so many: 18 hours of a core.
+crash, and of the (hundreds of times as many) pairs of a cut and a crash one in so many.
 """
 
 from __future__ import annotations
@@ -27,8 +27,13 @@ from torch_ecrec.coordinator.suspicion import Suspicion
 from torch_ecrec.server import importing
 
 PARTS = 8  # of each situation
-LARGE = {("a move", False): 61, ("a checkpoint", False): 31, ("a move", True): 17}  # primes, as below
-"""Those that have more parts, so that each takes some minutes: situation, and whether somebody dies besides."""
+LARGE = {  # situation, and whether somebody dies besides: more parts, so that each takes some minutes, with tiers too
+    ("two parities", False): 17,  # primes, as below
+    ("a move", False): 127,
+    ("a move", True): 41,
+    ("a checkpoint", False): 31,
+    ("a checkpoint", True): 17,
+}
 SOME = {False: 3_989, True: 99_991}  # one in so many, by default; with a crash. Primes: nothing is met in step
 MORE = {False: 31, True: 997}
 WIDE = {False: 1, True: 97}

@@ -14,7 +14,7 @@ import pytest
 import torch
 from faults import CODES, THREE_TWO, WAYS, check, found, hunt_at, spread
 from harness import Fault, Scenario, SimulatedCluster, check_parity, simulate
-from harness.network import CRASH_COORDINATOR, CRASHES, LOSSES
+from harness.network import CRASH_COORDINATOR, CRASHES, LOSSES, NOISES
 from harness.scenario import LOADS, Load
 from thinned import in_turns
 from torch import nn
@@ -373,8 +373,13 @@ def test_more_random_kills(way):
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     "kinds",
-    [[*singly(*CRASHES, CRASH_COORDINATOR), ("crash_sender", "crash_receiver")], singly(*LOSSES)],
-    ids=["crashes", "losses"],
+    [
+        singly(*CRASHES),
+        [(CRASH_COORDINATOR,), ("crash_sender", "crash_receiver")],
+        singly(*NOISES),
+        singly(*(kind for kind in LOSSES if kind not in NOISES)),
+    ],
+    ids=["crashes", "coordinator and pairs", "noises", "lates"],
 )
 @pytest.mark.parametrize("code", CODES, ids=str)
 def test_every_fault_at_every_message_of_other_codes(code, kinds):
