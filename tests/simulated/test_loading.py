@@ -14,7 +14,7 @@ import pytest
 import torch
 from faults import CODES, THREE_TWO, WAYS, check, found, hunt_at, spread
 from harness import Fault, Scenario, SimulatedCluster, check_parity, simulate
-from harness.network import CRASH_COORDINATOR, CRASHES, LOSSES, NOISES
+from harness.network import CRASH_COORDINATOR, CRASHES, LATES, LOSSES, NOISES
 from harness.scenario import LOADS, Load
 from thinned import in_turns
 from torch import nn
@@ -377,7 +377,7 @@ def test_more_random_kills(way):
         singly(*CRASHES),
         [(CRASH_COORDINATOR,), ("crash_sender", "crash_receiver")],
         singly(*NOISES),
-        singly(*(kind for kind in LOSSES if kind not in NOISES)),
+        singly(*LATES),
     ],
     ids=["crashes", "coordinator and pairs", "noises", "lates"],
 )

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults import CODES, IN_TURNS, KINDS, THREE_TWO, TWO_ONE, WIDTHS, check, oracle, points, spread, sweep, undisturbed
+from faults import CODES, IN_TURNS, THREE_TWO, TWO_ONE, WIDTHS, check, oracle, points, spread, sweep, undisturbed
 from harness import Fault, Scenario, SimulatedCluster, half_tables, simulate, small_tables
-from harness.network import CRASH_COORDINATOR, CRASHES, LOSSES, Line
+from harness.network import CRASH_COORDINATOR, CRASHES, LATES, LOSSES, NOISES, Line
 from thinned import in_turns
 
 from torch_ecrec.durability import holdings, rebuild
@@ -270,7 +270,7 @@ def test_a_second_loss_at_every_message_of_a_recovery(every):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@KINDS
+@pytest.mark.parametrize("kinds", [CRASHES, NOISES, LATES], ids=["crashes", "noises", "lates"])
 @pytest.mark.parametrize("code", CODES, ids=str)
 @pytest.mark.parametrize("slot_lost", (0, 1))
 def test_every_fault_at_every_message_of_other_codes(code, slot_lost, kinds):
