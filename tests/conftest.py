@@ -107,29 +107,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Raises:
         pytest.UsageError: a test's name is another in each process (the text of a set, of an object at an address),
-            by luck equal in most runs: then the workers of pytest-xdist do not agree on which tests there are.
+            by luck equal in most runs: then the workers of pytest-xdist do not agree on which tests there are. Or a
+            slow test is refused (`refuse_long_ones`).
     """
     if changing := [item.nodeid for item in items if "set({" in item.nodeid or " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"names that are not the same in every process, give them `ids`: {changing}")
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    refuse_long_ones(slow)
     turn = _turn(config)
     if turn is None:
         return
-
-    def limit_s(item: pytest.Item) -> float:
-        mark = item.get_closest_marker("timeout")
-        return mark.args[0] if mark is not None else 0.0
 
     def takes_turns(item: pytest.Item) -> bool:
         file = item.path.relative_to(ROOT / "tests").as_posix()
         return file in TAKE_TURNS and not item.get_closest_marker("smoke")
 
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    turned = [item for item in slow if limit_s(item) <= SLOW_LIMIT_S]
-    of_turn = sorted(turned, key=lambda item: item.nodeid)[turn % SLOW_TURNS :: SLOW_TURNS]
+    of_turn = sorted(slow, key=lambda item: item.nodeid)[turn % SLOW_TURNS :: SLOW_TURNS]
     others = [item for item in items if not item.get_closest_marker("slow")]
     stay = {id(item) for item in (*of_turn, *kept(others, turn, lambda item: item.nodeid, takes_turns))}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in stay])
     items[:] = [item for item in items if id(item) in stay]
+
+
+def refuse_long_ones(slow: Iterable[pytest.Item]) -> None:
+    """Raises pytest.UsageError if a slow test may take so long that no turn could have it: it would never run."""
+    longer = []
+    for item in slow:
+        mark = item.get_closest_marker("timeout")
+        if mark is not None and mark.args[0] > SLOW_LIMIT_S:
+            longer.append(item.nodeid)
+    if longer:
+        raise pytest.UsageError(f"slow tests are given {SLOW_LIMIT_S:g} s at most, cut these into parts: {longer}")
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -36,7 +36,8 @@ from torch_ecrec.protocol.wire import A, Answer, Ok, Outcome, Request, Unknown
 CRASHES = ("crash_sender", "crash_receiver", "crash_after")
 CRASH_COORDINATOR = "crash_coordinator"
 NOISES = ("drop", "lose_answer", "duplicate")
-LOSSES = (*NOISES, "late", "late_answer")
+LATES = ("late", "late_answer")
+LOSSES = NOISES + LATES
 FAULTS = CRASHES + LOSSES
 DELAY_S = (0.0002, 0.003)
 LATE_S = (0.0002, 0.05)  # a request or answer that dawdles, and the second arrival of a duplicate

@@ -28,7 +28,7 @@ def migrated() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(6 * LIMIT_S)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("what", "steps"), [("migrate.md", 40), ("golden", 30)])
 def test_a_migrated_script_goes_on_bit_for_bit(
     what: str, steps: int, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -159,6 +159,15 @@ def test_the_stranger_that_has_kept_silent_longest_makes_room(pair: Pair, monkey
         sock.close()
 
 
+def test_a_try_whose_end_was_lost_on_the_way_is_no_complaint(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members try whether they reach a host, and reset that connection: it is sent once, and networks lose packets."""
+    monkeypatch.setattr(acceptor, "HELLO_S", 0.2)
+    with stranger(pair) as silent, stranger(pair) as half:
+        half.sendall(hello_of()[:4])
+        assert read_end(silent) == read_end(half) == b""
+    assert pair.b.complaints.counts["a stranger's connection is closed"] == 1
+
+
 def test_a_log_is_not_filled_by_strangers(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         for _ in range(200):

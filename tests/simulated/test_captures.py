@@ -166,7 +166,7 @@ def test_somebody_dies_at_writes_of_a_checkpoint(who: str, policy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("who", ACTS)
 def test_somebody_dies_at_every_write_of_a_checkpoint(who: str, policy: str) -> None:
@@ -190,7 +190,7 @@ def test_somebody_dies_at_messages_while_checkpoints_are_written(kind: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("kind", ["crash_sender", "crash_receiver", CRASH_COORDINATOR])
 def test_somebody_dies_at_every_message_while_checkpoints_are_written(kind: str) -> None:
     sweep_messages(kind, every=1)

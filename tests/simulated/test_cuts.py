@@ -5,14 +5,15 @@ move, a load, a checkpoint, ...) and what a point of them is. The links: any two
 coordinator and any of them; each way, and both. Every run ends, with the bits of the undisturbed one. Nobody is fenced,
 and nobody lost who lives, for a cut that heals before it is noticed; for one that does not, one server at most is.
 
-In every run of the tests some points, spread evenly; more of them in turns; with `-m slow`, in parts and for hours, all
-of those without a crash, and of the (hundreds of times as many) pairs of a cut and a crash one in so many.
+In every run of the tests some points, spread evenly; with `-m slow`, in parts that take turns, all of those without a
+crash, and of the (hundreds of times as many) pairs of a cut and a crash one in so many.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import cut_runs
 import pytest
@@ -26,10 +27,16 @@ from torch_ecrec.coordinator.suspicion import Suspicion
 from torch_ecrec.server import importing
 
 PARTS = 8  # of each situation
+LARGE = {  # situation, and whether somebody dies besides: more parts, so that each takes some minutes, with tiers too
+    ("two parities", False): 17,  # primes, as below
+    ("a move", False): 127,
+    ("a move", True): 41,
+    ("a checkpoint", False): 31,
+    ("a checkpoint", True): 17,
+}
 SOME = {False: 3_989, True: 99_991}  # one in so many, by default; with a crash. Primes: nothing is met in step
 MORE = {False: 31, True: 997}
 WIDE = {False: 1, True: 97}
-SLOW = [pytest.mark.slow, pytest.mark.timeout(7200)]  # too long to take turns
 
 
 @pytest.fixture(autouse=True)
@@ -68,13 +75,24 @@ def test_more_cuts(situation: str, part: int, crashes: bool) -> None:
     assert found.total() - found["not reached"] > 100 / PARTS and found["beyond"] <= 0.06 * found.total()
 
 
-@pytest.mark.parametrize("crashes", [False, True], ids=["alone", "with a crash"])
-@pytest.mark.parametrize("part", [pytest.param(part, marks=SLOW) for part in range(PARTS)])
-@pytest.mark.parametrize("situation", SITUATIONS)
-def test_all_cuts(situation: str, part: int, crashes: bool) -> None:
+def all_parts() -> list[Any]:
+    """Of all situations: situation, which part, of how many, with a crash."""
+    found = []
+    for situation in SITUATIONS:
+        for crashes, name in ((False, "alone"), (True, "with a crash")):
+            parts = LARGE.get((situation, crashes), PARTS)
+            for part in range(parts):
+                found.append(pytest.param(situation, part, parts, crashes, id=f"{situation}-{part}-{name}"))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(("situation", "part", "parts", "crashes"), all_parts())
+def test_all_cuts(situation: str, part: int, parts: int, crashes: bool) -> None:
     """Of those with a crash one in so many."""
-    every = WIDE[crashes] * PARTS
-    found = sweep(situation, range(WIDE[crashes] * part, cut_runs.count(situation, crashes), every), crashes)
+    every = WIDE[crashes]
+    found = sweep(situation, range(every * part, cut_runs.count(situation, crashes), every * parts), crashes)
     assert found["fenced"] > 0.02 * found.total() and found["beyond"] <= 0.06 * found.total()
 
 

@@ -106,7 +106,7 @@ def test_a_cut_that_nothing_is_done_about_is_found(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("number", range(len(exploration.EXPLORATIONS)))
 def test_all_states_of_larger_ones_hold(number):
     found, line = exploration.explore(exploration.EXPLORATIONS[number])

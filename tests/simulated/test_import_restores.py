@@ -157,7 +157,7 @@ def test_somebody_is_lost_at_messages_of_it(who: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("code", CODES[:2], ids=str)
 @pytest.mark.parametrize("who", LOST)
 def test_somebody_is_lost_at_every_message_of_it(who: str, code: CodeSpec) -> None:

@@ -128,7 +128,7 @@ def test_who_was_not_waited_for_and_lives_is_fenced(at: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("coordinators", [2, 3])
 @pytest.mark.parametrize("chain", CHAINS)
 def test_the_lead_moves_on_at_every_message(chain: str, coordinators: int) -> None:

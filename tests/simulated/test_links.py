@@ -22,7 +22,7 @@ SCENARIO = Scenario(code=TWO_ONE, steps=3, spares=1)
 HOSTS = ["server-0", "server-1", "server-2"]
 WAYS = ("both", "there", "back")
 EVERY = pytest.mark.parametrize(
-    "every", [29, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])], ids=["some", "all"]
+    "every", [29, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])], ids=["some", "all"]
 )
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from faults import CODES, THREE_TWO, WAYS, check, found, hunt_at, spread
 from harness import Fault, Scenario, SimulatedCluster, check_parity, simulate
-from harness.network import CRASH_COORDINATOR, CRASHES, LOSSES
+from harness.network import CRASH_COORDINATOR, CRASHES, LATES, LOSSES, NOISES
 from harness.scenario import LOADS, Load
 from thinned import in_turns
 from torch import nn
@@ -363,18 +363,27 @@ def test_hosts_go_back_in_different_eras():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("way", WAYS)
 def test_more_random_kills(way):
     run_schedules(way, 1000, 300)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        singly(*CRASHES),
+        [(CRASH_COORDINATOR,), ("crash_sender", "crash_receiver")],
+        singly(*NOISES),
+        singly(*LATES),
+    ],
+    ids=["crashes", "coordinator and pairs", "noises", "lates"],
+)
 @pytest.mark.parametrize("code", CODES, ids=str)
-def test_every_fault_at_every_message_of_other_codes(code):
-    scenario = dataclasses.replace(RETURNING, code=code, spares=3, loads=LOADS, network_seed=5)
-    sweep(scenario, *singly(*CRASHES, *LOSSES, CRASH_COORDINATOR), ("crash_sender", "crash_receiver"))
+def test_every_fault_at_every_message_of_other_codes(code, kinds):
+    sweep(dataclasses.replace(RETURNING, code=code, spares=3, loads=LOADS, network_seed=5), *kinds)
 
 
 # mutations ----------------------------------------------------------------------------------------

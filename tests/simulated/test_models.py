@@ -35,6 +35,7 @@ from random_models import (
     Tables,
 )
 from random_training import WAYS, End, job_for, restore, save, train
+from thinned import drawn_for
 from torch import Tensor
 from unsharded import Unsharded
 from virtual_trainers import Kill, Trainers
@@ -582,19 +583,28 @@ def test_any_model_is_saved_and_loaded_by_others_bit_for_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
-@settings(max_examples=500, **SWEEP)
-@given(models(), st.integers(1, 4), st.sampled_from(WAYS), st.booleans(), lives(), lives())
-def test_hundreds_of_checkpoints(
-    model: Model, trainers: int, way: str, portions: bool, saves: Life, loads: Life
-) -> None:
-    check_checkpoint(model, trainers, way, portions, saves, loads)
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("part", range(10))
+def test_hundreds_of_checkpoints(part: int) -> None:
+    @drawn_for(part)
+    @settings(max_examples=50, **SWEEP)
+    @given(models(), st.integers(1, 4), st.sampled_from(WAYS), st.booleans(), lives(), lives())
+    def check_some(model: Model, trainers: int, way: str, portions: bool, saves: Life, loads: Life) -> None:
+        check_checkpoint(model, trainers, way, portions, saves, loads)
+
+    check_some()
+    print(dict(COUNTED))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
-@settings(max_examples=2000, **SWEEP)
-@given(models(most_parts=4, most_tables=6), st.lists(lives(), min_size=1, max_size=3))
-def test_thousands_of_models(model: Model, more: list[Life]) -> None:
-    check(model, more)
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("part", range(20))
+def test_thousands_of_models(part: int) -> None:
+    @drawn_for(part)
+    @settings(max_examples=100, **SWEEP)
+    @given(models(most_parts=4, most_tables=6), st.lists(lives(), min_size=1, max_size=3))
+    def check_some(model: Model, more: list[Life]) -> None:
+        check(model, more)
+
+    check_some()
     print(dict(COUNTED))

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults import KINDS, TWO_ONE, WIDTHS, check, oracle, points, sweep
+from faults import TWO_ONE, WIDTHS, check, oracle, points, sweep
 from harness import Fault, Scenario, SimulatedCluster, simulation
 from harness.membership import VirtualProcess
-from harness.network import CRASHES
+from harness.network import CRASHES, FAULTS, LOSSES
 from schedules import first_failure
 
 from torch_ecrec.server import exporting, importing
@@ -127,9 +127,19 @@ def test_nothing_counts_as_lost_while_a_slot_moves() -> None:
     assert cluster.moving >= 20 and cluster.unhealthy == 0
 
 
+def of_each() -> list[Any]:
+    """What the sweep below is of: a scenario and kinds of faults, one by one where each takes minutes."""
+    some = [
+        pytest.param(name, kinds, id=f"{name}-{what}")
+        for name in [*SCENARIOS][:2]
+        for kinds, what in ((CRASHES, "crashes"), (LOSSES, "losses"))
+    ]
+    name = "three parities"
+    return some + [pytest.param(name, (kind,), marks=pytest.mark.slow, id=f"{name}-{kind}") for kind in FAULTS]
+
+
 @WIDTHS
-@KINDS
-@pytest.mark.parametrize("name", [*list(SCENARIOS)[:2], pytest.param("three parities", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "kinds"), of_each())
 def test_every_fault_at_every_message_of_a_move(name: str, kinds: tuple[str, ...], every: int) -> None:
     scenario = SCENARIOS[name]
     names = [kind for _, _, kind in check(scenario).messages]

@@ -84,7 +84,7 @@ def test_one_more_is_lost_at_messages_of_the_recovery(code: CodeSpec, who: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("control", [False, True], ids=["data", "control"])
 @pytest.mark.parametrize("who", WHO)
 @pytest.mark.parametrize("code", CODES, ids=str)

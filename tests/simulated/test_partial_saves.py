@@ -145,7 +145,7 @@ def test_somebody_dies_at_moments_of_a_save(who: str, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("kind", ["data", "control", "writes"])
 @pytest.mark.parametrize("who", WHO)
 @pytest.mark.parametrize("saver", SAVERS)

@@ -25,7 +25,7 @@ def test_kills_with_a_bfloat16_wire_are_exact_too():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("way", WAYS)
 def test_more_random_kills(way):
     run_schedules(way, 0, SCHEDULES)

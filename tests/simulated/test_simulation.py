@@ -17,7 +17,7 @@ import pytest
 import torch
 from faults import CODES, IN_TURNS, THREE_TWO, TWO_ONE, WIDTHS, check, oracle, points, spread, sweep, undisturbed
 from harness import Fault, Scenario, SimulatedCluster, half_tables, simulate, small_tables
-from harness.network import CRASH_COORDINATOR, CRASHES, LOSSES, Line
+from harness.network import CRASH_COORDINATOR, CRASHES, LATES, LOSSES, NOISES, Line
 from thinned import in_turns
 
 from torch_ecrec.durability import holdings, rebuild
@@ -269,11 +269,12 @@ def test_a_second_loss_at_every_message_of_a_recovery(every):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("kinds", [CRASHES, NOISES, LATES], ids=["crashes", "noises", "lates"])
 @pytest.mark.parametrize("code", CODES, ids=str)
 @pytest.mark.parametrize("slot_lost", (0, 1))
-def test_every_fault_at_every_message_of_other_codes(code, slot_lost):
-    _, became, _ = sweep(Scenario(code=code, steps=3, spares=3, kills=((slot_lost, 1),), network_seed=7))
+def test_every_fault_at_every_message_of_other_codes(code, slot_lost, kinds):
+    _, became, _ = sweep(Scenario(code=code, steps=3, spares=3, kills=((slot_lost, 1),), network_seed=7), kinds)
     print(points(became))
 
 

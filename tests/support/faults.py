@@ -63,7 +63,7 @@ def oracle(scenario: Scenario) -> SimulationResult:
 
 SOME = 47  # in the everyday run, of the widest sweeps
 WIDTHS = pytest.mark.parametrize(
-    "every", [SOME, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])], ids=["some", "all"]
+    "every", [SOME, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])], ids=["some", "all"]
 )
 
 IN_TURNS = in_turns("every", SOME)

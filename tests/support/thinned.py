@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import hypothesis
 import pytest
 
 
@@ -20,3 +21,8 @@ def thinned(first: Sequence[Any], second: Sequence[Any], every: int) -> list[Any
 def in_turns(name: str, some: Any, all_of_them: Any = 1) -> pytest.MarkDecorator:
     """A parameter that is one thing every day, and another in turns: how wide a sweep is, say, where 1 is all of it."""
     return pytest.mark.parametrize(name, [some, pytest.param(all_of_them, marks=pytest.mark.slow)], ids=["some", "all"])
+
+
+def drawn_for(part: int) -> Callable[[Any], Any]:
+    """Draws other examples for each part of a long test, the same in every run; new ones with profile `explore`."""
+    return hypothesis.seed(part) if hypothesis.settings().derandomize else lambda test: test

@@ -44,7 +44,7 @@ def test_every_state(begin: Callable[[], State], ticks: int, least: int) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     ("begin", "ticks", "losses"), [(State, 3, 0), (led, 5, 0), (lost, 5, 0), (put_back, 4, 0), (led, 4, 1)]
 )

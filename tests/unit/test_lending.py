@@ -185,7 +185,7 @@ TestLends.settings = settings(max_examples=25, stateful_step_count=40, deadline=
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(1500)
 def test_lends_at_length() -> None:
     machine = type("LendsAtLength", (Lends.TestCase,), {})
     machine.settings = settings(max_examples=2000, stateful_step_count=100, deadline=None)

@@ -1,12 +1,15 @@
 """Tests take turns, nothing is forgotten, and nothing is left for the next."""
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from conftest import refuse_long_ones
 from places import ROOT
 from process_state import differences, put_back, state
-from sampling import TAKE_TURNS, TIER_FRAMES, TURNS, frames_of, kept
+from sampling import SLOW_LIMIT_S, SLOW_TURNS, TAKE_TURNS, TIER_FRAMES, TURNS, frames_of, kept
 
 
 def test_some_turns_visit_everything_and_each_has_about_as_much() -> None:
@@ -27,7 +30,19 @@ def test_what_takes_turns_is_there() -> None:
 def test_each_turn_has_its_tiers_and_the_first_none() -> None:
     assert frames_of(0) == 0 and {frames_of(turn) for turn in range(TURNS)} == set(TIER_FRAMES)
     for turn in range(TURNS):
-        assert {frames_of(turn + TURNS * i) for i in range(len(TIER_FRAMES))} == set(TIER_FRAMES)
+        for apart in (TURNS, SLOW_TURNS):
+            assert {frames_of(turn + apart * i) for i in range(len(TIER_FRAMES))} == set(TIER_FRAMES)
+
+
+def test_a_slow_test_that_is_too_long_for_a_turn_is_refused() -> None:
+
+    def item(limit_s: float) -> Any:
+        marks = {"timeout": pytest.mark.timeout(limit_s).mark}
+        return SimpleNamespace(nodeid="tests/a.py::test_of_hours", get_closest_marker=marks.get)
+
+    refuse_long_ones([item(SLOW_LIMIT_S)])
+    with pytest.raises(pytest.UsageError, match=r"cut these into parts: .*test_of_hours"):
+        refuse_long_ones([item(SLOW_LIMIT_S), item(SLOW_LIMIT_S + 1)])
 
 
 @pytest.mark.smoke

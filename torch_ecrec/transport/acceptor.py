@@ -122,7 +122,10 @@ class Acceptor:
                 self._accept(listener)
         now_s = time.monotonic()
         for stranger in [stranger for stranger in self._strangers if stranger.until_s <= now_s]:
-            self._turn_away(stranger, f"said no hello within {HELLO_S:g} s")
+            if stranger.said:
+                self._turn_away(stranger, f"said no hello within {HELLO_S:g} s")
+            else:  # perhaps a member's try (reachability.py), whose end was lost on the way: a reset is sent once
+                self._leave(stranger)
         if self._resume_s is not None and now_s >= self._resume_s:
             self._listen()
 
