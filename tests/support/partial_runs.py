@@ -65,6 +65,7 @@ class Partial(Trainers):
         saves: bool = True,
         **more: Any,
     ) -> None:
+        self.most = most
         self.at_control = dict(at_control or {})  # message of the control channel -> who is lost then
         self.marks: dict[str, tuple[int, int]] = {}  # when things were, in messages: data, control
         self.saving: dict[str, set[int]] = {"data": set(), "control": set(), "writes": set()}  # of prioritised saves
@@ -262,6 +263,17 @@ def check(run: Partial) -> None:
         assert went_on <= status.of_steps <= run.steps
         assert abs(status.lost_samples - oracle.lost_samples(status.of_steps)) < 1e-6
         assert status.exact is False
+    _check_told(run, oracle)
+
+
+def _check_told(run: Partial, oracle: Oracle) -> None:
+    """Whatever slots have gone on with a checkpoint was announced, and was no more than may be lost."""
+    told = run.events_of("recovered_partly")
+    assert all(event["lost_samples"] <= run.most and event["reason"] for event in told), told
+    for one in oracle.partial_restores:
+        for slot, _, at in one.lives:
+            event = [event for event in told if event["name"] == one.folder and slot in event["slots"]]
+            assert at is None or event, f"slot {slot} of {one} has gone on, and no event says so: {told}"
 
 
 def _check_begun(run: Partial, oracle: Oracle) -> None:

@@ -144,8 +144,12 @@ class PartialRecovery:
         self.dense.add(slot)
 
     def go_on(self, at: int) -> None:
-        """Notes where the slots that read a checkpoint will begin. `at`: steps of training."""
-        self._go_on({(s, life) for one in self.partial_restores for s, life, _ in one.lives if s in self.reading}, at)
+        """Notes where the slots that read a checkpoint will begin. `at`: steps of training.
+
+        A life before the present one stays as it was: what was lost with it is lost, or it never went on.
+        """
+        present = {slot: life for one in self.partial_restores for slot, life, _ in one.lives}
+        self._go_on({(slot, present[slot]) for slot in self.reading}, at)
 
     def _go_on(self, lives: Collection[tuple[int, int]], at: int | None) -> None:
         self.partial_restores = [
@@ -177,6 +181,18 @@ class PartialRecovery:
     def portion(self, slots: int, done: int) -> float:
         """Returns the portion of lost samples, of so many slots, after so many steps of training."""
         return portion(self.partial_restores, slots, done)
+
+    @property
+    def told(self) -> int:
+        """The number of partial restores, the oldest, that somebody was told of: some slot goes on by a later one only
+        once it goes on by those."""
+        went_on = [i for i, one in enumerate(self.partial_restores) if any(at is not None for _, _, at in one.lives)]
+        return went_on[-1] + 1 if went_on else 0
+
+    @property
+    def cause(self) -> str:
+        """What was lost last, for people."""
+        return self.why or "slots were lost beyond repair, as a coordinator before this one has found"
 
     @property
     def read_from(self) -> int:

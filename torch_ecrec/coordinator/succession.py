@@ -91,7 +91,9 @@ def _awaited(state: ClusterState, known: MemberReports) -> dict[str, str]:
         gone = {i for i, place in enumerate(slots) if place.server in servers}.union(unhealthy, more)
         return data_loss(job, gone) is not None
 
-    if not are_too_many(missing | silent, lost) or are_too_many(missing & dead, ()):
+    # nobody has records of a life that was to read a checkpoint, whoever its host was
+    nowhere = {slot for slot in lost if known.reads(slot, slots[slot].incarnation)}
+    if not are_too_many(missing | silent, lost) or are_too_many(missing & dead, nowhere):
         return {}
     again = dict.fromkeys(sorted(silent), "not heard of since it was back")
     why = "not back since the coordinator was started again"
