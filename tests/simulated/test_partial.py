@@ -145,6 +145,16 @@ def test_a_second_time_with_a_later_checkpoint_leaves_the_first_as_it_was() -> N
     assert lost == first["at"] - first["step"] + second["at"] - second["step"]
 
 
+def test_all_that_go_back_to_a_checkpoint_know_what_it_lacks() -> None:
+    """It was written after a partial recovery, which is told once: not as what the checkpoint says of it, too."""
+    run = Partial(code=CODES[1], kills=[Kill("beyond", 2, 0), Kill("beyond", 5, 450)]).go()
+    check(run)
+    (first,), (back,) = run.events_of("recovered_partly"), run.events_of("went_beyond")
+    status, finished = run.coordinator.status(0.0), run.shelf.find(back["name"])
+    assert first["at"] <= finished.done == back["step"] and first["name"] in finished.inexact[0][1]
+    assert status.partial.lost_steps == [first["at"] - first["step"]] * 2 + [0] * 3 and status.inexact == []
+
+
 def test_more_lost_samples_than_wanted_take_all_back() -> None:
     """To the bits of the run that nothing disturbs: a whole checkpoint is exact."""
     run, right = Partial(most=0.0, kills=[Kill("beyond", 2, 0)]).go(), Partial().go()

@@ -21,6 +21,7 @@ from harness.scenario import small_tables
 from virtual_trainers import Kill, Told, Trainers, TurnsSession
 
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
+from torch_ecrec.protocol.messages import PartialRestore
 from torch_ecrec.records import merge
 from torch_ecrec.records.shard import Shard
 from torch_ecrec.spec.job import CodeSpec, JobSpec
@@ -286,11 +287,21 @@ def _check_begun(run: Partial, oracle: Oracle) -> None:
             assert all(run.shelf.find(name) in on and run.shelf.find(name).done <= (at or 0) for name in used)
 
 
+def _went_on(partial_restore: PartialRestore) -> int:
+    """Steps of training after which slots went on by it; 0: none did."""
+    return max(at or 0 for _, _, at in partial_restore.lives)
+
+
 def _check_checkpoints(run: Partial, oracle: Oracle) -> None:
     """Each holds what the slots held: before some began anew, and after it. So does each save, of the rows it has."""
     going = {step for one in oracle.partial_restores for _, _, at in one.lives if at for step in range(at - WINDOW, at)}
     for finished in run.shelf.counts:
         if finished.done not in going:  # of these, a checkpoint may be of before or of after
+            before = [one for one in oracle.partial_restores if one.done < finished.done]
+            began = [one.folder for one in before if 0 < _went_on(one) <= finished.done]
+            assert len(finished.inexact) == len(began), (finished, began)
+            for (step, what), folder in zip(finished.inexact, began, strict=True):
+                assert folder in what and step <= finished.done
             right = oracle.tables(finished.done, finished.done)
             for table_group, mine_RB in enumerate(run.shelf.records(JOB, finished)):
                 assert np.array_equal(mine_RB.numpy(), right[table_group]), (

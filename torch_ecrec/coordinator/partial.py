@@ -24,6 +24,7 @@ import numpy as np
 
 from torch_ecrec.layout import repair
 from torch_ecrec.layout.stripes import Layout
+from torch_ecrec.protocol.bounds import TEXT_MOST
 from torch_ecrec.protocol.messages import PartialRestore
 
 
@@ -181,6 +182,17 @@ class PartialRecovery:
     def portion(self, slots: int, done: int) -> float:
         """Returns the portion of lost samples, of so many slots, after so many steps of training."""
         return portion(self.partial_restores, slots, done)
+
+    def notes(self, done: int) -> list[tuple[int, str]]:
+        """Returns since which steps of training records are not exact, and why: as a checkpoint after so many steps is
+        to say it."""
+        found = []
+        for one in self.partial_restores:
+            lives = [(slot, at) for slot, _, at in one.lives if at is not None and at <= done]
+            slots = ", ".join(str(slot) for slot, _ in lives)
+            what = f"lost slots took their records from checkpoint {one.folder}, of step {one.done}: {slots}"
+            found += [(max(at for _, at in lives), what[:TEXT_MOST])] if lives else []
+        return found
 
     @property
     def told(self) -> int:
