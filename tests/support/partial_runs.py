@@ -214,6 +214,8 @@ class Oracle:
         if not last:
             return 0, list(initial())
         folder, at, saves = last[-1]
+        if folder in shelf.others:
+            return at, [records.numpy() for records in shelf.others[folder]]
         return at, [records.numpy() for records in shelf.records(JOB, shelf.find(folder), saves)]
 
     def tables(self, through: int, then: int) -> list[np.ndarray]:
@@ -320,7 +322,7 @@ def _check_checkpoints(run: Partial, oracle: Oracle) -> None:
 def _check_reads(run: Partial, oracle: Oracle) -> None:
     """Every trainer has read one state: of each row the oracle's, but for what was under way when slots were lost."""
     began = [oracle.began(slot, run.steps)[0] for slot in range(run.scenario.code.slots)]
-    for step in range(1, run.steps + 1):
+    for step in range(1 + (0 if run._begins is None else run._begins.done), run.steps + 1):
         tables = oracle.tables(step - 1, run.steps)
         for trainer in range(TRAINERS):
             for table_group, (rows, weights) in enumerate(run.read[step, trainer]):
