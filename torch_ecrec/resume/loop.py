@@ -95,16 +95,16 @@ class LoopInspector:
                 " runs cannot be brought back after a restart. Draw on the training thread; or attach what draws ahead"
                 " itself, with state_dict and load_state_dict"
             )
-        pipeline = _pipeline_that_draws()
-        if ahead and self._drew is not None and (pipeline is None or self._drew() is not pipeline):
+        draws, pipeline = _pipeline_that_draws()
+        if ahead and self._drew is not None and (not draws or (pipeline is not None and self._drew() is not pipeline)):
             raise RuntimeError(
                 f"a pipeline was left with {ahead} batches that it has drawn and not trained on, and"
-                f" {'a loop' if pipeline is None else 'another pipeline'} draws now: after a restart these would be"
+                f" {'another pipeline' if draws else 'a loop'} draws now: after a restart these would be"
                 " trained on. Have `progress` called until it raises StopIteration; or go on with the same pipeline,"
                 " where it has an iterator of the next pass"
             )
         self._drew = self._drew if pipeline is None else weakref.ref(pipeline)
-        self.pipelined = self.pipelined or pipeline is not None
+        self.pipelined = self.pipelined or draws
         self._asked = True
         self._drawn_before_forward += not self._trained
         self._drawn_within = self._in_forward
@@ -185,14 +185,14 @@ class LoopInspector:
             )
 
 
-def _pipeline_that_draws() -> Any:
-    """Returns the pipeline of TorchRec's that is among the callers, perhaps behind a generator or progress bar; None if
-    none is."""
+def _pipeline_that_draws() -> tuple[bool, Any]:
+    """Returns whether one of TorchRec's pipelines is among the callers, perhaps behind a generator or progress bar; and
+    which, if the caller is a method."""
     frame: FrameType | None = sys._getframe()
     for _ in range(FRAMES_MOST):
         if frame is None:
-            return None
-        if str(frame.f_globals.get("__name__")).startswith(PIPELINES) and "self" in frame.f_locals:
-            return frame.f_locals["self"]
+            return False, None
+        if str(frame.f_globals.get("__name__")).startswith(PIPELINES):
+            return True, frame.f_locals.get("self")
         frame = frame.f_back
-    return None
+    return False, None
