@@ -112,13 +112,17 @@ class Shelf:
         """See `Manifests`."""
 
         def act(reason: str) -> None:
-            of_run = [(one.folder, one.done) for one in self.counts if run_of(one.folder) == run]
+            of_run = [
+                messages.Restored("memory://shelf", one.folder, one.done, inexact=list(one.inexact))
+                for one in self.counts
+                if run_of(one.folder) == run
+            ]
             if not of_run and began_with is not None:  # which may be another run's
-                of_run = [(began_with.folder, began_with.done)]
+                of_run = [messages.Restored("memory://shelf", began_with.folder, began_with.done)]
             if reason or not of_run:
                 done(None, reason or "none was written")
             else:
-                done((messages.Restored("memory://shelf", *of_run[-1]), self._job), "")
+                done((of_run[-1], self._job), "")
 
         self.later(COMMIT_S, "newest", act)
 

@@ -109,13 +109,13 @@ def test_who_goes_back_to_the_step_of_rounded_weights_still_has_them() -> None:
     """To a checkpoint of its own, which it has written before the first step, without rounding."""
     rounded = "weights are those of checkpoint 000000000007-a-0-1, rounded to 8 bits"
     h = Harness().start()
-    began = messages.Restored("file:///x", "000000000007-a-0-1", 7, inexact=rounded)
+    began = messages.Restored("file:///x", "000000000007-a-0-1", 7, inexact=[(7, rounded)])
     before = ClusterState(
         ClusterSettings(h.code, 1, restore=(began, h.job)), lambda name, word: None, lambda event: None
     )
     before.job.restore()
     before.job.on_inexact(7, RESET)
-    for folder, inexact in (("000000000007-run-1-1", ""), (began.folder, rounded)):
+    for folder, inexact in (("000000000007-run-1-1", []), (began.folder, [(7, rounded)])):
         restored = messages.Restored("file:///x", folder, 7, inexact=inexact), h.job
         settings = ClusterSettings(h.code, 1, restore=restored)
         after = ClusterState(settings, lambda name, word: None, lambda event: None)

@@ -100,6 +100,27 @@ def test_lost_trainers_go_on_from_their_snapshot_where_that_survives(every: int)
     assert count["going back"] == count["runs"] > 5 and count["went_beyond"] == 0
 
 
+@pytest.mark.parametrize(("most", "kind"), [(1.0, "recovered_partly"), (0.01, "went_beyond")])
+def test_trainers_that_are_lost_before_slots_go_on_hide_nothing_of_it(most: float, kind: str) -> None:
+    """It is announced, and more than may be lost takes all back, as if the trainers lived."""
+    (begin, _), kill = span(CODES[1])[1], Kill("trainer", 1, 0)
+    run = Partial(most, {begin + 10: kill}, code=CODES[1], kills=[Kill("beyond", -2, 0)]).go()
+    check(run)
+    (era, *_), (told,) = run.events_of("era"), run.events_of(kind)
+    assert run.run.events.index(era) < run.run.events.index(told), "the trainer was lost before"
+    assert len(run.events_of("recovered_partly")) + len(run.events_of("went_beyond")) == 1
+
+
+def test_nobody_is_awaited_with_the_records_of_a_slot_that_was_to_read_a_checkpoint() -> None:
+    """The coordinator is lost as servers know which slots begin anew, and none of them where."""
+    run = Partial(code=CODES[1], spares=2, network_seed=2, kills=[Kill("beyond", -2, 0)])
+    run.then = Kill("coordinator", 0, 10)
+    run.go()
+    check(run)
+    assert "nobody" in {event["member"] for event in run.events_of("lost")}, "the host is not known"
+    assert run.events_of("regathered") and not run.events_of("stands_still")
+
+
 def test_slots_may_wait_for_a_server() -> None:
     """Nobody takes a second slot: what begins anew does so when other servers come."""
     run = Partial(code=CODES[1], kills=[Kill("beyond", 2, 0)], without_spare="wait", spares=0).go()
@@ -112,6 +133,26 @@ def test_a_second_time_counts_once_what_both_have_lost() -> None:
     run = Partial(code=CODES[1], kills=[Kill("beyond", 2, 0), Kill("beyond", 2, 1)]).go()
     check(run)
     assert len(run.events_of("recovered_partly")) == 2
+
+
+def test_a_second_time_with_a_later_checkpoint_leaves_the_first_as_it_was() -> None:
+    """The checkpoints between the two are as the slots that had begun anew were then."""
+    run = Partial(code=CODES[1], kills=[Kill("beyond", 2, 0), Kill("beyond", 2, 700)]).go()
+    check(run)
+    first, second = run.events_of("recovered_partly")
+    assert first["name"] != second["name"] and first["at"] < second["step"]
+    lost = run.coordinator.status(0.0).partial.lost_steps[0]
+    assert lost == first["at"] - first["step"] + second["at"] - second["step"]
+
+
+def test_all_that_go_back_to_a_checkpoint_know_what_it_lacks() -> None:
+    """It was written after a partial recovery, which is told once: not as what the checkpoint says of it, too."""
+    run = Partial(code=CODES[1], kills=[Kill("beyond", 2, 0), Kill("beyond", 5, 450)]).go()
+    check(run)
+    (first,), (back,) = run.events_of("recovered_partly"), run.events_of("went_beyond")
+    status, finished = run.coordinator.status(0.0), run.shelf.find(back["name"])
+    assert first["at"] <= finished.done == back["step"] and first["name"] in finished.inexact[0][1]
+    assert status.partial.lost_steps == [first["at"] - first["step"]] * 2 + [0] * 3 and status.inexact == []
 
 
 def test_more_lost_samples_than_wanted_take_all_back() -> None:

@@ -198,7 +198,7 @@ def test_where_not_all_know_that_it_has_ended_trainers_begin_again() -> None:
 
 def test_that_weights_are_rounded_is_told_to_all_and_shown() -> None:
     h = Harness()
-    rounded = Restored("memory://somewhere", "000000000010-a-1-1", 10, inexact="rounded to 4 bits")
+    rounded = Restored("memory://somewhere", "000000000010-a-1-1", 10, inexact=[(10, "rounded to 4 bits")])
     h = Harness(restore=(rounded, h.job)).start()
     assert told(h, "trainer-1", "known_inexact")[-1]["known"] == [(10, "rounded to 4 bits")]
     assert [(one.step, one.what) for one in h.core.status(h.now_s).inexact] == [(10, "rounded to 4 bits")]

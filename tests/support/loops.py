@@ -518,6 +518,8 @@ def _one_pass(run: Run) -> None:
         except StopIteration:
             break
         _after_step(run, losses)
+        if loop.leave_after and run.counter.values["after"] % loop.leave_after == 0:
+            break
     if loop.driver in TRACING:
         pipeline.detach()
 

@@ -21,6 +21,7 @@ from harness.scenario import small_tables
 from virtual_trainers import Kill, Told, Trainers, TurnsSession
 
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
+from torch_ecrec.protocol.messages import PartialRestore
 from torch_ecrec.records import merge
 from torch_ecrec.records.shard import Shard
 from torch_ecrec.spec.job import CodeSpec, JobSpec
@@ -65,6 +66,7 @@ class Partial(Trainers):
         saves: bool = True,
         **more: Any,
     ) -> None:
+        self.most = most
         self.at_control = dict(at_control or {})  # message of the control channel -> who is lost then
         self.marks: dict[str, tuple[int, int]] = {}  # when things were, in messages: data, control
         self.saving: dict[str, set[int]] = {"data": set(), "control": set(), "writes": set()}  # of prioritised saves
@@ -212,6 +214,8 @@ class Oracle:
         if not last:
             return 0, list(initial())
         folder, at, saves = last[-1]
+        if folder in shelf.others:
+            return at, [records.numpy() for records in shelf.others[folder]]
         return at, [records.numpy() for records in shelf.records(JOB, shelf.find(folder), saves)]
 
     def tables(self, through: int, then: int) -> list[np.ndarray]:
@@ -262,6 +266,17 @@ def check(run: Partial) -> None:
         assert went_on <= status.of_steps <= run.steps
         assert abs(status.lost_samples - oracle.lost_samples(status.of_steps)) < 1e-6
         assert status.exact is False
+    _check_told(run, oracle)
+
+
+def _check_told(run: Partial, oracle: Oracle) -> None:
+    """Whatever slots have gone on with a checkpoint was announced, and was no more than may be lost."""
+    told = run.events_of("recovered_partly")
+    assert all(event["lost_samples"] <= run.most and event["reason"] for event in told), told
+    for one in oracle.partial_restores:
+        for slot, _, at in one.lives:
+            event = [event for event in told if event["name"] == one.folder and slot in event["slots"]]
+            assert at is None or event, f"slot {slot} of {one} has gone on, and no event says so: {told}"
 
 
 def _check_begun(run: Partial, oracle: Oracle) -> None:
@@ -274,11 +289,21 @@ def _check_begun(run: Partial, oracle: Oracle) -> None:
             assert all(run.shelf.find(name) in on and run.shelf.find(name).done <= (at or 0) for name in used)
 
 
+def _went_on(partial_restore: PartialRestore) -> int:
+    """Steps of training after which slots went on by it; 0: none did."""
+    return max(at or 0 for _, _, at in partial_restore.lives)
+
+
 def _check_checkpoints(run: Partial, oracle: Oracle) -> None:
     """Each holds what the slots held: before some began anew, and after it. So does each save, of the rows it has."""
     going = {step for one in oracle.partial_restores for _, _, at in one.lives if at for step in range(at - WINDOW, at)}
     for finished in run.shelf.counts:
         if finished.done not in going:  # of these, a checkpoint may be of before or of after
+            before = [one for one in oracle.partial_restores if one.done < finished.done]
+            began = [one.folder for one in before if 0 < _went_on(one) <= finished.done]
+            assert len(finished.inexact) == len(began), (finished, began)
+            for (step, what), folder in zip(finished.inexact, began, strict=True):
+                assert folder in what and step <= finished.done
             right = oracle.tables(finished.done, finished.done)
             for table_group, mine_RB in enumerate(run.shelf.records(JOB, finished)):
                 assert np.array_equal(mine_RB.numpy(), right[table_group]), (
@@ -297,7 +322,7 @@ def _check_checkpoints(run: Partial, oracle: Oracle) -> None:
 def _check_reads(run: Partial, oracle: Oracle) -> None:
     """Every trainer has read one state: of each row the oracle's, but for what was under way when slots were lost."""
     began = [oracle.began(slot, run.steps)[0] for slot in range(run.scenario.code.slots)]
-    for step in range(1, run.steps + 1):
+    for step in range(1 + (0 if run._begins is None else run._begins.done), run.steps + 1):
         tables = oracle.tables(step - 1, run.steps)
         for trainer in range(TRAINERS):
             for table_group, (rows, weights) in enumerate(run.read[step, trainer]):

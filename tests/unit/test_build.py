@@ -122,7 +122,7 @@ def test_every_word_between_members_is_declared() -> None:
     assert len({digest("ready", 0), digest("ready", 1), digest("set", 0)}) == 3 and digest("a", 0) == digest("a", 0)
 
 
-PROTOCOLS = {1: "09482c9d79c98eaf"}
+PROTOCOLS = {1: "08983ff4defb8fe2"}
 """A digest of all that decides whether builds may serve together, by protocol."""
 
 

@@ -15,19 +15,22 @@ import torch
 from conftest import wait_until
 from kept import random_records, read_by_slots, small_job, unreadable
 
+from torch_ecrec.cli.main import main
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.checkpointing import Finished
 from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.processes import checkpoint_files, restore_source
 from torch_ecrec.processes.checkpoint_files import FileCheckpointWriter, FileManifests, FileWriting
-from torch_ecrec.protocol import messages
+from torch_ecrec.protocol import bounds, messages
 from torch_ecrec.server.capture import Portion
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.chain_reader import check_rows
 from torch_ecrec.storage.listing import Listing
 from torch_ecrec.storage.location import Location
+from torch_ecrec.storage.manifest import MANIFEST, NOTE_MOST, NOTES_MOST, decode, encode
+from torch_ecrec.storage.tensor_file import TensorFile
 
 LIMIT_S = 300.0  # for a thread: only a hang reaches it
 JOB = small_job(trainers=2)
@@ -99,7 +102,7 @@ def test_what_slots_write_is_what_a_cluster_begins_with(tmp_path: Path, encoding
     manifests.commit(Finished(order.folder, order.step, 40, "", write(url, order, truth), 0), answer)
     assert answer.wait() == (None, True)
     restored, spec = restore_source.find(url, "") or pytest.fail("it is there")
-    rounded = f"weights are those of checkpoint {order.folder}, rounded to 8 bits" if "bits" in encoding else ""
+    rounded = [(40, f"weights are those of checkpoint {order.folder}, rounded to 8 bits")] if "bits" in encoding else []
     assert restored == messages.Restored(url, order.folder, 40, inexact=rounded) and spec == JOB
     found, _ = read_by_slots(restored, JOB)
     same = [np.array_equal(a, b) for a, b in zip(found, truth, strict=True)]
@@ -113,6 +116,46 @@ def test_what_slots_write_is_what_a_cluster_begins_with(tmp_path: Path, encoding
     newest = Answer()
     manifests.newest("run", None, newest)
     assert newest.wait() == ((restored, JOB), "")
+
+
+def test_what_was_not_exact_is_so_for_whoever_begins_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the list, in an export, in what is imported from that, and in what a cluster is told that restores it."""
+    url, exported, anew = str(tmp_path / "kept"), tmp_path / "tables.safetensors", str(tmp_path / "anew")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "anew").mkdir()
+    why = "lost slots took their records from checkpoint 000000000020-run-1-1, of step 20: 0, 1"
+    order, answer = order_of(url, 40), Answer()
+    parts = write(url, order, random_records(JOB, 3))
+    manifests_of(url).commit(Finished(order.folder, 40, 40, "", parts, 0, inexact=[(25, why)]), answer)
+    assert answer.wait()[0] is None
+    restored, _ = restore_source.find(url, "") or pytest.fail("it is there")
+    assert restored.inexact == [(25, why)]
+    assert main(["checkpoints", url]) == 0
+    assert f"step 40: NOT EXACT from step 25 on: {why}" in capsys.readouterr().out
+    assert main(["checkpoints", url, "--export", str(exported)]) == 0
+    assert f"NOT EXACT from step 25 on: {why}" in capsys.readouterr().out
+    assert TensorFile(exported).metadata["torch_ecrec.inexact"] == f"NOT EXACT: {why}"
+    assert main(["checkpoints", anew, "--import", str(exported)]) == 0
+    restored, _ = restore_source.find(anew, "") or pytest.fail("it is there")
+    assert restored.inexact == [(0, why)]
+
+
+def test_a_program_that_would_not_tell_it_refuses_what_is_not_exact(tmp_path: Path) -> None:
+    """By the format: one that only knows the first would read on, and say nothing."""
+    url = str(tmp_path)
+    order, answer = order_of(url, 40), Answer()
+    parts = write(url, order, random_records(JOB, 3))
+    manifests_of(url).commit(Finished(order.folder, 40, 40, "", parts, 0, inexact=[(25, "x")]), answer)
+    assert answer.wait()[0] is None
+    data = (tmp_path / order.folder / MANIFEST).read_bytes()
+    assert data.startswith(b'{"format":2,')
+    with pytest.raises(CheckpointError, match="has format 1, and what it says is of format 2"):
+        decode(data.replace(b'"format":2', b'"format":1'), "m")
+    exact = msgspec.structs.replace(decode(data, "m"), inexact=[])
+    assert encode(exact).startswith(b'{"format":1,') and b"inexact" not in encode(exact)
+    assert (NOTES_MOST, NOTE_MOST) == (bounds.INEXACT_MOST, bounds.TEXT_MOST), "a cluster can tell all of them"
 
 
 def asked_for(manifests: FileManifests) -> None:

@@ -30,6 +30,8 @@ from loops import (
     TABLES,
     TRACING,
     Loop,
+    Run,
+    _one_pass,
     resumed,
     same,
     undisturbed,
@@ -88,6 +90,30 @@ def test_a_forward_that_alters_its_batch_is_refused(reader: str, driver: str) ->
     """None of these readers is known to give copies: a list gives the batch again, altered; a new list does not."""
     with pytest.raises(RuntimeError, match=r"batch 0 of pass 0 was altered in place .*`batch.dense`"):
         undisturbed(Loop(reader=reader, driver=driver, batches=4, alters=True))
+
+
+@pytest.mark.parametrize("then", ["another pass", "a plain loop"])
+@pytest.mark.parametrize("driver", [driver for driver in DRIVERS if driver != "plain"])
+def test_a_pipeline_that_is_left_with_batches_that_it_has_drawn_is_refused(
+    driver: str, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those were never trained on, and after a restart they would have been."""
+    loop = Loop(driver=driver, batches=5, epochs=3, leave_after=2)
+    if then == "a plain loop":
+        passes = iter([loop])
+
+        def first_in_a_pipeline(run: Run) -> None:
+            run.loop = next(passes, dataclasses.replace(loop, driver="plain"))
+            _one_pass(run)
+
+        monkeypatch.setattr("loops._one_pass", first_in_a_pipeline)
+    who = "a loop" if then == "a plain loop" else "another pipeline"
+    with pytest.raises(
+        RuntimeError, match=rf"left with \d batches that it has drawn and not trained on, and {who} draws"
+    ):
+        undisturbed(loop)
+    monkeypatch.undo()
+    check(dataclasses.replace(loop, epochs=1))  # the last pass may be left
 
 
 @pytest.mark.parametrize("begins", ["zero", "evaluate", "load"])

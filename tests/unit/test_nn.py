@@ -38,7 +38,7 @@ from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
-from torch_ecrec.compat.torch import timeout_of
+from torch_ecrec.compat.torch import queue_callback, timeout_of
 from torch_ecrec.nn.dense import load_, unpack
 from torch_ecrec.nn.parallel import _same_trainers
 
@@ -200,6 +200,30 @@ def test_a_collection_that_the_model_reaches_past_its_modules_is_named(trained: 
     said = r"collections.0 was called as it was before its tables went to the servers: something holds the Embedding"
     with pytest.raises(RuntimeError, match=said):
         model(batch_of(4, 1))
+
+
+class WithUnused(nn.Module):
+    """A second collection whose output the loss does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = (collection("sgd", [table(name, 10, 4, "f0")]) for name in ("a", "b"))
+        self.over = nn.Linear(4, 1, dtype=torch.float32)
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        return self.over(self.used(features).values()), self.unused(features).values()
+
+
+def test_a_step_is_sent_before_ddp_waits_for_the_others() -> None:
+    """One that loads in place of training waits for this trainer: it was never told that this one trains."""
+    model, session = shard(WithUnused())
+    sent: list[int] = []
+    # as DDP, once the last dense gradient is there, which is before those of the rows
+    model.module.over.weight.register_hook(lambda _: queue_callback(lambda: sent.append(len(session.pushed))))
+    for step in (1, 2):
+        loss, unused = model(batch_of(4, 0).sparse_features)
+        loss.sum().backward()
+        assert unused.requires_grad and len(session.pushed) == step and sent == [1, 2][:step]
 
 
 def test_an_unused_collection_does_not_hold_the_step_up() -> None:

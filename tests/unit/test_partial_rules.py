@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.partial import PartialRecovery, beyond_repair, lost_steps, portion, trimmed
+from torch_ecrec.coordinator.regathering import MemberReports
 from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.protocol.messages import PartialRestore
 
@@ -45,6 +48,26 @@ def test_steps_that_are_made_again_are_not_lost() -> None:
     state = PartialRecovery(True, 0.1, [partial_restore(20, 30, 0)])
     state.go_back(27)
     assert lost_steps(state.partial_restores, 1) == [7]
+
+
+def test_a_slot_that_is_lost_again_keeps_where_it_went_on_before() -> None:
+    """It lacked 5 steps as the checkpoint of step 28 was written, and has lost 2 more since."""
+    again = PartialRestore([(0, 2, None)], "memory://somewhere", "another", 28)
+    state = PartialRecovery(True, 0.1, [partial_restore(20, 25, 0), again], reading={0})
+    assert state.told == 1
+    state.go_on(30)
+    assert [one.lives for one in state.partial_restores] == [[(0, 1, 25)], [(0, 2, 30)]]
+    assert state.told == 2 and lost_steps(state.partial_restores, 1) == [7]
+
+
+def test_who_knows_where_slots_went_on_is_believed() -> None:
+    """The coordinator has told some servers of an era where all go on, and died."""
+    restores = [[partial_restore(20, at, 0)] for at in (None, 25)]
+    for heard in (restores, restores[::-1]):
+        said = [SimpleNamespace(known=SimpleNamespace(era=1, partial_restores=one)) for one in heard]
+        reports = MemberReports(dict(enumerate(said)))  # type: ignore[arg-type]
+        assert reports.partial_restores == restores[1] and not reports.reads(0, 1)
+    assert MemberReports({"server-0": said[1]}).reads(0, 1)  # type: ignore[dict-item]
 
 
 def test_a_cluster_that_went_back_keeps_what_its_checkpoint_lacks() -> None:

@@ -232,9 +232,9 @@ def test_any_byte_of_a_manifest_counts(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_refused_by_its_number() -> None:
     with pytest.raises(
-        CheckpointError, match=r"m has format 2, this program reads format 1: use the program that wrote"
+        CheckpointError, match=r"m has format 3, this program reads formats 1 and 2: use the program that"
     ):
-        decode(b'{"format":2,"what":{"nobody":"knows"}}', "m")
+        decode(b'{"format":3,"what":{"nobody":"knows"}}', "m")
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def loop(file: Path) -> None:
 
 
 def newer(file: Path) -> None:
-    file.write_bytes(file.read_bytes().replace(b'"format":1', b'"format":2'))
+    file.write_bytes(file.read_bytes().replace(b'"format":1', b'"format":3'))
 
 
 HOSTILE = {
@@ -99,7 +99,7 @@ HOSTILE = {
     "a device": (device, "not a file"),
     "a folder": (folder, "a folder, not a file"),
     "a loop of links": (loop, "symbolic links"),
-    "a newer format": (newer, "has format 2, this program reads format 1"),
+    "a newer format": (newer, "has format 3, this program reads formats 1 and 2"),
 }
 
 

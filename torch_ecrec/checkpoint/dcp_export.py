@@ -89,7 +89,13 @@ def export(catalog: Catalog, manifest: Manifest, folder: Path) -> Exported:
                 if f"model.{first}" in content:
                     content.setdefault(f"model.{name}", content[f"model.{first}"])
             _save(content, near / "dcp")
-            described = Description(manifest.spec, state.tables, beside=tuple(state.replicated), again=_again(state))
+            described = Description(
+                manifest.spec,
+                state.tables,
+                beside=tuple(state.replicated),
+                again=_again(state),
+                inexact=exporting.notes_of(catalog, manifest),
+            )
             (near / "dcp" / DESCRIPTION).write_bytes(described.encoded())
             os.replace(near / "dcp", folder)
             sync_folder(folder.absolute().parent)

@@ -116,7 +116,7 @@ def import_(catalog: Catalog, source: Path, wanted: Wanted) -> Imported:
         slot_N: NDArray[np.int64] = layouts[table_group].locate(rows_N)[0]
         return slot_N
 
-    manifest = importing.write(catalog, job, tables, parts, slots_of)
+    manifest = importing.write(catalog, job, tables, parts, slots_of, described.inexact)
     zeros = [f"optimizer state `{field}` of table {table}, which begins with zeros" for table, field in found.zero]
     return Imported(manifest, (*zeros, *dense.absent, SCRIPTS))
 

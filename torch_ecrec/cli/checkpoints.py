@@ -241,12 +241,16 @@ def _export(catalog: Catalog, arguments: argparse.Namespace) -> int:
             from torch_ecrec.storage import exporting
 
             size = exporting.export(catalog, manifest, arguments.export)
+        inexact = catalog.inexact(manifest)
     said = {"exported": str(arguments.export), "name": manifest.id, "step": manifest.done, "bytes": size}
     if arguments.json:
-        print(json.dumps({**said, "absent": list(absent)}))
+        notes = [{"step": step, "what": what} for step, what in inexact]
+        print(json.dumps({**said, "absent": list(absent), "inexact": notes}))
     else:
         print(f"{arguments.export}: {what} of step {manifest.done}, {size:,} bytes")
         print("\n".join(f"  not in it: {one}" for one in absent))
+        for step, why in inexact:
+            print(f"  NOT EXACT from step {step} on: {why}")
     return 0
 
 
@@ -337,6 +341,7 @@ def _as_json(found: _Found) -> dict[str, Any]:
                 "zstd": one.encoding.zstd,
                 "written_s": one.written_s,
                 "version": one.version,
+                "inexact": [{"step": step, "what": what} for step, what in one.inexact],
                 "errors": errors,
                 "saves": [save(each) for each in found.saves_on(one.id)],
                 **faults(one.id),
@@ -369,6 +374,7 @@ def _as_text(url: str, found: _Found, now_s: float) -> str:
         rows += [_row(found, save, f"saves/{save.id}", now_s) for save in found.saves_on(one.id)]
     lines += table(rows) if listing.whole else []
     for one in listing.whole:
+        lines += [f"  step {one.done}: NOT EXACT from step {step} on: {what}" for step, what in one.inexact]
         for error in one.errors.values():
             lines.append(f"  step {one.done}, table {error.table}: weights off by {error.rms:.3g} (rms),")
             lines[-1] += f" {error.largest:.3g} at most"

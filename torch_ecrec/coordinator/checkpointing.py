@@ -20,7 +20,7 @@ Pure, as the coordinator is: what is written, listed or removed is asked of a `M
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,10 +29,12 @@ import msgspec
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.members import Members
+from torch_ecrec.coordinator.partial import PartialRecovery
 from torch_ecrec.coordinator.saving import Saving
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.bounds import INEXACT_MOST
 from torch_ecrec.protocol.status import CheckpointsStatus
 from torch_ecrec.spec.job import JobSpec
 
@@ -53,6 +55,7 @@ class Finished:
         dense_of: the slot whose part has the dense model.
         began_with: the checkpoint that the cluster began with, or went back to; None: training began at its beginning.
         save: it is a prioritised save on `base`, without the dense model.
+        inexact: what has made the run another than an undisturbed one until then, and since which step.
     """
 
     folder: str
@@ -63,6 +66,7 @@ class Finished:
     dense_of: int
     began_with: messages.Restored | None = None
     save: bool = False
+    inexact: Sequence[tuple[int, str]] = ()
 
 
 # STEPS-RUN-COORDINATOR-ATTEMPT; of one that was imported, STEPS-WORD
@@ -159,9 +163,10 @@ class Checkpointing:
         job: RunningJob,
         members: Members,
         saving: Saving,
+        partial: PartialRecovery,
         announce: Callable[[Event], None],
     ) -> None:
-        self.settings, self._manifests, self.saving = settings, manifests, saving
+        self.settings, self._manifests, self.saving, self._partial = settings, manifests, saving, partial
         self._job, self._members, self._announce = job, members, announce
         self._running: _Running | None = None
         self._released: messages.Release | None = None  # the last one
@@ -362,8 +367,17 @@ class Checkpointing:
         order = running.order
         assert self._manifests is not None
         began, parts = self._job.restored, running.written
+        inexact = [*self._job.inexact_until(order.done), *self._partial.notes(order.done)][:INEXACT_MOST]
         finished = Finished(
-            order.folder, order.step, order.done, order.base, parts, order.dense_of, began, running.save
+            order.folder,
+            order.step,
+            order.done,
+            order.base,
+            parts,
+            order.dense_of,
+            began,
+            running.save,
+            [] if running.save else inexact,
         )
         self._manifests.commit(finished, lambda *answer: self._on_committed(running, *answer))
 

@@ -204,7 +204,10 @@ class Eras:
         counts = job.load_end is not None
         kept = (done for said in reach for step, done, _ in said.snapshots if step == chosen and counts)
         back.done = next(kept, job.done_at_load_end)
+        before = self._partial.told
         self._partial.go_back(back.done)
+        if not self._may_go_on_partly(before, back.done):
+            return False
         self._saving.forget_after(back.done)
         if not back.first:
             self._announce(events.GoingBack(self.number, back.done, back.done + last - chosen))
@@ -219,30 +222,44 @@ class Eras:
         # what is in records of the checkpoint is not to be made again: nobody goes back to before it
         told = [said.done - (said.applied - step) for said in back.reach.values() if said.done is not None]
         done = max(told, default=job.done_at_load_end + max(0, step - (job.load_end or 0)))
+        announced = partial.told
         partial.go_on(done)
-        lost = partial.portion(job.code.slots, done)
-        last = partial.partial_restores[-1]
-        if partial.read_from > done:
-            job.lose(f"{partial.why}; the newest checkpoint is of step {partial.read_from}, and training at {done}")
-        elif last.dense_lost and before >= step > (job.load_end or 0):
-            job.lose(f"{partial.why}; and the trainers, who had been lost, have no dense snapshot to begin with")
-        elif lost > partial.most:
-            job.lose(
-                f"{partial.why}; to take these slots alone from a checkpoint would make {lost:.2%} of lost samples,"
-                f" more than {partial.most:.2%} (--most-lost-samples)"
-            )
-        else:
+        if partial.partial_restores[-1].dense_lost and before >= step > (job.load_end or 0):
+            job.lose(f"{partial.cause}; and the trainers, who had been lost, have no dense snapshot to begin with")
+        elif self._may_go_on_partly(announced, done):
             self.resume_step, self.done, self.going_back, self.kept = step, done, None, True
             self._saving.forget_after(done)
             job.step = max(job.step, done)
             self.floor = min(step, max(first, step - (done - partial.read_from)))
-            lives = [slot for slot, _, _ in last.lives]
-            found = last.folder, last.done, done, round(lost, 6), partial.why, len(last.saves)
-            self._announce(events.RecoveredPartly(lives, *found))
             self._tell_all("server")
             self._tell_all("trainer")  # those that wait for their beginning; to the others it says nothing new
             for member in self._members.present("trainer"):
                 self.send_renewed(member.name)
+
+    def _may_go_on_partly(self, announced: int, done: int) -> bool:
+        """Returns whether slots that read a checkpoint may go on where training does, and announces it of those that do
+        so for the first time. If not, all go back to a checkpoint.
+
+        Args:
+            announced: so many partial restores were announced before.
+            done: steps of training that count there.
+        """
+        job, partial = self._job, self._partial
+        if partial.read_from > done:
+            job.lose(f"{partial.cause}; the newest checkpoint is of step {partial.read_from}, and training at {done}")
+            return False
+        lost, new = partial.portion(job.code.slots, done), partial.partial_restores[announced:]
+        if new and lost > partial.most:
+            job.lose(
+                f"{partial.cause}; to take these slots alone from a checkpoint would make {lost:.2%} of lost samples,"
+                f" more than {partial.most:.2%} (--most-lost-samples)"
+            )
+            return False
+        for one in new:
+            if slots := [slot for slot, _, at in one.lives if at is not None]:
+                found = one.folder, one.done, done, round(lost, 6), partial.cause, len(one.saves)
+                self._announce(events.RecoveredPartly(slots, *found))
+        return True
 
     def on_durable(self, message: messages.Durable) -> bool:
         """Notes that, at one slot, the step where training goes on survives r losses.

@@ -118,8 +118,8 @@ class RunningJob:
         """Slots begin with their records of the checkpoint that the cluster begins with, all or once more."""
         assert self.restored is not None
         self.restoring, self.load_end = True, None
-        if self.restored.inexact:
-            self.on_inexact(self.restored.done, self.restored.inexact)
+        for step, what in self.restored.inexact:
+            self.on_inexact(step, what)
 
     def on_restored(self) -> None:
         """Notes that all slots have their records of the checkpoint, and parities: training begins after step 0 of the
@@ -134,6 +134,12 @@ class RunningJob:
             self.inexact.append((step, what))
             self._announce(messages.NotExact(step, what))
             self._members.tell(messages.KnownInexact(self.inexact))
+
+    def inexact_until(self, done: int) -> list[tuple[int, str]]:
+        """Returns the notes of inexact training that a checkpoint after so many steps is no better than: those of
+        before, and those of the checkpoint that the cluster began with, which was so at its step already."""
+        began = [] if self.restored is None else self.restored.inexact
+        return [known for known in self.inexact if known[0] < done or known in began]
 
     def tell_inexact(self, name: str) -> None:
         """Sends a member every note of inexact training so far, since it may have missed some."""

@@ -24,6 +24,7 @@ import numpy as np
 
 from torch_ecrec.layout import repair
 from torch_ecrec.layout.stripes import Layout
+from torch_ecrec.protocol.bounds import TEXT_MOST
 from torch_ecrec.protocol.messages import PartialRestore
 
 
@@ -144,8 +145,12 @@ class PartialRecovery:
         self.dense.add(slot)
 
     def go_on(self, at: int) -> None:
-        """Notes where the slots that read a checkpoint will begin. `at`: steps of training."""
-        self._go_on({(s, life) for one in self.partial_restores for s, life, _ in one.lives if s in self.reading}, at)
+        """Notes where the slots that read a checkpoint will begin. `at`: steps of training.
+
+        A life before the present one stays as it was: what was lost with it is lost, or it never went on.
+        """
+        present = {slot: life for one in self.partial_restores for slot, life, _ in one.lives}
+        self._go_on({(slot, present[slot]) for slot in self.reading}, at)
 
     def _go_on(self, lives: Collection[tuple[int, int]], at: int | None) -> None:
         self.partial_restores = [
@@ -177,6 +182,29 @@ class PartialRecovery:
     def portion(self, slots: int, done: int) -> float:
         """Returns the portion of lost samples, of so many slots, after so many steps of training."""
         return portion(self.partial_restores, slots, done)
+
+    def notes(self, done: int) -> list[tuple[int, str]]:
+        """Returns since which steps of training records are not exact, and why: as a checkpoint after so many steps is
+        to say it."""
+        found = []
+        for one in self.partial_restores:
+            lives = [(slot, at) for slot, _, at in one.lives if at is not None and at <= done]
+            slots = ", ".join(str(slot) for slot, _ in lives)
+            what = f"lost slots took their records from checkpoint {one.folder}, of step {one.done}: {slots}"
+            found += [(max(at for _, at in lives), what[:TEXT_MOST])] if lives else []
+        return found
+
+    @property
+    def told(self) -> int:
+        """The number of partial restores, the oldest, that somebody was told of: some slot goes on by a later one only
+        once it goes on by those."""
+        went_on = [i for i, one in enumerate(self.partial_restores) if any(at is not None for _, _, at in one.lives)]
+        return went_on[-1] + 1 if went_on else 0
+
+    @property
+    def cause(self) -> str:
+        """What was lost last, for people."""
+        return self.why or "slots were lost beyond repair, as a coordinator before this one has found"
 
     @property
     def read_from(self) -> int:

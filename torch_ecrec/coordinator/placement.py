@@ -412,7 +412,7 @@ class SlotTable:
             if self._job.fatal is None:
                 self._job.lose(f"{UNREADABLE}: {reason}", "checkpoint")
         elif slot in self._partial.reading:
-            self._job.lose(f"{self._partial.why}; the newest checkpoint cannot be read: {reason}")
+            self._job.lose(f"{self._partial.cause}; the newest checkpoint cannot be read: {reason}")
         elif reason and self._job.fatal is None:
             self._lose({slot}, reason)
         elif not self._stop_if_lost({slot} | self.unhealthy(), {slot}) and self._job.fatal is None:

@@ -71,9 +71,20 @@ class MemberReports:
 
     @property
     def partial_restores(self) -> list[messages.PartialRestore]:
-        """Slots that began anew, as who knows of most of them does."""
-        newest = max(self.said.values(), key=lambda one: (len(one.known.partial_restores), one.known.era), default=None)
+        """Slots that began anew, as who knows of most of them does, and of where they went on."""
+
+        def knows(one: Rejoin) -> tuple[int, int, int]:
+            lives = [at for partial_restore in one.known.partial_restores for _, _, at in partial_restore.lives]
+            return len(one.known.partial_restores), one.known.era, len(lives) - lives.count(None)
+
+        newest = max(self.said.values(), key=knows, default=None)
         return [] if newest is None else list(newest.known.partial_restores)
+
+    def reads(self, slot: int, incarnation: int) -> bool:
+        """Returns whether a life of a slot was to begin with a checkpoint, and nobody knows of a step where it went
+        on."""
+        lives = [life for partial_restore in self.partial_restores for life in partial_restore.lives]
+        return (slot, incarnation, None) in lives
 
     @property
     def saves(self) -> messages.Saves:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from torch_ecrec.coordinator.checkpointing import Checkpointing, Manifests
 from torch_ecrec.coordinator.going_back import Eras
 from torch_ecrec.coordinator.job import RunningJob
@@ -20,7 +22,6 @@ from torch_ecrec.coordinator.silence import Silence
 from torch_ecrec.coordinator.slowness import Slowness
 from torch_ecrec.coordinator.suspicion import Suspicion
 from torch_ecrec.observe.events import Event
-from torch_ecrec.protocol.bounds import TEXT_MOST
 from torch_ecrec.protocol.messages import FromCoordinator
 from torch_ecrec.protocol.status import Gathering
 
@@ -62,7 +63,9 @@ class ClusterState:
         self.partial = PartialRecovery(checkpoint.beyond == "partial", checkpoint.most_lost_samples)
         self.saving = Saving(checkpoint)
         self.eras = Eras(self.job, self.members, self.partial, self.saving, announce)
-        self.checkpointing = Checkpointing(checkpoint, manifests, self.job, self.members, self.saving, announce)
+        self.checkpointing = Checkpointing(
+            checkpoint, manifests, self.job, self.members, self.saving, self.partial, announce
+        )
         self.slowness, self.drains_slow = Slowness(), settings.drain_slow
         self.table = SlotTable(
             settings.without_spare,
@@ -89,10 +92,13 @@ class ClusterState:
         self.launches.follow(before.launches)
         self.checkpointing.follow(before.checkpointing)
         self.job.run, self.job.known = before.job.run, before.job.known or before.job.spec is not None
-        began, done = before.job.restored, self.job.done_at_load_end
-        rounded = None if began is None else (began.done, began.inexact[:TEXT_MOST])  # it is so at that step already
-        self.job.inexact = [known for known in before.job.inexact if known[0] < done or known == rounded]
-        self.partial.follow(before.partial, self.job.done_at_load_end)
+        done = self.job.done_at_load_end
+        self.partial.follow(before.partial, done)
+        if self.job.restored is not None:  # it says what is known of partial recoveries, too
+            known = {what for _, what in self.partial.notes(done)}
+            left = [note for note in self.job.restored.inexact if note[1] not in known]
+            self.job.restored = msgspec.structs.replace(self.job.restored, inexact=left)
+        self.job.inexact = before.job.inexact_until(done)
         self.roster.version, self.table.epoch = before.roster.version, before.table.epoch
 
     def take_in(self, now_s: float, anew: bool = False) -> None:

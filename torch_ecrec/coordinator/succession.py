@@ -93,7 +93,9 @@ def _awaited(state: ClusterState, known: MemberReports) -> dict[str, str]:
 
     away = {address[0] for address in state.regathering.missing().values()}
     stands = are_too_many(missing | silent, lost) or state.silence.may_be_cut_off(job.trainers - len(known.done), away)
-    if not stands or are_too_many(missing & dead, ()):
+    # nobody has records of a life that was to read a checkpoint, whoever its host was
+    nowhere = {slot for slot in lost if known.reads(slot, slots[slot].incarnation)}
+    if not stands or are_too_many(missing & dead, nowhere):
         return {}
     again = dict.fromkeys(sorted(silent), "not heard of since it was back")
     why = "not back since the coordinator was started again"

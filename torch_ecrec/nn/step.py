@@ -59,7 +59,7 @@ class SparseStep:
 
     A backward pass ends the step. The gradients are sent as soon as every waiting lookup has got its gradient, so that
     the servers work while the rest of the backward runs. If some output was not used in the loss, they are sent when
-    the pass is over.
+    the pass is over, before DDP waits for the dense gradients of other trainers.
 
     Args:
         session: the backend.
@@ -145,8 +145,12 @@ class SparseStep:
 
     def _count_pass(self, _: Tensor) -> None:
         task = backward_pass()
-        self._passes += task != self._counted
-        self._counted = task
+        if task != self._counted:
+            self._passes += 1
+            self._counted = task
+            # Registered before any gradient is there, this runs before DDP's own, which waits for the other trainers:
+            # one that does something else learns from this step's push that the others train.
+            queue_callback(lambda: self._send() if self._pass == task else None)
 
     def load_written(self, when: str = "all") -> None:
         """Called before a read: loads what was written into state dicts in place. That is a step of all trainers.

@@ -439,6 +439,7 @@ class FileManifests:
             parts=[PartEntry.of(dict(finished.parts[slot])) for slot in sorted(finished.parts)],
             encoding=self._encoding,
             began_with=self._began_with(finished),
+            inexact=list(finished.inexact),
             written_s=time.time(),
         )
 

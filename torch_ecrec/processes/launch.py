@@ -378,8 +378,8 @@ class _Trainer:
         restored, begins = member.restored, None
         if restored is not None:
             begins = Beginning(restored.done, functools.partial(dense_model, restored))
-            if restored.inexact:
-                log.warning("NOT EXACT from step %d on: %s", restored.done, restored.inexact)
+            for inexact in restored.inexact:
+                log.warning("NOT EXACT from step %d on: %s", *inexact)
         session = Session(client, member.tell, lambda: self._close(member), member.restarted, begins, self._is_own)
         self._sessions.append(session)
         session.look_out()

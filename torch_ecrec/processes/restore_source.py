@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torch_ecrec.coordinator.checkpointing import Restorable, attempt_of, run_of
 from torch_ecrec.errors import CheckpointError, StoreUnavailable
+from torch_ecrec.protocol.bounds import INEXACT_MOST
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import NONE, Beyond
@@ -108,9 +109,7 @@ def find_again(
 def restored_of(catalog: Catalog, manifest: Manifest) -> Restored:
     """Returns the message by which a cluster begins with a checkpoint. Raises CheckpointError: what it builds on cannot
     be read."""
-    bits = sorted({one.encoding.bits for one in catalog.chain(manifest)} - {0})
-    rounded = f"weights are those of checkpoint {manifest.id}, rounded to {', '.join(map(str, bits))} bits"
-    return Restored(catalog.url, manifest.id, manifest.done, inexact=rounded if bits else "")
+    return Restored(catalog.url, manifest.id, manifest.done, inexact=catalog.inexact(manifest)[-INEXACT_MOST:])
 
 
 def newest_of(run: str, url: str) -> tuple[tuple[Restored, JobSpec] | None, int]:

@@ -14,7 +14,7 @@ from torch_ecrec.protocol.bounds import (
     Count,
     Folder,
     FolderOrNone,
-    Text,
+    Inexact,
     Url,
     Version,
 )
@@ -26,14 +26,14 @@ class Restored(Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         done: steps of training until then.
         times: how often this cluster went back to one.
-        inexact: why its records are not those of then, bit for bit; "": they are.
+        inexact: why its records are not those of an undisturbed run then, and since which step of training.
     """
 
     url: Url
     folder: Folder
     done: Count
     times: Count = 0
-    inexact: Text = ""
+    inexact: Inexact = []
 
 
 Since = Annotated[list[tuple[Folder, Count]], Meta(max_length=SAVES_MOST)]

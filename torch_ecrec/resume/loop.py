@@ -19,12 +19,14 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from types import FrameType
+from typing import Any
 
 log = logging.getLogger(__name__)
 
-FRAMES_MOST = 16  # between a draw and the pipeline that draws
+FRAMES_MOST = 32  # between a draw and the pipeline that draws
 PIPELINES = "torchrec.distributed.train_pipeline"  # these draw ahead of what they train on
 
 _COUNT_PASSES = (
@@ -45,6 +47,7 @@ class LoopInspector:
         self._counters, self._attached = counters, attached
         self._thread = threading.get_ident()
         self.pipelined = False
+        self._drew: weakref.ref[Any] | None = None  # the pipeline that drew last
         self._counts_passes = False  # the loop is known to begin with the pass that training goes on in
         self._counts_batches = False  # and to count the batches of a pass from where training goes on
         self._counted: Mapping[str, int] = {}  # when the present pass began
@@ -76,11 +79,15 @@ class LoopInspector:
         """Whether the thread that trains asks."""
         return threading.get_ident() == self._thread
 
-    def on_draw(self) -> None:
+    def on_draw(self, ahead: int = 0) -> None:
         """Called before a batch is drawn.
 
+        Args:
+            ahead: batches that were drawn before, and not trained on.
+
         Raises:
-            RuntimeError: on another thread than the one that trains.
+            RuntimeError: on another thread than the one that trains; or a pipeline was left with batches that it has
+                drawn ahead.
         """
         if not self.on_its_thread:
             raise RuntimeError(
@@ -88,7 +95,16 @@ class LoopInspector:
                 " runs cannot be brought back after a restart. Draw on the training thread; or attach what draws ahead"
                 " itself, with state_dict and load_state_dict"
             )
-        self.pipelined = self.pipelined or _a_pipeline_draws()
+        draws, pipeline = _pipeline_that_draws()
+        if ahead and self._drew is not None and (not draws or (pipeline is not None and self._drew() is not pipeline)):
+            raise RuntimeError(
+                f"a pipeline was left with {ahead} batches that it has drawn and not trained on, and"
+                f" {'another pipeline' if draws else 'a loop'} draws now: after a restart these would be"
+                " trained on. Have `progress` called until it raises StopIteration; or go on with the same pipeline,"
+                " where it has an iterator of the next pass"
+            )
+        self._drew = self._drew if pipeline is None else weakref.ref(pipeline)
+        self.pipelined = self.pipelined or draws
         self._asked = True
         self._drawn_before_forward += not self._trained
         self._drawn_within = self._in_forward
@@ -169,13 +185,14 @@ class LoopInspector:
             )
 
 
-def _a_pipeline_draws() -> bool:
-    """Returns whether one of TorchRec's pipelines is among the callers, perhaps behind a generator or progress bar."""
+def _pipeline_that_draws() -> tuple[bool, Any]:
+    """Returns whether one of TorchRec's pipelines is among the callers, perhaps behind a generator or progress bar; and
+    which, if the caller is a method."""
     frame: FrameType | None = sys._getframe()
     for _ in range(FRAMES_MOST):
         if frame is None:
-            return False
+            return False, None
         if str(frame.f_globals.get("__name__")).startswith(PIPELINES):
-            return True
+            return True, frame.f_locals.get("self")
         frame = frame.f_back
-    return False
+    return False, None

@@ -399,7 +399,7 @@ class Reader(Iterator[Any]):
             RuntimeError: the loop, or the reader, is one that could not be brought back after a restart; or it gives
                 other batches after a restart than before.
         """
-        self._inspector.on_draw()
+        self._inspector.on_draw(len(self._ahead) if self.pipelined else 0)
         if current.failed is not None:
             raise RuntimeError(
                 "a draw of this pass has failed before, and nobody knows how far the reader got: after a restart it"

@@ -28,7 +28,7 @@ from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.storage.listing import Listing, is_name, list_all
 from torch_ecrec.storage.location import Location
-from torch_ecrec.storage.manifest import ADVICE, MANIFEST, Manifest, decode, encode, read, require_parts
+from torch_ecrec.storage.manifest import ADVICE, MANIFEST, Manifest, Note, decode, encode, read, require_parts
 from torch_ecrec.storage.parts import PartReader
 
 log = logging.getLogger(__name__)
@@ -204,6 +204,17 @@ class Catalog:
             if chain[-1].spec.table_groups != manifest.spec.table_groups:
                 raise CheckpointError(f"{manifest.id} builds on {base}, which is of another model; {ADVICE}")
         return chain[::-1]
+
+    def inexact(self, manifest: Manifest) -> list[Note]:
+        """Returns why a checkpoint is not what an undisturbed run would have written: what had happened to its run, and
+        that weights were rounded as they were written.
+
+        Raises:
+            CheckpointError: as `chain`.
+        """
+        bits = sorted({one.encoding.bits for one in self.chain(manifest)} - {0})
+        rounded = f"weights are those of checkpoint {manifest.id}, rounded to {', '.join(map(str, bits))} bits"
+        return [*manifest.inexact, *([(manifest.done, rounded)] if bits else [])]
 
     # removing -------------------------------------------------------------------------------------
 

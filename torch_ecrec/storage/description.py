@@ -45,6 +45,7 @@ class Description:
         replicated: paths of modules whose tables are dense parameters.
         beside: paths of modules that keep something beside their tables (which id has which row): the script loads it.
         again: other paths of modules that the model has under several, with the same tables.
+        inexact: why what lies beside it is not what an undisturbed run would have trained.
     """
 
     job: JobSpec
@@ -53,6 +54,7 @@ class Description:
     replicated: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
     again: tuple[str, ...] = ()
+    inexact: tuple[str, ...] = ()
 
     def encoded(self) -> bytes:
         """Returns the description as bytes of JSON."""
@@ -64,6 +66,7 @@ class Description:
             list(self.replicated),
             list(self.beside),
             list(self.again),
+            list(self.inexact),
         )
         return msgspec.json.encode(said)
 
@@ -93,7 +96,7 @@ class Description:
             raise CheckpointError(
                 f"{name} describes no job ({error}): `torch_ecrec.checkpoint.describe` writes such a file"
             ) from error
-        others = (tuple(paths) for paths in (said.elsewhere, said.replicated, said.beside, said.again))
+        others = (tuple(paths) for paths in (said.elsewhere, said.replicated, said.beside, said.again, said.inexact))
         return Description(job, tables, *others)
 
 
@@ -111,6 +114,7 @@ class _File(Struct, forbid_unknown_fields=True, omit_defaults=True):
     replicated: list[str]
     beside: list[str]
     again: list[str] = []  # an earlier build takes a file without it
+    inexact: list[str] = []  # likewise
 
 
 @dataclass(frozen=True)

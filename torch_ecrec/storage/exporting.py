@@ -67,12 +67,15 @@ def _tensors(job: JobSpec) -> list[_Tensor]:
     return sorted(found, key=lambda one: -ITEM_BYTES[one.field.dtype])
 
 
-def _header(manifest: Manifest, tensors: list[_Tensor]) -> bytes:
+def _header(catalog: Catalog, manifest: Manifest, tensors: list[_Tensor]) -> bytes:
+    inexact = notes_of(catalog, manifest)
     words = {
         "torch_ecrec.checkpoint": manifest.id,
         "torch_ecrec.step": str(manifest.done),
-        DESCRIPTION: Description(manifest.spec).encoded().decode(),
+        DESCRIPTION: Description(manifest.spec, inexact=inexact).encoded().decode(),
     }
+    if inexact:
+        words["torch_ecrec.inexact"] = "NOT EXACT: " + "; ".join(inexact)
     said: dict[str, Any] = {"__metadata__": words}
     offset = 0
     for tensor in tensors:
@@ -83,6 +86,11 @@ def _header(manifest: Manifest, tensors: list[_Tensor]) -> bytes:
     text = json.dumps(said).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def notes_of(catalog: Catalog, manifest: Manifest) -> tuple[str, ...]:
+    """Returns why a checkpoint is not what an undisturbed run would have written, as its exports say it."""
+    return tuple(what for _, what in catalog.inexact(manifest))
 
 
 def export(catalog: Catalog, manifest: Manifest, path: Path) -> int:
@@ -140,7 +148,7 @@ def remove_left(path: Path) -> None:
 def _write(catalog: Catalog, manifest: Manifest, path: Path) -> int:
     job = manifest.spec
     tensors = _tensors(job)
-    header = _header(manifest, tensors)
+    header = _header(catalog, manifest, tensors)
     size = len(header) + sum(tensor.nbytes for tensor in tensors)
     with open(path, "wb") as file:
         file.write(header)

@@ -26,7 +26,7 @@ from torch_ecrec.records.schema import Field, Schema
 from torch_ecrec.spec.job import JobSpec, TableSpec
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.description import Found
-from torch_ecrec.storage.manifest import Encoding, Manifest, PartEntry
+from torch_ecrec.storage.manifest import NOTE_MOST, NOTES_MOST, Encoding, Manifest, PartEntry
 from torch_ecrec.storage.parts import PartWriter
 from torch_ecrec.storage.tensor_file import TensorFile
 
@@ -96,7 +96,9 @@ def check_tensor(what: str, rows: int, field: Field, shape: Sequence[int], dtype
         )
 
 
-def write(catalog: Catalog, job: JobSpec, source: Source, dense: Dense, slots_of: SlotsOf) -> Manifest:
+def write(
+    catalog: Catalog, job: JobSpec, source: Source, dense: Dense, slots_of: SlotsOf, inexact: Sequence[str] = ()
+) -> Manifest:
     """Writes a checkpoint of step 0; returns its manifest.
 
     Args:
@@ -105,6 +107,7 @@ def write(catalog: Catalog, job: JobSpec, source: Source, dense: Dense, slots_of
         source: of all tables.
         dense: of each trainer.
         slots_of: which slot of the job's code has which rows.
+        inexact: why its tables are not what an undisturbed run would have trained.
 
     Raises:
         CheckpointError: something of it cannot be read or written; nothing is left then.
@@ -122,7 +125,7 @@ def write(catalog: Catalog, job: JobSpec, source: Source, dense: Dense, slots_of
         for trainer, (header, payload) in enumerate(dense):
             parts[0].write_dense(trainer, header, payload)
         _write_records(job, source, parts, slots_of)
-        return catalog.commit(folder, _manifest(folder, job, [part.close() for part in parts]))
+        return catalog.commit(folder, _manifest(folder, job, [part.close() for part in parts], inexact))
     except BaseException:
         for part in parts:
             part.abandon()
@@ -157,7 +160,7 @@ def _records(source: Source, table: str, schema: Schema, first: int, last: int) 
     return records_NB
 
 
-def _manifest(folder: str, job: JobSpec, parts: list[PartEntry]) -> Manifest:
+def _manifest(folder: str, job: JobSpec, parts: list[PartEntry], inexact: Sequence[str]) -> Manifest:
     return Manifest(
         id=folder,
         done=0,
@@ -167,4 +170,5 @@ def _manifest(folder: str, job: JobSpec, parts: list[PartEntry]) -> Manifest:
         parts=parts,
         encoding=Encoding(),
         written_s=time.time(),
+        inexact=[(0, what[:NOTE_MOST]) for what in inexact][:NOTES_MOST],
     )

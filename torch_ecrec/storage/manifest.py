@@ -13,6 +13,7 @@ Invariants
 - Every number, name and list is checked as it is read. Names of files are single words: no path leaves its folder.
 - A number is compared with what is there before anything of its size is made: a file whose hash is right may say any.
 - A newer format is refused by its number, before anything else of it is looked at; so an older program never guesses.
+- What is not exact says so, and has the second format: a program that would not read that restores no such checkpoint.
 - A save is never taken for a checkpoint, nor a checkpoint for a save: what a manifest says goes with its file's name.
 """
 
@@ -29,7 +30,7 @@ from torch_ecrec.errors import CheckpointError
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.storage.location import Location
 
-FORMAT = 1
+FORMAT, NOT_EXACT = 1, 2  # formats: of what is exact, and of what is not
 MANIFEST, SAVE = "manifest.json", "save.json"
 MANIFEST_MOST = 1 << 28  # bytes, which are read at once; a thousand tables and slots make a few million
 FOLDER = r"^[0-9]{12}-[A-Za-z0-9_-]{1,80}\Z"  # steps of training, then what tells attempts apart
@@ -43,6 +44,8 @@ Nonce = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 Figure = Annotated[float, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0, le=1e11)]  # since 1970: a later time no calendar has
 Kind = Literal["full", "incremental", "save"]
+NOTES_MOST, NOTE_MOST = 100, 200  # as of words of the protocol; characters
+Note = tuple[Count, Annotated[str, Meta(max_length=NOTE_MOST)]]  # from which step on, and why
 
 
 class Encoding(Struct, frozen=True, forbid_unknown_fields=True):
@@ -152,6 +155,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         order: more than any that was committed at its place before has; `Catalog.commit` sets it.
         began_with: the checkpoint that its run began with, if that was at the same place.
         version: of torch_ecrec that wrote it, for people.
+        inexact: all that had made its run another than an undisturbed one until then, and every run that is restored
+            from it.
     """
 
     id: Folder
@@ -166,6 +171,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     order: Count = 0
     began_with: Folder | None = None
     version: Annotated[str, Meta(max_length=100)] = torch_ecrec.__version__
+    inexact: Annotated[list[Note], Meta(max_length=NOTES_MOST)] = []
 
     def __post_init__(self) -> None:
         job = self.spec  # raises ValueError, which msgspec makes a ValidationError
@@ -194,6 +200,11 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     def file(self) -> str:
         """The name of the file that this is written to."""
         return SAVE if self.kind == "save" else MANIFEST
+
+    @property
+    def format(self) -> int:
+        """The format that it is written in."""
+        return NOT_EXACT if self.inexact else FORMAT
 
     @property
     def spec(self) -> JobSpec:
@@ -238,8 +249,9 @@ class _Version(Struct):
 
 def encode(manifest: Manifest) -> bytes:
     """Returns a manifest as the bytes of its file."""
-    body = msgspec.json.encode(manifest)
-    return msgspec.json.encode(_Envelope(FORMAT, xxhash.xxh3_128_hexdigest(body), msgspec.Raw(body)))
+    names = [name for name in manifest.__struct_fields__ if name != "inexact" or manifest.inexact]
+    body = msgspec.json.encode({name: getattr(manifest, name) for name in names})
+    return msgspec.json.encode(_Envelope(manifest.format, xxhash.xxh3_128_hexdigest(body), msgspec.Raw(body)))
 
 
 def require_parts(at: Location, manifest: Manifest) -> None:
@@ -286,19 +298,22 @@ def decode(data: bytes, name: str) -> Manifest:
         version = msgspec.json.decode(data, type=_Version).format
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{name} was cut off or altered, or is no manifest: {error}; {ADVICE}") from error
-    if version != FORMAT:
+    if version not in (FORMAT, NOT_EXACT):
         raise CheckpointError(
-            f"{name} has format {version}, this program reads format {FORMAT}: use the program that wrote it,"
-            " or a newer one"
+            f"{name} has format {version}, this program reads formats {FORMAT} and {NOT_EXACT}: use the program that"
+            " wrote it, or a newer one"
         )
     try:
         envelope = msgspec.json.decode(data, type=_Envelope)
         body = bytes(envelope.manifest)
         if xxhash.xxh3_128_hexdigest(body) != envelope.xxh3_128 or msgspec.json.encode(envelope) != data:
             raise CheckpointError(f"{name} was altered: its hash is another one; {ADVICE}")
-        return msgspec.json.decode(body, type=Manifest)
+        manifest = msgspec.json.decode(body, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{name} is no manifest of format {FORMAT}: {error}; {ADVICE}") from error
+        raise CheckpointError(f"{name} is no manifest of format {version}: {error}; {ADVICE}") from error
+    if manifest.format != version:
+        raise CheckpointError(f"{name} has format {version}, and what it says is of format {manifest.format}; {ADVICE}")
+    return manifest
 
 
 ADVICE = "restore another checkpoint: `torch-ecrec checkpoints URL` lists them"
