@@ -28,7 +28,7 @@ def test_some_schedules() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_many_schedules(part: int) -> None:
     seeds = range(SEED + SOME + part, SEED + MORE, PARTS)
