@@ -18,13 +18,13 @@ from test_cluster import cluster
 from torch_ecrec.observe.text import format_status
 from torch_ecrec.spec.job import CodeSpec
 
-STOPPED_S, RUNS_S = 0.98, 0.02  # of each second
+STOPPED_S, RUNS_S = 0.49, 0.01  # of each half second: it is heard of once a second, and so never quiet
 GIVE_UP_S = 60.0
 
 
 @contextlib.contextmanager
 def limping(pid: int) -> Iterator[None]:
-    """The process runs for a fiftieth of each second."""
+    """The process runs for a fiftieth of the time."""
     over = threading.Event()
 
     def run() -> None:
