@@ -110,6 +110,8 @@ class Loop:
     pass_over_every: int = 0  # every so many batches, one is not trained on
     alters: bool = False  # the forward writes into its batch
     nan_at: int = 0  # the batch of the run whose labels are NaN
+    fails_after: int = 0  # steps after which something raises, once, and the loop goes on; 0: nothing does
+    fails: str = "forward"  # what: the "forward" as it begins, "between" tables and the rest, the "optimizer"
     begins: frozenset[str] = frozenset()  # what each pass begins with, see `_begin_pass`
     tables: str = "adagrad"  # the optimizer of the tables
     pushes: frozenset[str] = frozenset()
@@ -282,6 +284,10 @@ class Net(nn.Module):
         return losses, losses.detach()
 
 
+class Failed(Exception):
+    """Raised in a step; the loop catches it."""
+
+
 class Trace(list[Any]):
     """What a loop has seen and done."""
 
@@ -441,6 +447,9 @@ def attach(run: Run) -> Callable[[int], None]:
 def go(run: Run) -> Run:
     """Attaches, and runs the loop to its end."""
     before_pass = attach(run)
+    run.model.module.register_forward_pre_hook(lambda *_: _fail(run, "forward"))
+    run.model.module.over.register_forward_pre_hook(lambda *_: _fail(run, "between"))
+    unwrapped(run.optimizers)[-1].register_step_pre_hook(lambda *_: _fail(run, "optimizer"))
     if run.loop.reader is None:
         _without_reader(run)
     else:
@@ -517,6 +526,9 @@ def _one_pass(run: Run) -> None:
             losses = pipeline.progress(stream)
         except StopIteration:
             break
+        except Failed:  # it trains on that batch once more
+            run.trace.append("failed")
+            continue
         _after_step(run, losses)
         if loop.leave_after and run.counter.values["after"] % loop.leave_after == 0:
             break
@@ -553,7 +565,11 @@ def _turn(run: Run, batch: Batch) -> None:
     first = (number - 1) % loop.accumulate == 0
     if loop.zero == "before" and first:
         optimizer.zero_grad()
-    losses, seen = model(batch)
+    try:
+        losses, seen = model(batch)
+    except Failed:
+        run.trace.append("failed")
+        return
     if loop.zero == "late" and first:
         optimizer.zero_grad()
     try:
@@ -571,10 +587,21 @@ def _turn(run: Run, batch: Batch) -> None:
     if loop.clip:
         torch.nn.utils.clip_grad_norm_(model.module.over.parameters(), 0.1)
     if number % loop.accumulate == 0 and not (loop.skip_every and number % loop.skip_every == 0):
-        optimizer.step()
+        try:
+            optimizer.step()
+        except Failed:
+            run.trace.append("failed")
         if loop.zero == "after":
             optimizer.zero_grad()
     _after_step(run, seen)
+
+
+def _fail(run: Run, where: str) -> None:
+    here = run.loop.fails == where and run.loop.fails_after and run.model.training
+    if here and run.counter.values.get("after") == run.loop.fails_after:
+        if not run.counter.values.get("failed"):
+            run.counter.add("failed")
+            raise Failed
 
 
 def _after_step(run: Run, seen: Tensor) -> None:

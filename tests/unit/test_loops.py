@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -114,6 +115,21 @@ def test_a_pipeline_that_is_left_with_batches_that_it_has_drawn_is_refused(
         undisturbed(loop)
     monkeypatch.undo()
     check(dataclasses.replace(loop, epochs=1))  # the last pass may be left
+
+
+@pytest.mark.parametrize("fails", ["forward", "between", "optimizer"])
+@pytest.mark.parametrize("fails_after", [1, 2, 3, 6])
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_step_that_fails_and_a_loop_that_goes_on(driver: str, fails_after: int, fails: str) -> None:
+    """A plain loop goes on with the next batch. A pipeline trains on the same one again, and perhaps leaves one out: it
+    is refused, by TorchRec itself where that has looked rows up; or it ends, and is brought back."""
+    loop = Loop(driver=driver, batches=4, fails_after=fails_after, fails=fails)
+    try:
+        assert "failed" in undisturbed(loop).trace
+    except (RuntimeError, AssertionError) as refused:
+        assert driver != "plain" and re.search("trains on a batch again|Invalid PipelinedForward usage", str(refused))
+        return
+    check(loop)
 
 
 @pytest.mark.parametrize("begins", ["zero", "evaluate", "load"])

@@ -167,6 +167,7 @@ class Attachment:
             if self.reader.pipelined and self._settings_at_first is not None:
                 self._checks.check_tracing(self._settings_at_first)
             self._settings_at_first = None
+            self.reader.on_batch_given(batch)
             if self.reader.pipelined and self._is_due():
                 self._keep(self._before(at_forward=True), None)
             self.reader.on_forward()

@@ -20,7 +20,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -183,6 +183,30 @@ class LoopInspector:
                 " batches by itself has trained on more than without the restart (`batches.drawn` counts all)",
                 drawn,
             )
+
+
+class Given:
+    """What a forward was called with, known again by its objects, which this does not keep alive."""
+
+    def __init__(self, batch: object) -> None:
+        self._parts = [weakref.ref(part) for part in _parts(batch)]
+
+    def is_again(self, batch: object) -> bool:
+        """Returns whether another forward is called with the same objects."""
+        parts = list(_parts(batch))
+        same = len(parts) == len(self._parts) and all(
+            known() is part for known, part in zip(self._parts, parts, strict=True)
+        )
+        return bool(parts) and same
+
+
+def _parts(batch: object) -> Iterator[Any]:
+    """Yields the objects of a batch, those within containers, that can be referred to weakly: numbers cannot."""
+    if isinstance(batch, (list, tuple, dict)):
+        for part in batch.values() if isinstance(batch, dict) else batch:
+            yield from _parts(part)
+    elif type(batch).__weakrefoffset__:
+        yield batch
 
 
 def _pipeline_that_draws() -> tuple[bool, Any]:

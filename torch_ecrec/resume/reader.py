@@ -49,7 +49,7 @@ from torch.utils.data import (
 from torch_ecrec.compat.torch import next_index_of, set_next_index
 from torch_ecrec.resume.altered import Watched, is_held, may_give_again, watched
 from torch_ecrec.resume.checksum import checksum_of, checksum_of_sums
-from torch_ecrec.resume.loop import LoopInspector
+from torch_ecrec.resume.loop import Given, LoopInspector
 from torch_ecrec.resume.random_states import (
     Generators,
     moved,
@@ -292,6 +292,8 @@ class Reader(Iterator[Any]):
         self._now: Position | None = None  # position of the draw that is being made
         self._ahead: deque[_Draw] = deque()  # drawn, and not trained on yet
         self._in_turn: list[_Draw] = []  # trained on, since the last draw
+        self._trained_on: _Draw | None = None  # by a pipeline, last
+        self._given: Given | None = None  # what the forward was called with that trained on it
         self._watches = may_give_again(reader)
         self.on_batch: Callable[[Any], None] | None = None
         self._most = LOOK_AHEAD_AUTO if look_ahead == "auto" else int(look_ahead)
@@ -625,6 +627,25 @@ class Reader(Iterator[Any]):
             )
         return batch
 
+    def on_batch_given(self, batch: object) -> None:
+        """Called before `on_forward`, and before anything is kept as of then, with what the forward is called with.
+
+        Raises:
+            RuntimeError: a pipeline trains on the batch before once more, as its step has failed.
+        """
+        if not self.pipelined:
+            return
+        last, again = self._trained_on, self._given is not None and self._given.is_again(batch)
+        repeats = bool(self._ahead) and last is not None and self._ahead[0].checksum == last.checksum
+        if not self._ahead or (again and not repeats):
+            raise RuntimeError(
+                "a pipeline trains on a batch again, whose step has failed perhaps, or on one that was not drawn from"
+                " what `attach` returned: which batches it will train on is not known, and a restart would go on"
+                " elsewhere. Let what is raised in a step end the script, which goes on with that step when it is"
+                " started again; or have the reader leave out what cannot be trained on"
+            )
+        self._given = Given(batch)
+
     def on_forward(self) -> None:
         """Called when a training forward begins on a batch drawn here. Raises as `LoopInspector.on_forward` does."""
         self._inspector.on_forward()
@@ -633,8 +654,9 @@ class Reader(Iterator[Any]):
             # of the reader's own generators, too, unless it will be drawn from with those of before
             set_random_states(self._then) if self._again else self._generators.set_(self._then)
             self._then = None
-        if self.pipelined and self._ahead:
-            self._in_turn.append(self._ahead.popleft())
+        if self.pipelined:
+            self._trained_on = self._ahead.popleft()
+            self._in_turn.append(self._trained_on)
 
     def check_end(self) -> None:
         """Called when training is over. Warns of a pass that the loop may have left too late."""
