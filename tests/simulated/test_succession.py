@@ -275,6 +275,25 @@ def test_who_is_missing_and_too_many_is_waited_for_and_then_lost() -> None:
     assert not after.core.regathering and after.core.fatal_kind == "data_loss"
 
 
+def test_a_coordinator_that_ended_between_roster_and_placement_and_then_all_are_lost() -> None:
+    """Members know who is there, and not where slots are: the next coordinator places them, without who is gone."""
+    before, after = Harness().start(), Harness()
+    there = ["server-0", "server-1", "trainer-0", "trainer-1"]
+    for name in there:
+        rejoin(after, known(before, name, placement=None, load_end=None))
+    on_tick_after(after, REGATHER_S + 1.0)
+    assert not after.core.regathering and after.core.epoch == 0 and set(after.core.roster.names) == set(there)
+    for name in ("trainer-1", "trainer-0", "server-1"):
+        after.lose(name)
+    assert after.core.roster.names == ["server-0"]
+    later = [after.server(), after.server()]
+    for rank in range(2):
+        after.trainer(rank)
+    after.enter()
+    on_tick_after(after, 10.0)
+    assert after.core.epoch == 1 and sorted(after.places) == sorted(["server-0", *later])
+
+
 def test_who_is_missing_and_known_to_be_dead_is_not_waited_for() -> None:
     before, after = without_two()
     assert set(after.core.missing()) == {"server-1", "server-2"}

@@ -31,6 +31,7 @@ def lose(state: ClusterState, name: str, now_s: float, why: str) -> None:
             lose_trainers(state, f"{name} was lost ({why})", now_s)
         else:
             del members.by_name[name]
+            state.drop(name)  # there may be a roster: of a coordinator that ended before anybody heard where slots are
         return
     state.drop(name)
     if slots:

@@ -108,5 +108,5 @@ class Roster:
         known = {member.name for member in self._members.present()}
         for one in said:
             if one.roster > 0 and one.roster >= self.version:
-                self.version = one.roster
-                self.names = [name for name in one.world if name in known]
+                self.version, self.names = one.roster, list(one.world)
+        self.names = [name for name in self.names if name in known]
