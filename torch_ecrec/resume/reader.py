@@ -292,7 +292,7 @@ class Reader(Iterator[Any]):
         self._now: Position | None = None  # position of the draw that is being made
         self._ahead: deque[_Draw] = deque()  # drawn, and not trained on yet
         self._in_turn: list[_Draw] = []  # trained on, since the last draw
-        self._trained_on: _Draw | None = None  # by a pipeline, last
+        self._trained_on: int | None = None  # checksum of the batch that a pipeline trained on last
         self._given: Given | None = None  # what the forward was called with that trained on it
         self._watches = may_give_again(reader)
         self.on_batch: Callable[[Any], None] | None = None
@@ -635,8 +635,8 @@ class Reader(Iterator[Any]):
         """
         if not self.pipelined:
             return
-        last, again = self._trained_on, self._given is not None and self._given.is_again(batch)
-        repeats = bool(self._ahead) and last is not None and self._ahead[0].checksum == last.checksum
+        again = self._given is not None and self._given.is_again(batch)
+        repeats = bool(self._ahead) and self._ahead[0].checksum == self._trained_on
         if not self._ahead or (again and not repeats):
             raise RuntimeError(
                 "a pipeline trains on a batch again, whose step has failed perhaps, or on one that was not drawn from"
@@ -655,8 +655,8 @@ class Reader(Iterator[Any]):
             set_random_states(self._then) if self._again else self._generators.set_(self._then)
             self._then = None
         if self.pipelined:
-            self._trained_on = self._ahead.popleft()
-            self._in_turn.append(self._trained_on)
+            self._in_turn.append(self._ahead.popleft())
+            self._trained_on = self._in_turn[-1].checksum
 
     def check_end(self) -> None:
         """Called when training is over. Warns of a pass that the loop may have left too late."""
